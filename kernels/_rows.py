@@ -1,0 +1,85 @@
+"""Pieces of the row kernels that both fused losses use: how a raw logit becomes the logit of the model's distribution.
+
+z = scale * (raw + bias)        scale: Granite, Cohere
+x = softcap * tanh(z / softcap) Gemma 2
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._chunks import stats_dtype
+from ._triton import tl, triton
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its head's output before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self):
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive or None, got {self.softcap}.")
+
+
+def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Tensor, Tensor | float]:
+    """(logits in fp32 or fp64, d logits / d raw), from raw (n, V) and bias (V,)."""
+    z = raw.to(stats_dtype(raw.dtype))
+    if bias is not None:
+        z = z + bias
+    if how.scale != 1.0:
+        z = z * how.scale
+    if how.softcap is None:
+        return z, how.scale
+    tanh = torch.tanh(z / how.softcap)
+    return how.softcap * tanh, (1 - tanh.square()) * how.scale
+
+
+@triton.jit
+def load_logits(
+    raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """(logits, d logits / d raw) of one block. Masked lanes are so low that they weigh nothing, yet finite."""
+    z = tl.load(raw_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    z = z * scale
+    slope = tl.zeros_like(z) + scale
+    if HAS_SOFTCAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
+        z = softcap * tanh
+        slope = (1.0 - tanh * tanh) * scale
+    return tl.where(mask, z, -1e30), slope
+
+
+@triton.jit
+def load_label_logit(
+    raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """The label's logit. NaN for a label outside [0, V), so that a wrong label shows instead of reading elsewhere."""
+    inside = (label >= 0) & (label < V)
+    z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + label, mask=inside, other=0.0).to(tl.float32)
+    z = z * scale
+    if HAS_SOFTCAP:
+        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
+    return z
+
+
+@triton.jit
+def fold(x, top, total, weighted, value):
+    """Online softmax, one running maximum a lane: no reduction across the program until the row ends.
+
+    total = sum exp(x - top), weighted = sum exp(x - top) * value. One of the two rescaling factors is always 1, so a
+    single exponential of -|x - top| serves both cases.
+    """
+    rise = x - top
+    e = tl.exp(-tl.abs(rise))
+    higher = rise > 0
+    total = tl.where(higher, total * e + 1.0, total + e)
+    weighted = tl.where(higher, weighted * e + value, weighted + e * value)
+    return tl.where(higher, x, top), total, weighted
