@@ -148,9 +148,7 @@ class HeadGradients:
     logits' gradient would round every entry once more, and a pass of its own would move the whole weight gradient again.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int
-    ):
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int):
         self._alpha = 1.0 / rows.num_items if rows.num_items else 0.0
         self._first = True
         self.hidden = torch.empty(rows.count, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
@@ -171,16 +169,12 @@ class HeadGradients:
         if self.hidden is not None:
             addmm_into(self.hidden[start:stop], dlogits, w, beta=0, alpha=self._alpha)
         if self.weight is not None:
-            addmm_into(
-                self.weight[: w.shape[0]], dlogits.t(), x, beta=0 if self._first else 1, alpha=self._alpha
-            )
+            addmm_into(self.weight[: w.shape[0]], dlogits.t(), x, beta=0 if self._first else 1, alpha=self._alpha)
         if self.bias is not None:
             self.bias[: w.shape[0]].add_(dlogits.sum(0, dtype=self.bias.dtype), alpha=self._alpha)
         self._first = False
 
-    def finish(
-        self, rows: Rows, total: int, bias: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self, rows: Rows, total: int, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(total, H), (V, H) and (V,), each in its input's dtype, None where not needed."""
         hidden = None if self.hidden is None else put(self.hidden, rows, total)
         dbias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)

@@ -39,9 +39,7 @@ def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Te
 
 
 @triton.jit
-def load_logits(
-    raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def load_logits(raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """(logits, d logits / d raw) of one block. Masked lanes are so low that they weigh nothing, yet finite."""
     z = tl.load(raw_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -56,9 +54,7 @@ def load_logits(
 
 
 @triton.jit
-def load_label_logit(
-    raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def load_label_logit(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """The label's logit. NaN for a label outside [0, V), so that a wrong label shows instead of reading elsewhere."""
     inside = (label >= 0) & (label < V)
     z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)

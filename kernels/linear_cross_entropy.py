@@ -40,7 +40,7 @@ from ._chunks import (
 from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
 from ._triton import tl, triton, use_triton
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 4096, 16
 FIELDS = ("loss", "log_prob", "entropy", "is_top1")
 
 
@@ -184,9 +184,7 @@ def _rows_torch(logits, bias, labels, out, options: CrossEntropyOptions, write_g
         logits.copy_(grad)
 
 
-def _linear_cross_entropy(
-    hidden, weight, bias, labels, rows: Rows, needs: Needs, options: CrossEntropyOptions
-):
+def _linear_cross_entropy(hidden, weight, bias, labels, rows: Rows, needs: Needs, options: CrossEntropyOptions):
     """(loss, per-token (4, N), d hidden, d weight, d bias)."""
     dtype = compute_dtype(hidden, weight)
     x_rows, w, label_rows = take(hidden, rows).to(dtype), weight.to(dtype), take(labels, rows)
@@ -210,9 +208,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, needs, options):
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, per_token, *gradients = _linear_cross_entropy(
-                hidden, weight, bias, labels, rows, needs, options
-            )
+            loss, per_token, *gradients = _linear_cross_entropy(hidden, weight, bias, labels, rows, needs, options)
         ctx.needs = needs
         if needs.any:
             ctx.save_for_backward(*gradients, torch.ones_like(loss))

@@ -1,0 +1,317 @@
+"""Row kernels of linear_divergence.py: two chunks of logits in, per-token values and the student's gradient out.
+
+Each row is read once for all statistics, once more for the JSD, and once to write the gradient over the student's logits.
+The Triton kernel and its torch twin take the same arguments. Formulas: linear_divergence.py.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ._chunks import WORKSPACE_MB
+from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._triton import tl, triton
+
+BLOCK, WARPS = 2048, 16
+FIELDS = (
+    "loss", "divergence", "log_prob", "entropy", "is_top1", "forward_kl", "reverse_kl", "agrees",
+    "teacher_log_prob", "teacher_entropy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """Scalars of one call. See `linear_divergence`."""
+
+    forward_kl: float = 0.0
+    reverse_kl: float = 0.0
+    jsd: float = 0.0
+    beta: float = 0.5
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    scale_by_temperature_squared: bool = True
+    student: LogitTransform = field(default_factory=LogitTransform)
+    teacher: LogitTransform = field(default_factory=LogitTransform)
+    logits_dtype: torch.dtype | None = None
+    workspace_mb: float = WORKSPACE_MB
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must lie in [0, 1], got {self.beta}.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
+
+    @property
+    def divergence_scale(self) -> float:
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+
+@triton.jit
+def _log_ratios(log_q, log_p, beta):
+    """(log q/m, log p/m) with m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p underflows."""
+    d = log_p - log_q
+    e = tl.exp(-tl.abs(d))
+    share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
+    ratio = tl.where(d > 0, -d, 0.0) - tl.log(1.0 + share * (e - 1.0))
+    return ratio, ratio + d
+
+
+@triton.jit
+def _divergence_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, grad_ptr, out_ptr,
+    stride_student, stride_teacher, stride_grad, stride_out, V,
+    scale, softcap, teacher_scale, teacher_softcap, temperature, forward_kl, reverse_kl, jsd, beta,
+    divergence_scale, ce_weight, smoothing, z_loss,
+    HAS_BIAS: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, HAS_JSD: tl.constexpr, HAS_REVERSE: tl.constexpr,
+    WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
+    student_ptr += row * stride_student
+    teacher_ptr += row * stride_teacher
+    grad_ptr += row * stride_grad
+    inv_t = 1.0 / temperature
+    label = tl.full((), -1, tl.int64)
+    s_label = tl.full((), 0.0, tl.float32)
+    t_label = tl.full((), 0.0, tl.float32)
+    if HAS_LABELS:
+        label = tl.load(labels_ptr + row)
+        s_label = load_label_logit(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        t_label = load_label_logit(
+            teacher_ptr,
+            teacher_bias_ptr,
+            label,
+            V,
+            teacher_scale,
+            teacher_softcap,
+            HAS_TEACHER_BIAS,
+            HAS_TEACHER_SOFTCAP,
+        )
+
+    # One pass: maxima, log-partitions, entropies and both KLs at temperature 1, and the KLs' sums at T where T is not 1.
+    lanes = tl.arange(0, BLOCK)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    s_top = zero - 1e30
+    t_top = zero - 1e30
+    t_at_s_top = zero - 1e30
+    s_total, s_entropy, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
+    t_total, t_entropy, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
+    s_plain = zero
+    for start in range(0, V, BLOCK):
+        cols = start + lanes
+        mask = cols < V
+        s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        t, _ = load_logits(
+            teacher_ptr,
+            teacher_bias_ptr,
+            cols,
+            mask,
+            teacher_scale,
+            teacher_softcap,
+            HAS_TEACHER_BIAS,
+            HAS_TEACHER_SOFTCAP,
+        )
+        if HAS_SMOOTHING:
+            s_plain += tl.where(mask, s, 0.0)
+        if HAS_TEMPERATURE:
+            _, s_total_T, s_ratio_T = fold(s * inv_t, s_top * inv_t, s_total_T, s_ratio_T, (s - t) * inv_t)
+            _, t_total_T, t_ratio_T = fold(t * inv_t, t_top * inv_t, t_total_T, t_ratio_T, (t - s) * inv_t)
+        t_at_s_top = tl.where(s > s_top, t, tl.where(s == s_top, tl.maximum(t, t_at_s_top), t_at_s_top))
+        _, _, s_entropy = fold(s, s_top, s_total, s_entropy, s)
+        s_top, s_total, s_ratio = fold(s, s_top, s_total, s_ratio, s - t)
+        _, _, t_entropy = fold(t, t_top, t_total, t_entropy, t)
+        t_top, t_total, t_ratio = fold(t, t_top, t_total, t_ratio, t - s)
+
+    s_max = tl.max(s_top, 0)
+    t_max = tl.max(t_top, 0)
+    s_share = tl.exp(s_top - s_max)
+    t_share = tl.exp(t_top - t_max)
+    s_sum = tl.sum(s_total * s_share, 0)
+    t_sum = tl.sum(t_total * t_share, 0)
+    s_lse = s_max + tl.log(s_sum)
+    t_lse = t_max + tl.log(t_sum)
+    out_forward = tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse)
+    out_reverse = tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse)
+    agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
+    log_prob, is_top1, teacher_log_prob = 0.0, 0.0, 0.0
+    if HAS_LABELS:
+        log_prob, is_top1, teacher_log_prob = (
+            s_label - s_lse,
+            (s_label >= s_max).to(tl.float32),
+            t_label - t_lse,
+        )
+    tl.store(out_ptr + 2 * stride_out + row, log_prob)
+    tl.store(out_ptr + 3 * stride_out + row, s_lse - tl.sum(s_entropy * s_share, 0) / s_sum)
+    tl.store(out_ptr + 4 * stride_out + row, is_top1)
+    tl.store(out_ptr + 5 * stride_out + row, out_forward)
+    tl.store(out_ptr + 6 * stride_out + row, out_reverse)
+    tl.store(out_ptr + 7 * stride_out + row, agrees.to(tl.float32))
+    tl.store(out_ptr + 8 * stride_out + row, teacher_log_prob)
+    tl.store(out_ptr + 9 * stride_out + row, t_lse - tl.sum(t_entropy * t_share, 0) / t_sum)
+
+    # The loss's own KLs and log-partitions, at its temperature.
+    s_lse_T, t_lse_T, forward_T, reverse_T = s_lse, t_lse, out_forward, out_reverse
+    if HAS_TEMPERATURE:
+        s_share = tl.exp((s_top - s_max) * inv_t)
+        t_share = tl.exp((t_top - t_max) * inv_t)
+        s_sum = tl.sum(s_total_T * s_share, 0)
+        t_sum = tl.sum(t_total_T * t_share, 0)
+        s_lse_T = s_max * inv_t + tl.log(s_sum)
+        t_lse_T = t_max * inv_t + tl.log(t_sum)
+        forward_T = tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T)
+        reverse_T = tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T)
+    divergence = forward_kl * forward_T + reverse_kl * reverse_T
+
+    kl_qm = tl.full((), 0.0, tl.float32)
+    if HAS_JSD:
+        p_sum = zero
+        q_sum = zero
+        for start in range(0, V, BLOCK):
+            cols = start + lanes
+            mask = cols < V
+            s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            t, _ = load_logits(
+                teacher_ptr,
+                teacher_bias_ptr,
+                cols,
+                mask,
+                teacher_scale,
+                teacher_softcap,
+                HAS_TEACHER_BIAS,
+                HAS_TEACHER_SOFTCAP,
+            )
+            log_q = s * inv_t - s_lse_T
+            log_p = t * inv_t - t_lse_T
+            q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
+            q_sum += tl.where(mask, tl.exp(log_q) * q_ratio, 0.0)
+            p_sum += tl.where(mask, tl.exp(log_p) * p_ratio, 0.0)
+        kl_qm = tl.sum(q_sum, 0)
+        divergence += jsd * (beta * tl.sum(p_sum, 0) + (1.0 - beta) * kl_qm)
+
+    divergence = divergence * divergence_scale
+    loss = divergence
+    if HAS_CE:
+        ce = s_lse - s_label + z_loss * s_lse * s_lse
+        if HAS_SMOOTHING:
+            ce += smoothing * (s_label - tl.sum(s_plain, 0) / V)
+        loss += ce_weight * ce
+    tl.store(out_ptr + row, loss)
+    tl.store(out_ptr + stride_out + row, divergence)
+
+    if WRITE_GRAD:
+        coefficient = divergence_scale * inv_t
+        softmax_weight = ce_weight * (1.0 + 2.0 * z_loss * s_lse)
+        for start in range(0, V, BLOCK):
+            cols = start + lanes
+            mask = cols < V
+            s, slope = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            t, _ = load_logits(
+                teacher_ptr,
+                teacher_bias_ptr,
+                cols,
+                mask,
+                teacher_scale,
+                teacher_softcap,
+                HAS_TEACHER_BIAS,
+                HAS_TEACHER_SOFTCAP,
+            )
+            if (
+                ALIASED
+            ):  # the gradient is narrower than the logits it overwrites: all must be read before any is written
+                tl.debug_barrier()
+            log_q = s * inv_t - s_lse_T
+            log_p = t * inv_t - t_lse_T
+            q = tl.exp(log_q)
+            grad = forward_kl * (q - tl.exp(log_p))
+            if HAS_REVERSE:
+                grad += reverse_kl * q * (log_q - log_p - reverse_T)
+            if HAS_JSD:
+                q_ratio, _ = _log_ratios(log_q, log_p, beta)
+                grad += jsd * (1.0 - beta) * q * (q_ratio - kl_qm)
+            grad = grad * coefficient
+            if HAS_CE:
+                if HAS_TEMPERATURE:
+                    q = tl.exp(s - s_lse)
+                ce_grad = softmax_weight * q
+                ce_grad = tl.where(cols == label, ce_grad - ce_weight * (1.0 - smoothing), ce_grad)
+                if HAS_SMOOTHING:
+                    ce_grad -= ce_weight * smoothing / V
+                grad += ce_grad
+            tl.store(grad_ptr + cols, (grad * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
+    o = options
+    _divergence_kernel[(student.shape[0],)](
+        student, teacher, student if bias is None else bias, teacher if teacher_bias is None else teacher_bias,
+        student if labels is None else labels, grad, out,
+        student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), student.shape[1],
+        float(o.student.scale), float(o.student.softcap or 1.0), float(o.teacher.scale), float(o.teacher.softcap or 1.0),
+        float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
+        float(o.divergence_scale), float(o.ce_weight), float(o.label_smoothing), float(o.z_loss),
+        HAS_BIAS=bias is not None, HAS_TEACHER_BIAS=teacher_bias is not None,
+        HAS_SOFTCAP=o.student.softcap is not None, HAS_TEACHER_SOFTCAP=o.teacher.softcap is not None,
+        HAS_LABELS=labels is not None, HAS_TEMPERATURE=o.temperature != 1.0, HAS_SMOOTHING=o.label_smoothing > 0,
+        HAS_CE=o.ce_weight != 0, HAS_JSD=o.jsd != 0, HAS_REVERSE=o.reverse_kl != 0,
+        WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _log_ratios_torch(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    d = log_p - log_q
+    share = beta + (1 - 2 * beta) * (d > 0)
+    ratio = (-d).clamp(max=0) - torch.log1p(share * torch.expm1(-d.abs()))
+    return ratio, ratio + d
+
+
+def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
+    o = options
+    s, slope = transform(student, bias, o.student)
+    t, _ = transform(teacher, teacher_bias, o.teacher)
+    log_q1, log_p1 = s.log_softmax(-1), t.log_softmax(-1)
+    q1, p1 = log_q1.exp(), log_p1.exp()
+    log_ratio = log_p1 - log_q1
+    agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
+    out[3], out[9] = -torch.linalg.vecdot(q1, log_q1), -torch.linalg.vecdot(p1, log_p1)
+    out[5], out[6], out[7] = torch.linalg.vecdot(p1, log_ratio), -torch.linalg.vecdot(q1, log_ratio), agrees
+    out[2] = out[4] = out[8] = 0
+    if labels is not None:
+        out[2], out[8] = (x.gather(1, labels[:, None]).squeeze(1) for x in (log_q1, log_p1))
+        out[4] = s.gather(1, labels[:, None]).squeeze(1) >= s.amax(-1)
+
+    log_q, log_p, q, p = log_q1, log_p1, q1, p1
+    if o.temperature != 1.0:
+        log_q, log_p = ((x / o.temperature).log_softmax(-1) for x in (s, t))
+        q, p, log_ratio = log_q.exp(), log_p.exp(), log_p - log_q
+    reverse = -torch.linalg.vecdot(q, log_ratio)
+    divergence = o.forward_kl * torch.linalg.vecdot(p, log_ratio) + o.reverse_kl * reverse
+    dlogits = o.forward_kl * (q - p)
+    if o.reverse_kl:
+        dlogits -= o.reverse_kl * q * (log_ratio + reverse[:, None])
+    if o.jsd:
+        q_ratio, p_ratio = _log_ratios_torch(log_q, log_p, o.beta)
+        kl_qm = torch.linalg.vecdot(q, q_ratio)
+        divergence += o.jsd * (o.beta * torch.linalg.vecdot(p, p_ratio) + (1 - o.beta) * kl_qm)
+        dlogits += o.jsd * (1 - o.beta) * q * (q_ratio - kl_qm[:, None])
+    divergence *= o.divergence_scale
+    dlogits *= o.divergence_scale / o.temperature
+    out[0] = out[1] = divergence
+    if o.ce_weight:
+        out[0] += o.ce_weight * _add_cross_entropy(s, q1, labels, o, dlogits)
+    if write_grad:
+        grad.copy_(dlogits * slope)
+
+
+def _add_cross_entropy(s: Tensor, q: Tensor, labels: Tensor, o: DivergenceOptions, dlogits: Tensor) -> Tensor:
+    """(n,) cross-entropy at temperature 1; adds ce_weight times its gradient to dlogits."""
+    lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)
+    dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])
+    dlogits.scatter_add_(1, labels[:, None], torch.full_like(lse, o.ce_weight * (o.label_smoothing - 1))[:, None])
+    dlogits -= o.ce_weight * o.label_smoothing / s.shape[1]
+    return lse - s_label + o.z_loss * lse.square() + o.label_smoothing * (s_label - s.mean(-1))
