@@ -1,0 +1,134 @@
+"""Who is measured: a provider turns a case into a function from inputs to loss, importing the peer then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .cases import BETA, IGNORE_INDEX, Case, Inputs
+from .reference import plain_loss
+
+LossFunction = Callable[[Inputs], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`build(case)` returns the function to time; `kinds` are the case kinds it can do, `default_kinds` those
+    it does unless `--providers` names it. `ours` marks what the accuracy gate holds to its bound."""
+
+    name: str
+    title: str
+    build: Callable[[Case], LossFunction]
+    kinds: tuple[str, ...]
+    default_kinds: tuple[str, ...]
+    ours: bool = False
+
+
+def our_cross_entropy(case: Case, **options) -> LossFunction:
+    from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+
+    return lambda x: linear_cross_entropy(x.hidden, x.weight, x.labels, **options).loss
+
+
+def our_divergence(case: Case, **options) -> LossFunction:
+    from liger_trainer.kernels.linear_divergence import linear_divergence
+
+    options = {"kind": case.kind, "beta": BETA[case.kind], **options}
+    return lambda x: linear_divergence(*x.heads, labels=x.labels, **options).loss
+
+
+def ours(case: Case, **options) -> LossFunction:
+    return our_divergence(case, **options) if case.is_divergence else our_cross_entropy(case, **options)
+
+
+def eager(case: Case) -> LossFunction:
+    return lambda x: plain_loss(case, x)
+
+
+def compiled(case: Case) -> LossFunction:
+    return torch.compile(lambda x: plain_loss(case, x), dynamic=False)
+
+
+def liger_cross_entropy(case: Case) -> LossFunction:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda x: loss(x.weight, x.hidden, x.labels)
+
+
+def liger_chunked(case: Case) -> LossFunction:
+    """Liger's chunked loss: `compiled=True`, 1024 tokens a chunk, by default; hard loss switched off."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETA[case.kind])
+    return lambda x: loss(*x.heads, x.labels)
+
+
+def liger_fused_jsd(case: Case) -> LossFunction:
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    loss = LigerFusedLinearJSD(jsd_beta=BETA[case.kind])
+    return lambda x: loss(*x.heads, x.labels)
+
+
+def trl_cross_entropy(case: Case) -> LossFunction:
+    """As the model forward that `trl.trainer.utils.add_fused_lm_head` installs for SFTTrainer calls it."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    outputs = ("log_probs", "entropy", "is_top1")
+
+    def loss(x: Inputs) -> torch.Tensor:
+        valid = x.labels != IGNORE_INDEX
+        log_prob, *_ = ChunkedLogProbFunction.apply(
+            x.hidden[valid], x.weight, None, x.labels[valid], 1.0, 32768, None, 1.0, outputs
+        )
+        return -log_prob.sum() / valid.sum().clamp(min=1)
+
+    return loss
+
+
+def trl_divergence(case: Case) -> LossFunction:
+    """As the loss of `trl.DistillationTrainer` calls it: supervised positions only."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def loss(x: Inputs) -> torch.Tensor:
+        hidden, weight, teacher_hidden, teacher_weight = x.heads
+        valid = x.labels != IGNORE_INDEX
+        divergence, _ = ChunkedDivergenceFunction.apply(
+            hidden[valid], weight, None, teacher_hidden[valid], teacher_weight, None, BETA[case.kind]
+        )
+        return divergence.sum() / valid.sum().clamp(min=1)
+
+    return loss
+
+
+def cut_cross_entropy(case: Case) -> LossFunction:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda x: linear_cross_entropy(x.hidden, x.weight, x.labels)
+
+
+our_divergence_fp32 = partial(our_divergence, logits_dtype=torch.float32)
+
+CE = ("ce",)
+KD = tuple(BETA)
+ALL = (*CE, *KD)
+PROVIDERS = (
+    Provider("ours", "ours", ours, ALL, ALL, ours=True),
+    Provider("ours_fp32", "ours, fp32 logits", our_divergence_fp32, KD, KD, ours=True),
+    *(
+        Provider(f"ours_{mb}mb", f"ours in {mb} MiB", partial(ours, workspace_mb=mb), ALL, (), ours=True)
+        for mb in (256, 512, 1024)
+    ),
+    Provider("eager", "torch eager", eager, ALL, ALL),
+    Provider("compile", "torch.compile", compiled, ALL, ("ce", "forward_kl")),
+    Provider("liger", "Liger", liger_cross_entropy, CE, CE),
+    Provider("liger_chunked", "Liger chunked loss", liger_chunked, KD, KD),
+    Provider("liger_jsd", "LigerFusedLinearJSD", liger_fused_jsd, KD, KD),
+    Provider("trl", "TRL", trl_cross_entropy, CE, CE),
+    Provider("trl", "TRL", trl_divergence, KD, KD),
+    Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, ()),
+)
