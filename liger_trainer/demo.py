@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from liger_trainer.errors import ConfigError, LigerTrainerError
+from .errors import ConfigError, LigerTrainerError
 
 if TYPE_CHECKING:
     from datasets import Dataset

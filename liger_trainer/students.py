@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from liger_trainer.errors import ConfigError
+from .errors import ConfigError
 
 
 def drop_layers(

