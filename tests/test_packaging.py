@@ -87,9 +87,7 @@ def __getattr__(name):
 '''
 
 
-def python(
-    code: str, *args: str, cwd: Path = ROOT, path: Path | None = None, options: tuple[str, ...] = ()
-) -> str:
+def python(code: str, *args: str, cwd: Path = ROOT, path: Path | None = None, options: tuple[str, ...] = ()) -> str:
     """Runs code as `python -c` in cwd, with path before the installed packages; returns what it printed."""
     env = {**os.environ, "PYTHONPATH": str(path or ""), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *options, "-c", code, *args]
@@ -107,9 +105,7 @@ def files_below(folder: str, suffix: str) -> set[str]:
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
     own = {p.relative_to(ROOT).as_posix() for p in (ROOT / "liger_trainer").glob("*.py")}
-    return own.union(
-        files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml")
-    )
+    return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 
 
 def modules(folder: str) -> list[str]:
@@ -237,9 +233,7 @@ def test_console_script_exists(installed):
     assert (installed / "bin" / "liger-trainer").exists()
 
 
-@pytest.mark.parametrize(
-    "blocked", [HUGGING_FACE, (*HUGGING_FACE, "triton")], ids=["hugging_face", "triton_too"]
-)
+@pytest.mark.parametrize("blocked", [HUGGING_FACE, (*HUGGING_FACE, "triton")], ids=["hugging_face", "triton_too"])
 def test_kernels_need_torch_alone(blocked):
     python(IMPORT_WITHOUT, ",".join(blocked), json.dumps(modules("kernels")))
 
