@@ -71,17 +71,15 @@ class CrossEntropyOptions:
             raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
 
 
-def linear_cross_entropy_reference(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, num_items: float | None = None,
-    scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, ignore_index: int = -100, dft: bool = False,
+def cross_entropy_reference(
+    logits: Tensor, labels: Tensor, *, num_items: float | Tensor | None = None, temperature: float = 1.0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100, dft: bool = False,
 ) -> LinearCrossEntropy:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
-    logits = F.linear(hidden, weight).to(stats_dtype(hidden.dtype))
-    x = transform(logits, bias, LogitTransform(scale, softcap))[0] / temperature
+    """The loss in plain torch, from logits (N, V)."""
+    x = logits.to(stats_dtype(logits.dtype)) / temperature
     keep = labels != ignore_index
     log_probs = x.log_softmax(-1)
-    log_prob = log_probs.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+    log_prob = log_probs.gather(1, (labels * keep)[:, None]).squeeze(1)
     per_token = -(1 - label_smoothing) * log_prob - label_smoothing * log_probs.mean(-1)
     per_token = per_token + z_loss * x.logsumexp(-1).square()
     if dft:
@@ -90,6 +88,15 @@ def linear_cross_entropy_reference(
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     is_top1 = (log_prob >= log_probs.amax(-1)) & keep
     return LinearCrossEntropy(loss, (log_prob * keep).detach(), (entropy * keep).detach(), is_top1)
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
+    softcap: float | None = None, **options,
+) -> LinearCrossEntropy:  # fmt: skip
+    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    logits = transform(F.linear(hidden, weight), bias, LogitTransform(scale, softcap))[0]
+    return cross_entropy_reference(logits, labels, **options)
 
 
 @triton.jit

@@ -103,30 +103,18 @@ def _log(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).log())
 
 
-def linear_divergence_reference(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
-    kind: str | Mapping[str, float] = "forward_kl", beta: float = 0.5, labels: Tensor | None = None,
-    ce_weight: float = 0.0, temperature: float = 1.0, num_items: float | None = None,
-    bias: Tensor | None = None, teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0,
-    softcap: float | None = None, teacher_softcap: float | None = None, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, scale_by_temperature_squared: bool = True, ignore_index: int = -100,
-    vocab_size: int | None = None,
+def distillation_reference(
+    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl", beta: float = 0.5,
+    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0,
+    num_items: float | Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    scale_by_temperature_squared: bool = True, ignore_index: int = -100,
 ) -> LinearDivergence:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
-    V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
-    dtype = stats_dtype(hidden.dtype)
-    s = F.linear(hidden, weight[:V]).to(dtype)
-    s = transform(s, None if bias is None else bias[:V], LogitTransform(scale, softcap))[0]
-    with torch.no_grad():
-        t = F.linear(teacher_hidden, teacher_weight[:V]).to(dtype)
-        t = transform(
-            t,
-            None if teacher_bias is None else teacher_bias[:V],
-            LogitTransform(teacher_scale, teacher_softcap),
-        )[0]
+    """The loss in plain torch, from logits (N, V) of both sides."""
+    dtype = stats_dtype(student_logits.dtype)
+    s, t = student_logits.to(dtype), teacher_logits.detach().to(dtype)
     keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
-    label = torch.zeros_like(s[:, 0], dtype=torch.int64) if labels is None else labels.clamp(min=0)
-    has_label = keep if labels is not None else torch.zeros_like(keep)
+    has_label = keep & (labels is not None)
+    label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     q, p = s.log_softmax(-1), t.log_softmax(-1)
     log_prob, teacher_log_prob = (x.gather(1, label[:, None]).squeeze(1) * has_label for x in (q, p))
     ce = -(1 - label_smoothing) * log_prob - label_smoothing * q.mean(-1) + z_loss * s.logsumexp(-1).square()
@@ -139,6 +127,21 @@ def linear_divergence_reference(
         (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), agrees, teacher_log_prob, -(p.exp() * p).sum(-1),
     )  # fmt: skip
     return LinearDivergence(loss, *((x * keep).detach() for x in fields))
+
+
+def linear_divergence_reference(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
+    bias: Tensor | None = None, teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0,
+    softcap: float | None = None, teacher_softcap: float | None = None, vocab_size: int | None = None, **options,
+) -> LinearDivergence:  # fmt: skip
+    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
+    bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
+    student = transform(F.linear(hidden, weight[:V]), bias, LogitTransform(scale, softcap))[0]
+    with torch.no_grad():
+        how = LogitTransform(teacher_scale, teacher_softcap)
+        teacher = transform(F.linear(teacher_hidden, teacher_weight[:V]), teacher_bias, how)[0]
+    return distillation_reference(student, teacher, **options)
 
 
 @dataclass(frozen=True)
