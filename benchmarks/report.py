@@ -56,12 +56,21 @@ def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str],
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         commit=os.environ.get("BENCH_COMMIT") or _git_commit(),
-        command=shlex.join(["python", "-m", "benchmarks.run", *arguments]),
+        command=shlex.join(["python", "-m", "benchmarks.run", *_without_output(arguments)]),
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
         rounds=rounds,
         roofline=roofline,
     )
+
+
+def _without_output(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for where the results go: a folder of this machine says nothing about them."""
+    return [
+        argument
+        for before, argument in zip([None, *arguments], arguments, strict=False)
+        if argument != "--output" and before != "--output" and not argument.startswith("--output=")
+    ]
 
 
 def _version(package: str) -> str:

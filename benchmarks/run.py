@@ -96,14 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     violations: list[str] = []
     for case in args.cases:
         if time.monotonic() > deadline:
-            case_results.append(CaseResult(case, not_run=f"time limit of {args.time_limit:g} s reached"))
-            continue
-        started = time.monotonic()
-        result = run_case(case, args.providers, stopwatch, device, args.rounds, deadline, not violations)
+            result = CaseResult(case, not_run=f"time limit of {args.time_limit:g} s reached")
+        else:
+            started = time.monotonic()
+            result = run_case(case, args.providers, stopwatch, device, args.rounds, deadline, not violations)
+            print(f"{case.name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
         result.floor_ms = roofline.floor_ms(case)
         case_results.append(result)
         violations += result.violations
-        print(f"{case.name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
         if args.output:  # after every case: a run that is cut off has not been for nothing
             report.write(args.output, header, case_results, violations, smoke=args.smoke)
     print(report.markdown(header, case_results, violations))

@@ -123,8 +123,10 @@ def test_a_failure_of_ours_is_refused(tmp_path, monkeypatch):
     assert data["gate"] == ["ce-32x384: ours: RuntimeError: no kernel for this shape"]
 
 
-def test_cases_beyond_the_time_limit_are_reported_as_not_run(capsys):
-    assert run.main(["--smoke", "--time-limit", "0"]) == 0
+def test_cases_beyond_the_time_limit_are_reported_as_not_run(tmp_path, capsys):
+    data = smoke(tmp_path, "--time-limit", "0")
+    assert [case["not_run"] for case in data["cases"]] == ["time limit of 0 s reached"] * len(SMOKE_CASES)
+    assert data["header"]["command"] == "python -m benchmarks.run --smoke --time-limit 0"
     assert capsys.readouterr().out.count("Not run: time limit") == len(SMOKE_CASES)
 
 
