@@ -131,14 +131,17 @@ def _copy_tensors(teacher: PreTrainedModel, student: PreTrainedModel, path: str,
 
 
 def _check_layers(teacher_layers: nn.ModuleList, student_layers: nn.Module, kept: list[int]) -> None:
-    """Raise ValueError unless each layer has the settings of its original, its own index apart.
+    """Raise ValueError unless each layer has the modules and settings of its original, its own index apart.
 
     Some models derive a setting from a layer's position (every fourth without rotary embedding, say): the
     weights would fit at the new position and compute something else.
     """
     for new, old in enumerate(kept):
         originals = dict(teacher_layers[old].named_modules())
-        for name, module in student_layers.get_submodule(str(new)).named_modules():
+        copies = dict(student_layers.get_submodule(str(new)).named_modules())
+        if different := originals.keys() ^ copies.keys():
+            raise ValueError(f"Only one of teacher and student has {sorted(different)} in layer {old}.")
+        for name, module in copies.items():
             theirs = _settings(originals[name])
             for key, value in _settings(module).items():
                 if value != theirs.get(key) and (theirs.get(key), value) != (old, new):

@@ -1,0 +1,239 @@
+"""Students made by dropping layers: the kept layers compute what they computed in the teacher."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from liger_trainer.errors import ConfigError
+from liger_trainer.students import drop_layers
+
+LAYERS = 6
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # so that every layer matters
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=4, layer_types=[SLIDING, FULL, FULL, SLIDING, SLIDING, FULL]),
+    "qwen3": Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=3),
+    "smollm3": SmolLM3Config(**SIZES),  # every fourth layer without rotary embedding
+    "gpt2": GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64, pad_token_id=0, eos_token_id=None
+    ),
+}
+CHOICES = [({"keep_every_nth": 2}, [0, 2, 4]), ({"keep_every_nth": 4}, [0, 4]), ({"keep": (1, 2, 5)}, [1, 2, 5])]
+
+
+def build(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(2, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+class Skipped(nn.Module):
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+@pytest.fixture(params=CONFIGS)
+def teacher(request) -> PreTrainedModel:
+    return build(request.param)
+
+
+@pytest.mark.parametrize(("choice", "kept"), CHOICES)
+@torch.no_grad()
+def test_equals_the_teacher_without_the_other_layers(teacher, choice, kept):
+    student = drop_layers(teacher, **choice)
+    assert type(student) is type(teacher)
+    assert student.config.num_hidden_layers == len(layers_of(student)) == len(kept)
+    assert teacher.config.num_hidden_layers == len(layers_of(teacher)) == LAYERS
+    logits = student(token_ids()).logits
+    for index in set(range(LAYERS)) - set(kept):
+        layers_of(teacher)[index] = Skipped()
+    torch.testing.assert_close(logits, teacher(token_ids()).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("choice", "kept"), CHOICES)
+@torch.no_grad()
+def test_each_layer_equals_its_original(teacher, choice, kept):
+    """The hidden state that enters a teacher's layer, put through both."""
+    student = drop_layers(teacher, **choice)
+    calls = {}
+    for index, layer in enumerate(layers_of(teacher)):
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output, index=index: calls.update({index: (args, kwargs, output)}), with_kwargs=True
+        )
+    teacher(token_ids(), use_cache=False)
+    for layer, old in zip(layers_of(student), kept, strict=True):
+        args, kwargs, expected = calls[old]
+        assert torch.equal(layer(*args, **kwargs), expected)
+
+
+@torch.no_grad()
+def test_generates_alike_with_and_without_cache(teacher):
+    student = drop_layers(teacher, keep=[1, 2, 5])
+    for cached_layers in [m for m in student.modules() if hasattr(m, "layer_idx")]:
+        assert cached_layers.layer_idx in range(3)
+    settings = {"max_new_tokens": 12, "do_sample": False}  # longer than the sliding window
+    with_cache = student.generate(token_ids(), use_cache=True, **settings)
+    assert with_cache.shape == (2, 21)
+    assert torch.equal(with_cache, student.generate(token_ids(), use_cache=False, **settings))
+
+
+@torch.no_grad()
+def test_saved_and_loaded(teacher, tmp_path):
+    teacher.generation_config.max_new_tokens = 7
+    student = drop_layers(teacher, keep_every_nth=2)
+    student.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.generation_config.max_new_tokens == 7
+    assert torch.equal(loaded(token_ids()).logits, student(token_ids()).logits)
+
+
+def test_per_layer_lists_follow_the_layers():
+    gemma = drop_layers(build("gemma2"), keep=[0, 2, 3])
+    assert gemma.config.layer_types == [SLIDING, FULL, SLIDING]
+    assert drop_layers(build("qwen3"), keep=[1, 4]).config.layer_types == [FULL, SLIDING]
+    assert drop_layers(build("smollm3"), keep=[2, 3, 5]).config.no_rope_layers == [1, 0, 1]
+
+
+def test_lists_that_are_as_long_by_chance_stay():
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 2, "eos_token_id": [2, 3]})
+    student = drop_layers(AutoModelForCausalLM.from_config(config), keep=[1])
+    assert student.config.eos_token_id == [2, 3]
+
+
+def test_shares_nothing_and_trains(teacher):
+    student = drop_layers(teacher, keep_every_nth=2)
+    assert not {p.data_ptr() for p in student.parameters()} & {p.data_ptr() for p in teacher.parameters()}
+    assert not any(t.is_meta for t in [*student.parameters(), *student.buffers()])
+    before = {name: parameter.clone() for name, parameter in teacher.named_parameters()}
+    student.train()
+    student(token_ids(), labels=token_ids()).loss.backward()
+    assert all(p.requires_grad and p.grad is not None for p in student.parameters())
+    torch.optim.SGD(student.parameters(), lr=0.1).step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in teacher.named_parameters())
+    student.config.vocab_size = student.generation_config.max_new_tokens = 1
+    assert teacher.config.vocab_size == 61 and teacher.generation_config.max_new_tokens != 1
+
+
+def test_tied_weights_stay_tied():
+    student = drop_layers(build("llama_tied"), keep_every_nth=2)
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+    untied = drop_layers(build("llama"), keep_every_nth=2)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+def test_dtype_mode_attention_and_random_state_are_kept():
+    teacher = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").to(torch.bfloat16)
+    teacher.model.norm.float()
+    state = torch.get_rng_state()
+    student = drop_layers(teacher.train(), keep_every_nth=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert student.training and student.config._attn_implementation == "eager"
+    assert student.lm_head.weight.dtype == torch.bfloat16 and student.model.norm.weight.dtype == torch.float32
+    assert not drop_layers(teacher.eval(), keep_every_nth=3).training
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({}, "one of keep_every_nth and keep"),
+        ({"keep_every_nth": 2, "keep": [0]}, "not both"),
+        ({"keep_every_nth": 1}, "from 2 to 6.*got 1"),
+        ({"keep_every_nth": 7}, "got 7"),
+        ({"keep_every_nth": 2.0}, "got 2.0"),
+        ({"keep_every_nth": True}, "got True"),
+        ({"keep": []}, r"at least one.*got \[\]"),
+        ({"keep": [0, 6]}, r"from 0 to 5.*got \[0, 6\]"),
+        ({"keep": [-1]}, r"got \[-1\]"),
+        ({"keep": [0, 0, 1]}, "each once"),
+        ({"keep": [2, 1]}, "ascending"),
+        ({"keep": ["1"]}, "index"),
+    ],
+)
+def test_wrong_choice(choice, message):
+    with pytest.raises(ConfigError, match=message):
+        drop_layers(build("llama"), **choice)
+
+
+def test_no_list_of_layers():
+    teacher = build("llama")
+    teacher.model.layers = nn.ModuleList(list(teacher.model.layers)[:5])
+    with pytest.raises(ConfigError, match="one list of 6 decoder layers.*LlamaForCausalLM.*found none"):
+        drop_layers(teacher, keep_every_nth=2)
+
+
+def test_two_lists_of_layers():
+    teacher = build("llama")
+    teacher.model.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(LAYERS))
+    with pytest.raises(ConfigError, match="found model.layers, model.others"):
+        drop_layers(teacher, keep_every_nth=2)
+
+
+def test_a_list_inside_a_layer_is_not_taken_for_the_layers():
+    teacher = build("llama")
+    for layer in teacher.model.layers:
+        layer.experts = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
+    with pytest.raises(ConfigError, match="'experts'.*in layer 0"):  # found the layers; no Llama has these in them
+        drop_layers(teacher, keep_every_nth=2)
+
+
+def test_weights_the_configuration_does_not_know():
+    teacher = build("llama")
+    teacher.model.layers[2].adapter = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="adapter"):
+        drop_layers(teacher, keep_every_nth=2)
+    assert drop_layers(teacher, keep=[0, 1]).config.num_hidden_layers == 2
+
+
+def test_a_setting_that_hangs_on_the_position():
+    """Layer 2 of the student would scale its attention otherwise than the layer it was copied from."""
+    teacher = build("llama")
+    teacher.model.layers[4].self_attn.scaling = 0.5
+    with pytest.raises(ConfigError, match="self_attn has scaling=0.5 in layer 4 of the teacher"):
+        drop_layers(teacher, keep_every_nth=2)
+
+
+def test_not_a_plain_model():
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(ConfigError, match="merge_and_unload"):
+        drop_layers(get_peft_model(build("llama"), LoraConfig()), keep_every_nth=2)
+    quantised = build("llama")
+    quantised.hf_quantizer = object()
+    with pytest.raises(ConfigError, match="without quantisation"):
+        drop_layers(quantised, keep_every_nth=2)
