@@ -1,0 +1,211 @@
+"""Logits that have not been computed: the hidden states, the head, and what has been done to the product since.
+
+While a loss is computed, the output head of a causal LM returns a `DeferredLogits`. The model's own forward then scales,
+caps, casts and slices it, and hands it to the loss, which takes it apart again; so no model's forward is copied. Whatever
+else is done to it computes the real logits: inside the forward with a warning that names the operation, later silently.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .head import Head, output_module
+
+
+class MaterializedLogitsWarning(UserWarning):
+    """Logits of the whole batch were computed where they should have stayed deferred."""
+
+
+@dataclass
+class Forward:
+    """One pass through a model: whether it is still running, so that a warning makes sense."""
+
+    model_name: str
+    running: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """(..., V) logits: `after * tanh(before * product)` if capped, else `before * product`; product = head(hidden)."""
+
+    hidden: Tensor  # (..., H)
+    head: Head
+    project: Callable[[Tensor], Tensor]  # the head module's own forward
+    forward: Forward
+    before: float = 1.0
+    capped: bool = False
+    after: float = 1.0
+    cast: torch.dtype | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.before * self.after if self.capped else self.before
+
+    @property
+    def softcap(self) -> float | None:
+        return self.after if self.capped else None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cast or self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def _with(self, **changes: Any) -> "DeferredLogits":
+        return dataclasses.replace(self, **changes)
+
+    def __mul__(self, factor):
+        if not isinstance(factor, Real):
+            return self.compute("multiplication by a tensor") * factor
+        name = "after" if self.capped else "before"
+        return self._with(**{name: getattr(self, name) * float(factor)})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor):
+        if not isinstance(divisor, Real):
+            return self.compute("division by a tensor") / divisor
+        return self * (1.0 / float(divisor))
+
+    mul, div = __mul__, __truediv__
+
+    def tanh(self):
+        return self.compute("a second tanh").tanh() if self.capped else self._with(capped=True)
+
+    def to(self, *args, **kwargs):
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if device is not None and torch.device(device) != self.device:
+            return self.compute("a move to another device").to(*args, **kwargs)
+        return self if dtype is None else self._with(cast=dtype)
+
+    def float(self):
+        return self._with(cast=torch.float32)
+
+    def contiguous(self):
+        return self
+
+    def view(self, *shape):
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if shape and shape[-1] in (-1, self.shape[-1]) and (shape[-1] != -1 or -1 not in shape[:-1]):
+            hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+            if hidden.numel() == self.hidden.numel():
+                return self._with(hidden=hidden)
+        return self.compute(f"view{shape}").view(shape)
+
+    reshape = view
+
+    def __getitem__(self, index):
+        items = index if isinstance(index, tuple) else (index,)
+        if _spares_last(items, self.ndim):
+            return self._with(hidden=self.hidden[index])
+        return self.compute(f"indexing by {index}")[index]
+
+    def compute(self, why: str | None = None) -> Tensor:
+        """The real logits. `why` names the operation that needs them."""
+        if self.forward.running:
+            warnings.warn(
+                f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
+                "fused, and the logits of the whole batch are stored.",
+                MaterializedLogitsWarning,
+                stacklevel=3,
+            )
+        logits = self.project(self.hidden)
+        logits = logits if self.cast is None else logits.to(self.cast)
+        logits = logits if self.before == 1.0 else logits * self.before
+        logits = torch.tanh(logits) if self.capped else logits
+        return logits if self.after == 1.0 else logits * self.after
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        deferred = _DEFERRED.get(func)
+        if deferred is not None and args and isinstance(args[0], cls):
+            return getattr(args[0], deferred)(*args[1:], **kwargs)
+        name = getattr(func, "__name__", str(func))
+        return func(*_computed(args, name), **{k: _computed(v, name) for k, v in kwargs.items()})
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.compute(f".{name}"), name)
+
+
+_DEFERRED = {
+    torch.tanh: "tanh", torch.mul: "mul", torch.multiply: "mul", torch.div: "div", torch.true_divide: "div",
+    torch.Tensor.tanh: "tanh", torch.Tensor.float: "float", torch.reshape: "reshape",
+}  # fmt: skip
+
+
+def _operator(name: str):
+    def compute_and_apply(self, *args):
+        return getattr(self.compute(name), name)(*args)
+
+    return compute_and_apply
+
+
+for _name in ("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "lt", "le", "gt", "ge", "matmul", "len", "iter"):
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _computed(value: Any, name: str) -> Any:
+    if isinstance(value, DeferredLogits):
+        return value.compute(name)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_computed(item, name) for item in value)
+    return value
+
+
+def _spares_last(items: tuple, ndim: int) -> bool:
+    """Whether an index leaves the last dimension whole."""
+    if items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        return True
+    masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+    ellipsis = any(item is Ellipsis for item in items)
+    taken = sum(item.dim() for item in masks) + sum(
+        1 for item in items if item is not None and item is not Ellipsis and not any(item is mask for mask in masks)
+    )
+    return taken < ndim and (not ellipsis or items[-1] is Ellipsis)
+
+
+@contextlib.contextmanager
+def deferred_logits(model: nn.Module) -> Iterator[str | None]:
+    """Within the context, the output head of `model` returns `DeferredLogits`.
+
+    Yields None, or in words why the head cannot be deferred; it then computes real logits as always.
+    """
+    module = output_module(model)
+    head = Head.read(module)
+    if isinstance(head, str):
+        yield head
+        return
+    assert module is not None
+    state, project = Forward(type(model).__name__), module.forward
+    module.forward = lambda hidden: DeferredLogits(hidden, head, project, state)  # type: ignore[method-assign]
+    try:
+        yield None
+    finally:
+        del module.forward
+        state.running = False

@@ -1,0 +1,116 @@
+"""LigerDistillTrainer: a student learns a teacher's next-token distributions on the tokens of a dataset."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
+
+from .deferred import deferred_logits
+from .distill_config import LigerDistillConfig
+from .errors import ConfigError
+from .fused import TokenLossOutput
+from .losses import LossOptions
+from .trainer import LigerTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class LigerDistillTrainer(LigerTrainer):
+    """Knowledge distillation on dataset completions, with fused divergences; full or LoRA students.
+
+    Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies. The
+    teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no part of
+    the student's checkpoint.
+
+    Args:
+        model: the student, as for `trl.SFTTrainer`.
+        teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`.
+        args: `LigerDistillConfig`.
+        **kwargs: as for `trl.SFTTrainer`.
+
+    Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
+    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity, teacher_entropy.
+
+    Raises:
+        ConfigError: no teacher, the student as its own teacher, or a teacher that lacks tokens of the vocabulary.
+    """
+
+    _tag_names = ["trl", "liger-trainer", "distillation"]
+    _name = "Distillation"
+
+    def __init__(self, model, teacher_model: PreTrainedModel | str | None = None, args=None, **kwargs):
+        if not isinstance(args, LigerDistillConfig):
+            raise ConfigError(f"args must be a LigerDistillConfig, got {type(args).__name__}.")
+        teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
+        if teacher_model is None:
+            raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
+        if teacher_model is model and not isinstance(model, str):
+            raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
+        self._shared_vocab: int | None = None
+        super().__init__(model, args, **kwargs)
+        self.teacher = self._prepare_teacher(_load_teacher(teacher_model, args))
+        self.fused.options = self._loss_options()
+        if args.disable_dropout:
+            disable_dropout_in_model(self.model)
+
+    def _loss_options(self) -> LossOptions:
+        distillation = self.args.distillation(self._shared_vocab)
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=distillation)
+
+    def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
+        self._shared_vocab = self._check_vocabularies(teacher)
+        teacher.requires_grad_(False).eval()
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(teacher, self.accelerator)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(teacher, self.accelerator)
+        return self.accelerator.prepare_model(teacher, evaluation_mode=True)
+
+    def _check_vocabularies(self, teacher: PreTrainedModel) -> int:
+        """The size of the real vocabulary that both heads cover. What is padded beyond it takes no part in the loss."""
+        student = self.accelerator.unwrap_model(self.model)
+        sizes = [m.get_output_embeddings().weight.shape[0] for m in (student, teacher)]
+        real = max(self._tokenizer.get_vocab().values()) + 1
+        if sizes[1] < real:
+            raise ConfigError(
+                f"The teacher knows {sizes[1]} tokens, but the student's tokenizer has {real}: they do not share a "
+                "vocabulary. Use a teacher with the same tokenizer."
+            )
+        shared = min(*sizes, real)
+        if max(sizes) > shared:
+            logger.warning("Vocabulary: %d of the student's %d and the teacher's %d rows take part.", shared, *sizes)
+        return shared
+
+    def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The teacher's deferred logits for the batch: its hidden states, and how its head goes on."""
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+        base = self.accelerator.unwrap_model(self.teacher)
+        with torch.no_grad(), deferred_logits(base):
+            return {"teacher_logits": self.teacher(**inputs).logits}
+
+    def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        return {
+            "kd_loss": outputs.divergence,
+            "ce_loss": -outputs.log_probs,
+            "forward_kl": outputs.forward_kl,
+            "reverse_kl": outputs.reverse_kl,
+            "agreement_at_1": outputs.agrees,
+            "student_perplexity": -outputs.log_probs,
+            "teacher_perplexity": -outputs.teacher_log_probs,
+            "teacher_entropy": outputs.teacher_entropy,
+            "entropy": outputs.entropy,
+        }
+
+
+def _load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
+    if not isinstance(teacher, str):
+        return teacher
+    kwargs = dict(args.teacher_model_init_kwargs or {})
+    if args.teacher_model_revision is not None:
+        kwargs["revision"] = args.teacher_model_revision
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    return create_model_from_path(teacher, **kwargs)

@@ -1,0 +1,124 @@
+"""From (deferred) logits and labels to the losses of a batch: which rows count, what they are compared with, per-token values.
+
+The same shift and the same rows serve cross-entropy and distillation. Real logits, where a model could not defer them, take
+the plain torch reference of the same loss.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .deferred import DeferredLogits
+from .kernels._chunks import RowSelection
+from .kernels.linear_cross_entropy import LinearCrossEntropy, cross_entropy_reference, linear_cross_entropy
+from .kernels.linear_divergence import LinearDivergence, distillation_reference, linear_divergence
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What a student learns from its teacher: sum_k weights[k] D_k (times T^2) + ce_weight CE."""
+
+    weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
+    beta: float = 0.5  # of the JSD, in TRL's convention
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = True
+    vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss of a training run."""
+
+    label_smoothing: float = 0.0
+    dft: bool = False
+    distillation: Distillation | None = None
+
+
+@dataclass
+class Targets:
+    """What the positions of a batch are to predict. Made before the backbone runs: see `RowSelection`."""
+
+    labels: Tensor  # (batch * length,) aligned with the hidden states, IGNORE_INDEX where nothing is predicted
+    shape: torch.Size  # (batch, length)
+    shifted: bool  # whether they were shifted here; the last position then predicts nothing
+    num_items: float | Tensor | None
+    rows: RowSelection
+
+    @classmethod
+    def of(cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None) -> "Targets":
+        given = labels if shift_labels is None else shift_labels
+        assert given is not None
+        aligned = given if shift_labels is not None else pad(given[..., 1:], (0, 1), value=IGNORE_INDEX)
+        flat = aligned.reshape(-1)
+        return cls(flat, given.shape, shift_labels is None, num_items, RowSelection(flat, num_items, IGNORE_INDEX))
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""
+        values = values.view(self.shape)
+        return values[..., :-1] if self.shifted else values
+
+
+Logits = DeferredLogits | Tensor
+
+
+def batch_loss(
+    logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | None = None
+) -> LinearCrossEntropy | LinearDivergence:
+    """The loss of one batch and its per-token values, each (batch * length,).
+
+    Args:
+        logits: (batch, length, V) of the student.
+        teacher: (batch, length, Vt) for `options.distillation`; cross-entropy alone without.
+
+    Raises:
+        ValueError: logits and labels of different lengths, or a teacher without `options.distillation`.
+    """
+    for side in (logits, teacher):
+        if side is not None and side.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"Logits are {tuple(side.shape)}, but labels are {tuple(targets.shape)}: lengths must agree."
+            )
+    if teacher is None:
+        return _cross_entropy(logits, targets, options)
+    if options.distillation is None:
+        raise ValueError("Teacher logits were given to a model whose loss has no distillation part.")
+    return _distillation(logits, teacher, targets, options, options.distillation)
+
+
+def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> LinearCrossEntropy:
+    common = {"label_smoothing": options.label_smoothing, "dft": options.dft, "ignore_index": IGNORE_INDEX}
+    if not isinstance(logits, DeferredLogits):
+        return cross_entropy_reference(logits.flatten(0, -2), targets.labels, num_items=targets.num_items, **common)
+    return linear_cross_entropy(
+        logits.hidden.flatten(0, -2), logits.head.weight, targets.labels, bias=logits.head.bias,
+        scale=logits.scale, softcap=logits.softcap, rows=targets.rows, **common,
+    )  # fmt: skip
+
+
+def _distillation(
+    student: Logits, teacher: Logits, targets: Targets, options: LossOptions, distillation: Distillation
+) -> LinearDivergence:
+    common = {
+        "kind": distillation.weights, "beta": distillation.beta, "labels": targets.labels,
+        "ce_weight": distillation.ce_weight, "temperature": distillation.temperature,
+        "scale_by_temperature_squared": distillation.scale_by_temperature_squared,
+        "label_smoothing": options.label_smoothing, "ignore_index": IGNORE_INDEX,
+    }  # fmt: skip
+    if not (isinstance(student, DeferredLogits) and isinstance(teacher, DeferredLogits)):
+        vocab = min(student.shape[-1], teacher.shape[-1], distillation.vocab_size or student.shape[-1])
+        s, t = (x.compute("a distillation loss") if isinstance(x, DeferredLogits) else x for x in (student, teacher))
+        s, t = s.flatten(0, -2)[:, :vocab], t.flatten(0, -2)[:, :vocab]
+        return distillation_reference(s, t, num_items=targets.num_items, **common)
+    return linear_divergence(
+        student.hidden.flatten(0, -2), student.head.weight, teacher.hidden.flatten(0, -2), teacher.head.weight,
+        bias=student.head.bias, teacher_bias=teacher.head.bias, scale=student.scale, teacher_scale=teacher.scale,
+        softcap=student.softcap, teacher_softcap=teacher.softcap, vocab_size=distillation.vocab_size,
+        rows=targets.rows, **common,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""LigerTrainer: TRL's SFTTrainer with the fused cross-entropy. Same constructor, same data, same logs, no stored logits."""
+
+import warnings
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import SFTTrainer
+
+from .errors import DataError
+from .fused import FusedLoss, TokenLossOutput
+from .losses import LossOptions
+from .metrics import TokenMetrics
+
+
+class LigerTrainer(SFTTrainer):
+    """Supervised fine-tuning with the loss computed from hidden states, in training and evaluation.
+
+    Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss), and
+    perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_loss_func` and
+    `compute_metrics` need logits; they take TRL's path.
+
+    Attributes:
+        fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
+        skipped_rows: rows without any supervised token, by dataset; they were left out.
+
+    Raises:
+        ConfigError: the model's loss cannot be replaced.
+        DataError: no row of a dataset has a supervised token.
+    """
+
+    _tag_names = ["trl", "sft", "liger-trainer"]
+
+    def __init__(self, *args, **kwargs):
+        self.skipped_rows: dict[str, int] = {}
+        with warnings.catch_warnings():
+            # TRL announces a slower path for label smoothing; here it is part of the fused loss.
+            warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
+            super().__init__(*args, **kwargs)
+        self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self.fused = FusedLoss(base, self._loss_options())
+
+    def _loss_options(self) -> LossOptions:
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """TRL's preparation, with rows that have nothing to learn counted and left out, packed or not."""
+        if not isinstance(dataset, Dataset):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        max_length, args.max_length = args.max_length, None
+        try:
+            tokenized = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        finally:
+            args.max_length = max_length
+        keep = None if packing and args.packing_strategy != "bfd" else max_length
+        kept = _with_supervised_tokens(tokenized, keep, args.truncation_mode)
+        self.skipped_rows[dataset_name] = len(tokenized) - len(kept)
+        if not len(kept):
+            raise DataError(
+                f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
+                "every label is masked. Check the completions, the chat template's generation markers, or max_length."
+            )
+        return super()._prepare_dataset(kept, processing_class, args, packing, formatting_func, dataset_name)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if return_outputs or self.compute_loss_func is not None or self._shards_sequences():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs["use_cache"] = False
+        teacher_inputs = self._teacher_inputs(inputs)
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        num_items = self._local(num_items_in_batch)
+        outputs = model(**inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items)
+        self._record(inputs, outputs)
+        loss = outputs.token_loss
+        if self.aux_loss_enabled:
+            # A mean over the micro-batch, where the tokens' loss is already a share of the whole batch.
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        return loss
+
+    def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def _shards_sequences(self) -> bool:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled
+
+    def _local(self, num_items: Tensor | int | None) -> Tensor | float | None:
+        """The divisor of this rank's loss: DDP averages gradients over ranks, and num_items counts the tokens of all."""
+        if num_items is None or not self.args.average_tokens_across_devices:
+            return num_items
+        return num_items / (self.accelerator.num_processes // self.get_tp_size())
+
+    def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput) -> None:
+        """Add a micro-batch to the metrics, without waiting for the device."""
+        mode = "train" if self.model.training else "eval"
+        sums = {name: value.sum(dtype=torch.float64) for name, value in self._per_token(outputs).items()}
+        local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), _num_tokens(inputs)])
+        *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
+        self._token_metrics[mode].add(dict(zip(sums, totals, strict=True)), tokens)
+        entropy = totals[list(sums).index("entropy")]
+        self._metrics[mode]["entropy"].append(entropy / tokens.clamp(min=1))
+        self._metrics[mode]["mean_token_accuracy"].append(correct / tokens.clamp(min=1))
+        if mode == "train":
+            self._total_train_tokens = self._total_train_tokens + seen / self._tp_size
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            self._metrics[mode]["aux_loss"].append(self.accelerator.reduce(outputs.aux_loss.detach(), "mean"))
+
+    def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        """What is averaged over tokens. `entropy` is logged as TRL does, as a mean of means."""
+        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name, values in self._metrics[mode].items():
+            self._metrics[mode][name] = [float(value) for value in values]
+        prefix = "eval_" if mode == "eval" else ""
+        averages = self._token_metrics[mode].flush()
+        logs.update({f"{prefix}{name}": value for name, value in averages.items() if name != "entropy"})
+        super().log(logs, start_time)
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum(dtype=torch.float64)
+
+
+def _num_tokens(inputs: dict[str, Any]) -> Tensor:
+    """Tokens of the micro-batch, without padding. Padding-free batches carry no attention mask."""
+    if "attention_mask" in inputs:
+        return _count(inputs["attention_mask"])
+    return torch.tensor(inputs["input_ids"].numel(), dtype=torch.float64, device=inputs["input_ids"].device)
+
+
+def _with_supervised_tokens(dataset: Dataset, max_length: int | None, truncation_mode: str) -> Dataset:
+    kept = slice(-max_length if max_length else None, None) if truncation_mode == "keep_end" else slice(max_length)
+    # The first token of a row is never predicted.
+    return dataset.filter(lambda row: any(label != -100 for label in row["labels"][kept][1:]), desc="Checking labels")
