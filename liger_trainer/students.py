@@ -1,7 +1,7 @@
 """Students made from their teacher: a copy of a causal LM with some of its decoder layers left out.
 
-`drop_layers(teacher, keep_every_nth=2)` keeps the embeddings, the final norm, the head and every second
-layer. The result is an ordinary model: it trains, generates, is saved and loaded like any other, and shares
+`drop_layers(teacher, keep_every_nth=2)` keeps the embeddings, the final norm, the head, every second layer
+and the last. The result is an ordinary model: it trains, generates, is saved and loaded like any other, and shares
 nothing with the teacher.
 """
 
@@ -28,7 +28,8 @@ def drop_layers(
 
     Args:
         model: the teacher, with its plain weights: neither quantised nor wrapped by PEFT.
-        keep_every_nth: n from 2 to the number of layers. Keeps the layers 0, n, 2n, ...
+        keep_every_nth: n from 2 to the number of layers. Keeps the layers 0, n, 2n, ..., the last of them replaced
+            by the model's last layer. Where layers of different kinds alternate, they may all be of one kind.
         keep: indices of the kept layers, ascending, from 0.
 
     Raises:
@@ -79,7 +80,8 @@ def _kept_indices(count: int, keep_every_nth: int | None, keep: Sequence[int] | 
                 f"keep_every_nth must be a whole number from 2 to {count}, the number of layers, "
                 f"got {keep_every_nth!r}."
             )
-        return list(range(0, count, keep_every_nth))
+        kept = list(range(0, count, keep_every_nth))
+        return [*kept[:-1], count - 1] if len(kept) > 1 else kept
     if keep is not None and keep_every_nth is None:
         kept = list(keep)
         if not kept or not all(_is_int(i) and 0 <= i < count for i in kept) or kept != sorted(set(kept)):

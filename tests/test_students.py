@@ -42,7 +42,7 @@ CONFIGS = {
         vocab_size=61, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64, pad_token_id=0, eos_token_id=None
     ),
 }
-CHOICES = [({"keep_every_nth": 2}, [0, 2, 4]), ({"keep_every_nth": 4}, [0, 4]), ({"keep": (1, 2, 5)}, [1, 2, 5])]
+CHOICES = [({"keep_every_nth": 2}, [0, 2, 5]), ({"keep_every_nth": 4}, [0, 5]), ({"keep": (1, 2, 5)}, [1, 2, 5])]
 
 
 def build(family: str) -> PreTrainedModel:
@@ -79,6 +79,17 @@ def test_equals_the_teacher_without_the_other_layers(teacher, choice, kept):
     for index in set(range(LAYERS)) - set(kept):
         layers_of(teacher)[index] = Skipped()
     torch.testing.assert_close(logits, teacher(token_ids()).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "n", "kept"), [(6, 3, [0, 5]), (6, 6, [0]), (5, 2, [0, 2, 4]), (7, 3, [0, 3, 6]), (8, 3, [0, 3, 7])]
+)
+def test_every_nth_keeps_the_first_and_the_last(layers, n, kept):
+    teacher = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "num_hidden_layers": layers}))
+    for index, layer in enumerate(teacher.model.layers):
+        layer.input_layernorm.weight.data.fill_(index)
+    student = drop_layers(teacher, keep_every_nth=n)
+    assert [int(layer.input_layernorm.weight[0]) for layer in student.model.layers] == kept
 
 
 @pytest.mark.parametrize(("choice", "kept"), CHOICES)
@@ -221,10 +232,10 @@ def test_weights_the_configuration_does_not_know():
 
 
 def test_a_setting_that_hangs_on_the_position():
-    """Layer 2 of the student would scale its attention otherwise than the layer it was copied from."""
+    """Layer 1 of the student would scale its attention otherwise than the layer it was copied from."""
     teacher = build("llama")
-    teacher.model.layers[4].self_attn.scaling = 0.5
-    with pytest.raises(ConfigError, match="self_attn has scaling=0.5 in layer 4 of the teacher"):
+    teacher.model.layers[2].self_attn.scaling = 0.5
+    with pytest.raises(ConfigError, match="self_attn has scaling=0.5 in layer 2 .*layer 1 of the student"):
         drop_layers(teacher, keep_every_nth=2)
 
 
