@@ -1,10 +1,11 @@
 """What the fused linear losses share: which rows count, how many at a time, and the gradients of the head.
 
-Both losses walk over the labelled rows in chunks. A chunk's logits live in one reused workspace; a row kernel turns them
-into their own gradient in place; two matrix products then carry that gradient to the hidden states and to the weight.
+Both losses walk over the labelled rows in chunks. A chunk's logits live in one reused workspace; a row kernel turns
+them into their own gradient in place; two matrix products then carry that gradient to the hidden states and to the
+weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ._triton import tl, triton, use_triton
 
-WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 3 % of time.
+WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
+TILE_ROWS = 256
 
 
 class HostCopy:
@@ -91,18 +93,21 @@ def put(x: Tensor, rows: Rows, total: int) -> Tensor:
 def chunk_bounds(count: int, bytes_per_row: int, workspace_mb: float) -> Iterator[tuple[int, int]]:
     """Chunks of equal size, as large as the workspace allows.
 
-    Each chunk reads and writes the weight's gradient once, so few and large chunks approach the speed of the bare matrix
-    products; a rule by V / H alone (Liger-Kernel's) gives small models chunks that are bound by that traffic.
+    Each chunk reads and writes the weight's gradient once, so few and large chunks approach the speed of the bare
+    matrix products; a rule by V / H alone (Liger-Kernel's) gives small models chunks that are bound by that traffic.
     """
-    limit = max(1, int(workspace_mb * 2**20) // bytes_per_row)
-    if limit >= 128:
-        limit -= limit % 128
+    limit = _whole_tiles(max(1, int(workspace_mb * 2**20) // bytes_per_row), down=True)
     chunks = -(-count // limit)
-    rows = -(-count // chunks) if chunks else 0
-    if rows >= 128:
-        rows = min(limit, -(-rows // 128) * 128)
+    rows = min(limit, _whole_tiles(-(-count // chunks))) if chunks else 0
     for start in range(0, count, max(rows, 1)):
         yield start, min(start + rows, count)
+
+
+def _whole_tiles(rows: int, down: bool = False) -> int:
+    """Rows rounded to the products' tiles: a chunk that ends inside one is up to 10 % slower
+    (docs/results/losses.md).""" if rows < TILE_ROWS:
+        return rows
+    return (rows if down else rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
 
 
 def workspace(bounds: list[tuple[int, int]], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -144,8 +149,9 @@ class Needs:
 class HeadGradients:
     """d loss / d (hidden, weight, bias), built chunk by chunk from d loss / d logits.
 
-    The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the low-precision
-    logits' gradient would round every entry once more, and a pass of its own would move the whole weight gradient again.
+    The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
+    low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
+    gradient again.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int):
@@ -202,25 +208,32 @@ def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rescale_kernel(x_ptr, numel, wanted_ptr, applied_ptr, BLOCK: tl.constexpr):
-    factor = tl.load(wanted_ptr).to(tl.float32) / tl.load(applied_ptr)
+def _rescale_kernel(x_ptr, numel, factor_ptr, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + offsets, mask=offsets < numel)
         tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=offsets < numel)
 
 
-def rescale_(gradients: list[Tensor], wanted: Tensor, applied: Tensor) -> None:
-    """Multiply gradients that carry the factor `applied` so that they carry `wanted`, and note it in `applied`.
+def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
+    """In a backward: the gradients times that of the loss itself, `factor`, a scalar on their device.
 
-    Both are scalars on the gradients' device. Where they are equal (a loss used as it is), a kernel finds out there and
-    leaves, so nothing is moved and the host does not wait. A second backward through the same graph stays right.
+    In place. Where the factor is 1 (a loss used as it is), a kernel finds out there and leaves, so nothing is moved and
+    the host does not wait. A graph kept for another backward keeps its gradients too, and hands out copies.
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The fused losses have no second derivatives: use backward or grad without create_graph=True."
+        )
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        gradients = [None if x is None else x.clone() for x in gradients]
     for x in gradients:
+        if x is None or not x.numel():
+            continue
         if use_triton(x):
             grid = (triton.cdiv(x.numel(), 4096),)
-            if x.numel():
-                _rescale_kernel[grid](x, x.numel(), wanted, applied, BLOCK=4096, num_warps=8)
-        elif (factor := (wanted / applied).item()) != 1.0:
-            x.mul_(factor)
-    applied.copy_(wanted)
+            _rescale_kernel[grid](x, x.numel(), factor, BLOCK=4096, num_warps=8)
+        elif factor.item() != 1.0:
+            x.mul_(factor.item())
+    return gradients

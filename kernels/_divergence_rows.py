@@ -1,7 +1,7 @@
 """Row kernels of linear_divergence.py: two chunks of logits in, per-token values and the student's gradient out.
 
-Each row is read once for all statistics, once more for the JSD, and once to write the gradient over the student's logits.
-The Triton kernel and its torch twin take the same arguments. Formulas: linear_divergence.py.
+Each row is read once for all statistics, once more for the JSD, and once to write the gradient over the student's
+logits. The Triton kernel and its torch twin take the same arguments. Formulas: linear_divergence.py.
 """
 
 from dataclasses import dataclass, field
@@ -53,8 +53,8 @@ class DivergenceOptions:
 
 @triton.jit
 def _log_ratios(log_q, log_p, beta):
-    """(log q/m, log p/m) with m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p underflows."""
-    d = log_p - log_q
+    """(log q/m, log p/m) with m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p
+    underflows.""" d = log_p - log_q
     e = tl.exp(-tl.abs(d))
     share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
     ratio = tl.where(d > 0, -d, 0.0) - tl.log(1.0 + share * (e - 1.0))
@@ -252,8 +252,8 @@ def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options
         student, teacher, student if bias is None else bias, teacher if teacher_bias is None else teacher_bias,
         student if labels is None else labels, grad, out,
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), student.shape[1],
-        float(o.student.scale), float(o.student.softcap or 1.0), float(o.teacher.scale), float(o.teacher.softcap or 1.0),
-        float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
+        float(o.student.scale), float(o.student.softcap or 1.0), float(o.teacher.scale), float(o.teacher.softcap or
+        1.0), float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
         float(o.divergence_scale), float(o.ce_weight), float(o.label_smoothing), float(o.z_loss),
         HAS_BIAS=bias is not None, HAS_TEACHER_BIAS=teacher_bias is not None,
         HAS_SOFTCAP=o.student.softcap is not None, HAS_TEACHER_SOFTCAP=o.teacher.softcap is not None,
@@ -273,7 +273,7 @@ def _log_ratios_torch(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor
 def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
     o = options
     s, slope = transform(student, bias, o.student)
-    t, _ = transform(teacher, teacher_bias, o.teacher)
+    t = transform(teacher, teacher_bias, o.teacher)[0].to(s.dtype)
     log_q1, log_p1 = s.log_softmax(-1), t.log_softmax(-1)
     q1, p1 = log_q1.exp(), log_p1.exp()
     log_ratio = log_p1 - log_q1

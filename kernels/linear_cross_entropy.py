@@ -5,14 +5,17 @@
            with nll = lse - x[label], s label_smoothing, z z_loss
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)
-Method    the loss is the last thing a model computes, so its gradients can be computed with it: rows without a label are
-          dropped, and for each chunk of rows cuBLAS writes logits into one reused workspace, a kernel turns them into their
-          gradient in place, and two products give d hidden and d weight. Three products in all, two for a frozen weight,
-          one without gradients. Backward only applies the gradient of the loss, and moves nothing when that is 1.
-Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products' dtype
+Method    the loss is the last thing a model computes, so its gradients can be computed with it: rows without a label
+          are dropped, and for each chunk of rows cuBLAS writes logits into one reused workspace, a kernel turns them
+          into their gradient in place, and two products give d hidden and d weight. Three products in all, two for a
+          frozen weight, one without gradients. Backward only applies the gradient of the loss, and moves nothing when
+          that is 1.
+Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
+          dtype
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
-Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989);
-          online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025, arXiv:2508.05629
+Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Liger-Kernel (Hsu et al. 2024,
+          arXiv:2410.10989); online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025,
+          arXiv:2508.05629
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +35,7 @@ from ._chunks import (
     compute_dtype,
     project,
     put,
-    rescale_,
+    rescale,
     stats_dtype,
     take,
     workspace,
@@ -173,12 +176,13 @@ def _rows_torch(logits, bias, labels, out, options: CrossEntropyOptions, write_g
         x, slope = x / options.temperature, slope / options.temperature
     lse = x.logsumexp(-1)
     x_label = x.gather(1, labels[:, None]).squeeze(1)
-    probs = (x - lse[:, None]).exp_()
+    log_probs = x - lse[:, None]
+    probs = log_probs.exp()
     loss = lse - x_label + options.z_loss * lse.square()
     if options.label_smoothing:
         loss += options.label_smoothing * (x_label - x.mean(-1))
     token_weight = (x_label - lse).exp() if options.dft else torch.ones_like(lse)
-    entropy = lse - torch.linalg.vecdot(probs, x)
+    entropy = -torch.linalg.vecdot(probs, log_probs)
     torch.stack([loss * token_weight, x_label - lse, entropy, (x_label >= x.amax(-1)).to(lse.dtype)], out=out)
     if write_grad:
         grad = probs.mul_((1 + 2 * options.z_loss * lse)[:, None])
@@ -191,9 +195,8 @@ def _rows_torch(logits, bias, labels, out, options: CrossEntropyOptions, write_g
         logits.copy_(grad)
 
 
-def _linear_cross_entropy(hidden, weight, bias, labels, rows: Rows, needs: Needs, options: CrossEntropyOptions):
-    """(loss, per-token (4, N), d hidden, d weight, d bias)."""
-    dtype = compute_dtype(hidden, weight)
+def _linear_cross_entropy(hidden, weight, bias, labels, rows: Rows, needs: Needs, dtype, options: CrossEntropyOptions):
+    """(loss, per-token (4, N), d hidden, d weight, d bias). dtype: of the products."""
     x_rows, w, label_rows = take(hidden, rows).to(dtype), weight.to(dtype), take(labels, rows)
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
     gradients = HeadGradients(hidden, weight, bias, needs, rows, weight.shape[0])
@@ -214,20 +217,19 @@ def _linear_cross_entropy(hidden, weight, bias, labels, rows: Rows, needs: Needs
 class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, needs, options):
+        dtype = compute_dtype(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, per_token, *gradients = _linear_cross_entropy(hidden, weight, bias, labels, rows, needs, options)
-        ctx.needs = needs
+            loss, per_token, *gradients = _linear_cross_entropy(
+                hidden, weight, bias, labels, rows, needs, dtype, options
+            )
         if needs.any:
-            ctx.save_for_backward(*gradients, torch.ones_like(loss))
+            ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(per_token)
-        ctx.set_materialize_grads(False)
         return loss, per_token
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        *gradients, applied = ctx.saved_tensors
-        rescale_([g for g in gradients if g is not None], grad_loss, applied)
-        return *gradients, None, None, None, None
+        return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None
 
 
 def linear_cross_entropy(
@@ -243,7 +245,8 @@ def linear_cross_entropy(
     Args:
         hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU). Any strides.
         weight: (V, H). Frozen if it does not require a gradient: its product is skipped.
-        labels: (N,) int64, each in [0, V) or ignore_index. Ignored rows cost nothing. On the GPU a label outside gives NaN.
+        labels: (N,) int64, each in [0, V) or ignore_index. Ignored rows cost nothing. On the GPU a label outside gives
+            NaN.
         bias: (V,), added to the logits.
         num_items: what the sum over tokens is divided by. Default: the number of labelled rows. With the count over all
             micro-batches and ranks, splitting a batch changes nothing. A tensor is read through `rows`.
@@ -253,8 +256,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target spread evenly over the vocabulary, as in torch.
         z_loss: weight of the squared log-partition (PaLM).
         dft: weigh each token by its own probability, without gradient (dynamic fine-tuning).
-        rows: the labelled rows, if their selection was started earlier (see `RowSelection`); the host then need not wait.
-            It holds num_items, so that argument must be absent.
+        rows: the labelled rows, if their selection was started earlier (see `RowSelection`); the host then need not
+            wait. It holds num_items, so that argument must be absent.
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md.
 
     Returns:

@@ -7,16 +7,18 @@
     reverse_kl  KL(q || p) = sum q (s - t) - lse_s + lse_t                 d/ds = q (log q - log p - KL(q || p))
     jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = (1 - beta) q + beta p
                                                                            d/ds = (1 - beta) q (log q/m - KL(q || m))
-    loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,  CE at T = 1 as in linear_cross_entropy.py
+    loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,  CE at T = 1 as in
+    linear_cross_entropy.py
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
 Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in all. The row
-          kernel makes one pass for all statistics, one more for the JSD, and one that writes the student's gradient in place.
-Numerics  log-ratios are formed from differences that vanish where both logits agree: a student equal to its teacher gives
-          loss 0 and gradient 0 exactly. Softmax and sums in fp32.
-Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; T^2: Hinton et al. 2015,
-          arXiv:1503.02531; gradients in the forward as in linear_cross_entropy.py
+          kernel makes one pass for all statistics, one more for the JSD, and one that writes the student's gradient in
+          place.
+Numerics  log-ratios are formed from differences that vanish where both logits agree: a student equal to its teacher
+          gives loss 0 and gradient 0 exactly. Softmax and sums in fp32.
+Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; T^2: Hinton et
+          al. 2015, arXiv:1503.02531; gradients in the forward as in linear_cross_entropy.py
 """
 
 from collections.abc import Mapping
@@ -38,7 +40,7 @@ from ._chunks import (
     compute_dtype,
     project,
     put,
-    rescale_,
+    rescale,
     stats_dtype,
     take,
     workspace,
@@ -210,16 +212,13 @@ class LinearDivergenceFunction(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             loss, per_token, *gradients = _linear_divergence(student, teacher, labels, rows, needs, vocab, options)
         if needs.any:
-            ctx.save_for_backward(*gradients, torch.ones_like(loss))
+            ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(per_token)
-        ctx.set_materialize_grads(False)
         return loss, per_token
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        *gradients, applied = ctx.saved_tensors
-        rescale_([g for g in gradients if g is not None], grad_loss, applied)
-        return *gradients, None, None, None, None, None, None
+        return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None, None
 
 
 def linear_divergence(
@@ -242,19 +241,22 @@ def linear_divergence(
         teacher_hidden: (N, Ht), any float dtype; Ht may differ from Hs.
         teacher_weight: (Vt, Ht).
         kind: "forward_kl", "reverse_kl" or "jsd"; or several with weights, {"forward_kl": 0.5, "reverse_kl": 0.5}.
-        beta: of the JSD: m = (1 - beta) student + beta teacher. At 0 it stands for the forward KL, at 1 for the reverse.
+        beta: of the JSD: m = (1 - beta) student + beta teacher. At 0 it stands for the forward KL, at 1 for the
+            reverse.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.
         temperature: divides both sides' logits in the divergences.
         num_items: what the sum over tokens is divided by; default the number of rows that take part.
         bias, teacher_bias: (Vs,) and (Vt,), added to the logits.
-        scale, teacher_scale, softcap, teacher_softcap: what either model does to its logits, see `linear_cross_entropy`.
+        scale, teacher_scale, softcap, teacher_softcap: what either model does to its logits, see
+            `linear_cross_entropy`.
         label_smoothing, z_loss: of the cross-entropy, see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the divergences, value and gradient, by temperature^2, so that their
             gradients keep their size when the temperature changes.
         vocab_size: the real vocabulary, where both heads are padded beyond it.
-        logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: about half the gradient's error,
-            for about 10 % of time and twice the workspace. Default: the products' dtype, as the models themselves do.
+        logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: about half the gradient's
+            error, for about 10 % of time and twice the workspace. Default: the products' dtype, as the models
+            themselves do.
         rows: see `linear_cross_entropy`.
         workspace_mb: MiB for both chunks of logits.
 
@@ -264,15 +266,17 @@ def linear_divergence(
     Raises:
         ValueError: shapes that do not fit, an unknown kind, an option out of range, or ce_weight without labels.
     """
-    _check(hidden, weight, teacher_hidden, teacher_weight, labels, ce_weight, logits_dtype)
+    _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype)
     options = DivergenceOptions(
         **divergence_weights(kind, beta), beta=beta, ce_weight=ce_weight, temperature=temperature,
         label_smoothing=label_smoothing, z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
         student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
         logits_dtype=logits_dtype, workspace_mb=workspace_mb,
     )  # fmt: skip
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     vocab = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
-    if labels is None:
+    if labels is None and rows is None:
         selected = all_rows(hidden, num_items)
     else:
         selected = selected_rows(labels, rows, num_items, ignore_index)
@@ -288,12 +292,17 @@ def linear_divergence(
     )
 
 
-def _check(hidden, weight, teacher_hidden, teacher_weight, labels, ce_weight, logits_dtype) -> None:
-    for side, x, w in (("", hidden, weight), ("teacher_", teacher_hidden, teacher_weight)):
+def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype) -> None:
+    for side, x, w, b in (("", hidden, weight, bias), ("teacher_", teacher_hidden, teacher_weight, teacher_bias)):
         if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
             raise ValueError(
                 f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
                 f"{side}hidden is {tuple(x.shape)}, {side}weight is {tuple(w.shape)}."
+            )
+        if b is not None and b.shape != w.shape[:1]:
+            raise ValueError(
+                f"{side}bias must be one per row of {side}weight: "
+                f"{side}bias is {tuple(b.shape)}, {side}weight is {tuple(w.shape)}."
             )
     if hidden.shape[0] != teacher_hidden.shape[0]:
         raise ValueError(
