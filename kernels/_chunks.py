@@ -104,8 +104,8 @@ def chunk_bounds(count: int, bytes_per_row: int, workspace_mb: float) -> Iterato
 
 
 def _whole_tiles(rows: int, down: bool = False) -> int:
-    """Rows rounded to the products' tiles: a chunk that ends inside one is up to 10 % slower
-    (docs/results/losses.md).""" if rows < TILE_ROWS:
+    """Rows rounded to the products' tiles: chunks that end inside one are up to 10 % slower."""
+    if rows < TILE_ROWS:
         return rows
     return (rows if down else rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
 
@@ -226,7 +226,7 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
         raise RuntimeError(
             "The fused losses have no second derivatives: use backward or grad without create_graph=True."
         )
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         gradients = [None if x is None else x.clone() for x in gradients]
     for x in gradients:
         if x is None or not x.numel():

@@ -53,8 +53,8 @@ class DivergenceOptions:
 
 @triton.jit
 def _log_ratios(log_q, log_p, beta):
-    """(log q/m, log p/m) with m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p
-    underflows.""" d = log_p - log_q
+    """(log q/m, log p/m), m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p underflows."""
+    d = log_p - log_q
     e = tl.exp(-tl.abs(d))
     share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
     ratio = tl.where(d > 0, -d, 0.0) - tl.log(1.0 + share * (e - 1.0))
@@ -94,7 +94,7 @@ def _divergence_kernel(
             HAS_TEACHER_SOFTCAP,
         )
 
-    # One pass: maxima, log-partitions, entropies and both KLs at temperature 1, and the KLs' sums at T where T is not 1.
+    # One pass: maxima, log-partitions, entropies and KLs at temperature 1, and the KLs' sums at T where T is not 1.
     lanes = tl.arange(0, BLOCK)
     zero = tl.zeros((BLOCK,), tl.float32)
     s_top = zero - 1e30
@@ -252,8 +252,9 @@ def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options
         student, teacher, student if bias is None else bias, teacher if teacher_bias is None else teacher_bias,
         student if labels is None else labels, grad, out,
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), student.shape[1],
-        float(o.student.scale), float(o.student.softcap or 1.0), float(o.teacher.scale), float(o.teacher.softcap or
-        1.0), float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
+        float(o.student.scale), float(o.student.softcap or 1.0),
+        float(o.teacher.scale), float(o.teacher.softcap or 1.0),
+        float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
         float(o.divergence_scale), float(o.ce_weight), float(o.label_smoothing), float(o.z_loss),
         HAS_BIAS=bias is not None, HAS_TEACHER_BIAS=teacher_bias is not None,
         HAS_SOFTCAP=o.student.softcap is not None, HAS_TEACHER_SOFTCAP=o.teacher.softcap is not None,
@@ -308,7 +309,7 @@ def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options:
         grad.copy_(dlogits * slope)
 
 
-def _add_cross_entropy(s: Tensor, q: Tensor, labels: Tensor, o: DivergenceOptions, dlogits: Tensor) -> Tensor:
+def _add_cross_entropy(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlogits: Tensor) -> Tensor:
     """(n,) cross-entropy at temperature 1; adds ce_weight times its gradient to dlogits."""
     lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)
     dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])

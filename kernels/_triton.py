@@ -1,20 +1,25 @@
-"""Triton where it is installed; else a stand-in under which the op files still import (CPU builds of torch have none)."""
+"""Triton where it is installed; else a stand-in under which the op files still import (CPU builds of torch)."""
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton: Any = SimpleNamespace(jit=lambda function: function)
-    tl: Any = SimpleNamespace(constexpr=None)
-    INSTALLED = False
+if TYPE_CHECKING:  # what @triton.jit compiles is not Python to a type checker
+    INSTALLED: bool
+    triton: Any
+    tl: Any
 else:
-    INSTALLED = True
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        triton = SimpleNamespace(jit=lambda function: function)
+        tl = SimpleNamespace(constexpr=None)
+        INSTALLED = False
+    else:
+        INSTALLED = True
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -240,7 +240,8 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropy:  # fmt: skip
     """Cross-entropy of `hidden @ weight.T` against labels, with the gradients computed on the way.
 
-    Equals `F.cross_entropy(transform(F.linear(hidden, weight, bias)) / temperature, labels, reduction="sum") / num_items`.
+    Equals F.cross_entropy(transform(F.linear(hidden, weight, bias)) / temperature, labels, reduction="sum") divided by
+    num_items.
 
     Args:
         hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU). Any strides.
@@ -285,7 +286,8 @@ def selected_rows(labels: Tensor, rows: RowSelection | None, num_items, ignore_i
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden (N, H) and weight (V, H) must share H: hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}."
+            f"hidden (N, H) and weight (V, H) must share H: "
+            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}."
         )
     if labels.shape != hidden.shape[:1]:
         raise ValueError(

@@ -7,8 +7,7 @@
     reverse_kl  KL(q || p) = sum q (s - t) - lse_s + lse_t                 d/ds = q (log q - log p - KL(q || p))
     jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = (1 - beta) q + beta p
                                                                            d/ds = (1 - beta) q (log q/m - KL(q || m))
-    loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,  CE at T = 1 as in
-    linear_cross_entropy.py
+    loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,   CE at T = 1
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
 Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part.
@@ -76,7 +75,7 @@ def divergence_weights(kind: str | Mapping[str, float], beta: float) -> dict[str
     given = {kind: 1.0} if isinstance(kind, str) else dict(kind)
     if not given or set(given) - set(KINDS):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
-    weights = dict.fromkeys(KINDS, 0.0)
+    weights: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for name, weight in given.items():
         limit = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta)) if name == "jsd" else None
         weights[limit or name] += float(weight)
@@ -106,8 +105,8 @@ def _log(x: float) -> float:
 
 
 def distillation_reference(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl", beta: float = 0.5,
-    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0,
+    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
+    beta: float = 0.5, labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0,
     num_items: float | Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     scale_by_temperature_squared: bool = True, ignore_index: int = -100,
 ) -> LinearDivergence:  # fmt: skip
@@ -276,8 +275,8 @@ def linear_divergence(
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     vocab = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
-    if labels is None and rows is None:
-        selected = all_rows(hidden, num_items)
+    if labels is None:
+        selected = all_rows(hidden, num_items) if rows is None else rows.wait()
     else:
         selected = selected_rows(labels, rows, num_items, ignore_index)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()

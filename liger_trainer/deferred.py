@@ -1,8 +1,9 @@
 """Logits that have not been computed: the hidden states, the head, and what has been done to the product since.
 
-While a loss is computed, the output head of a causal LM returns a `DeferredLogits`. The model's own forward then scales,
-caps, casts and slices it, and hands it to the loss, which takes it apart again; so no model's forward is copied. Whatever
-else is done to it computes the real logits: inside the forward with a warning that names the operation, later silently.
+While a loss is computed, the output head of a causal LM returns a `DeferredLogits`. The model's own forward then
+scales, caps, casts and slices it, and hands it to the loss, which takes it apart again; so no model's forward is
+copied. Whatever else is done to it computes the real logits: inside the forward with a warning that names the
+operation, later silently.
 """
 
 import contextlib

@@ -1,10 +1,13 @@
 """LigerDistillTrainer: a student learns a teacher's next-token distributions on the tokens of a dataset."""
 
+# transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
@@ -22,9 +25,9 @@ logger = logging.getLogger(__name__)
 class LigerDistillTrainer(LigerTrainer):
     """Knowledge distillation on dataset completions, with fused divergences; full or LoRA students.
 
-    Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies. The
-    teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no part of
-    the student's checkpoint.
+    Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
+    The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
+    part of the student's checkpoint.
 
     Args:
         model: the student, as for `trl.SFTTrainer`.
@@ -33,7 +36,8 @@ class LigerDistillTrainer(LigerTrainer):
         **kwargs: as for `trl.SFTTrainer`.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
-    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity, teacher_entropy.
+    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
+    teacher_entropy.
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, or a teacher that lacks tokens of the vocabulary.
@@ -55,19 +59,19 @@ class LigerDistillTrainer(LigerTrainer):
         self.teacher = self._prepare_teacher(_load_teacher(teacher_model, args))
         self.fused.options = self._loss_options()
         if args.disable_dropout:
-            disable_dropout_in_model(self.model)
+            disable_dropout_in_model(self.accelerator.unwrap_model(self.model))
 
     def _loss_options(self) -> LossOptions:
         distillation = self.args.distillation(self._shared_vocab)
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=distillation)
 
-    def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
+    def _prepare_teacher(self, teacher: PreTrainedModel) -> nn.Module:
         self._shared_vocab = self._check_vocabularies(teacher)
         teacher.requires_grad_(False).eval()
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self.accelerator)
         if self.is_fsdp_enabled:
-            return prepare_fsdp(teacher, self.accelerator)
+            return cast(nn.Module, prepare_fsdp(teacher, self.accelerator))
         return self.accelerator.prepare_model(teacher, evaluation_mode=True)
 
     def _check_vocabularies(self, teacher: PreTrainedModel) -> int:
@@ -109,6 +113,7 @@ class LigerDistillTrainer(LigerTrainer):
 def _load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
     if not isinstance(teacher, str):
         return teacher
+    assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
     kwargs = dict(args.teacher_model_init_kwargs or {})
     if args.teacher_model_revision is not None:
         kwargs["revision"] = args.teacher_model_revision

@@ -1,9 +1,12 @@
 """A causal LM that computes its loss without storing logits.
 
-`FusedLoss(model)` wraps the forward of one model object. Called with labels, that model runs its own forward with deferred
-logits and with the fused loss in place of its loss function; called without, nothing changes. `undo()` takes it off again.
+`FusedLoss(model)` wraps the forward of one model object. Called with labels, that model runs its own forward with
+deferred logits and with the fused loss in place of its loss function; called without, nothing changes. `undo()` takes
+it off again.
 """
 
+# ModelOutput wants a default for every field:
+# pyright: reportAssignmentType=false
 import functools
 import types
 import warnings
@@ -25,23 +28,23 @@ from .losses import Logits, LossOptions, Targets, batch_loss
 class TokenLossOutput(ModelOutput):
     """What a model with a fused loss returns when called with `fused_lm_head=True`, TRL's protocol, plus distillation.
 
-    Per-token fields are (batch, length - 1), or (batch, length) with `shift_labels`; fp32, in nats, 0 where ignored, and
-    without gradient. Those about a teacher are None without one.
+    Per-token fields are (batch, length - 1), or (batch, length) with `shift_labels`; fp32, in nats, 0 where ignored,
+    and without gradient. Those about a teacher are None without one.
     """
 
-    loss: Tensor | None = None  # scalar: the tokens' loss, and a mixture of experts' auxiliary loss where asked for
-    token_loss: Tensor | None = None  # scalar: the tokens' part
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
-    aux_loss: Tensor | None = None
-    divergence: Tensor | None = None
-    forward_kl: Tensor | None = None
-    reverse_kl: Tensor | None = None
-    agrees: Tensor | None = None
-    teacher_log_probs: Tensor | None = None
-    teacher_entropy: Tensor | None = None
+    loss: Tensor = None  # scalar: the tokens' loss, and a mixture of experts' auxiliary loss where asked for
+    token_loss: Tensor = None  # scalar: the tokens' part
+    log_probs: Tensor = None
+    entropy: Tensor = None
+    is_top1: Tensor = None
+    label_mask: Tensor = None
+    aux_loss: Tensor = None
+    divergence: Tensor = None
+    forward_kl: Tensor = None
+    reverse_kl: Tensor = None
+    agrees: Tensor = None
+    teacher_log_probs: Tensor = None
+    teacher_entropy: Tensor = None
 
 
 class FusedLoss:
@@ -57,9 +60,10 @@ class FusedLoss:
 
     def __init__(self, model: Any, options: LossOptions | None = None):
         if model.loss_function is not ForCausalLMLoss:
+            own = getattr(model.loss_function, "__name__", "unnamed")
             raise ConfigError(
-                f"{type(model).__name__} has a loss of its own ({getattr(model.loss_function, '__name__', 'unnamed')}); "
-                "the fused losses replace the causal-LM cross-entropy only."
+                f"{type(model).__name__} has a loss of its own ({own}); the fused losses replace the causal-LM "
+                "cross-entropy only."
             )
         self.model = model
         self.options = options or LossOptions()
@@ -135,6 +139,6 @@ def _token_output(outputs: Any, result: LinearCrossEntropy | LinearDivergence, t
     return output
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)

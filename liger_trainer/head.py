@@ -1,6 +1,7 @@
 """The output head of a causal LM, read when it is used: FSDP and PEFT replace modules and parameters after patching."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,14 +36,14 @@ class Head:
         return cls(_whole(weight), None if bias is None else _whole(bias))
 
 
-def _active(module: nn.Module) -> nn.Module:
+def _active(module: Any) -> nn.Module:
     """What PEFT's `modules_to_save` wrapper delegates to."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return module
-    adapter = next(iter(module.active_adapters), None)
+    adapter = next(iter(module.active_adapters), "")
     if getattr(module, "disable_adapters", False) or adapter not in copies:
-        return module.original_module  # pyright: ignore[reportReturnType]
+        return module.original_module
     return copies[adapter]
 
 

@@ -1,7 +1,7 @@
-"""From (deferred) logits and labels to the losses of a batch: which rows count, what they are compared with, per-token values.
+"""From (deferred) logits and labels to the loss of a batch: which rows count, and what they are compared with.
 
-The same shift and the same rows serve cross-entropy and distillation. Real logits, where a model could not defer them, take
-the plain torch reference of the same loss.
+The same shift and the same rows serve cross-entropy and distillation. Real logits, where a model could not defer them,
+take the plain torch reference of the same loss.
 """
 
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TokenMetrics:
-    """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated at the end."""
+    """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last."""
 
     def __init__(self):
         self._sums: dict[str, Tensor] = {}

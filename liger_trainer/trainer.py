@@ -1,4 +1,7 @@
-"""LigerTrainer: TRL's SFTTrainer with the fused cross-entropy. Same constructor, same data, same logs, no stored logits."""
+"""LigerTrainer: TRL's SFTTrainer with the fused cross-entropy. Same constructor, data and logs; no stored logits."""
+
+# transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import warnings
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from .errors import DataError
 from .fused import FusedLoss, TokenLossOutput
@@ -17,8 +20,8 @@ from .metrics import TokenMetrics
 class LigerTrainer(SFTTrainer):
     """Supervised fine-tuning with the loss computed from hidden states, in training and evaluation.
 
-    Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss), and
-    perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_loss_func` and
+    Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
+    and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_loss_func` and
     `compute_metrics` need logits; they take TRL's path.
 
     Attributes:
@@ -52,6 +55,7 @@ class LigerTrainer(SFTTrainer):
         max_length, args.max_length = args.max_length, None
         try:
             tokenized = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+            assert isinstance(tokenized, Dataset)
         finally:
             args.max_length = max_length
         keep = None if packing and args.packing_strategy != "bfd" else max_length
@@ -89,7 +93,7 @@ class LigerTrainer(SFTTrainer):
         return parallelism is not None and parallelism.sp_enabled
 
     def _local(self, num_items: Tensor | int | None) -> Tensor | float | None:
-        """The divisor of this rank's loss: DDP averages gradients over ranks, and num_items counts the tokens of all."""
+        """The divisor of this rank's loss: DDP averages over ranks, and num_items counts the tokens of all ranks."""
         if num_items is None or not self.args.average_tokens_across_devices:
             return num_items
         return num_items / (self.accelerator.num_processes // self.get_tp_size())
