@@ -266,7 +266,7 @@ def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options
 
 def _log_ratios_torch(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     d = log_p - log_q
-    share = beta + (1 - 2 * beta) * (d > 0)
+    share = beta + (1 - 2 * beta) * (d > 0).to(d.dtype)
     ratio = (-d).clamp(max=0) - torch.log1p(share * torch.expm1(-d.abs()))
     return ratio, ratio + d
 

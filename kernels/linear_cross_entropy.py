@@ -197,7 +197,8 @@ def _rows_torch(logits, bias, labels, out, options: CrossEntropyOptions, write_g
 
 def _linear_cross_entropy(hidden, weight, bias, labels, rows: Rows, needs: Needs, dtype, options: CrossEntropyOptions):
     """(loss, per-token (4, N), d hidden, d weight, d bias). dtype: of the products."""
-    x_rows, w, label_rows = take(hidden, rows).to(dtype), weight.to(dtype), take(labels, rows)
+    x_rows, w, label_rows = take(hidden, rows).to(dtype), weight.to(dtype), take(labels, rows).contiguous()
+    bias = None if bias is None else bias.contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
     gradients = HeadGradients(hidden, weight, bias, needs, rows, weight.shape[0])
     bounds = list(chunk_bounds(rows.count, weight.shape[0] * dtype.itemsize, options.workspace_mb))

@@ -159,7 +159,7 @@ class LinearHead:
 
     def labelled(self, rows: Rows, vocab: int) -> "LinearHead":
         """The labelled rows and the shared vocabulary, in the product's dtype."""
-        bias = None if self.bias is None else self.bias[:vocab]
+        bias = None if self.bias is None else self.bias[:vocab].contiguous()
         return LinearHead(take(self.hidden, rows).to(self.dtype), self.weight[:vocab].to(self.dtype), bias)
 
 
@@ -170,7 +170,7 @@ def _linear_divergence(student: LinearHead, teacher: LinearHead, labels, rows: R
     total, device = student.hidden.shape[0], student.hidden.device
     gradients = HeadGradients(student.hidden, student.weight, student.bias, needs, rows, vocab)
     student, teacher = student.labelled(rows, vocab), teacher.labelled(rows, vocab)
-    label_rows = None if labels is None else take(labels, rows)
+    label_rows = None if labels is None else take(labels, rows).contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=device)
     bounds = list(
         chunk_bounds(rows.count, vocab * (logits_dtype.itemsize + teacher_logits_dtype.itemsize), o.workspace_mb)
