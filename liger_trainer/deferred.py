@@ -8,6 +8,7 @@ operation, later silently.
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,10 +111,10 @@ class DeferredLogits:
 
     def view(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if shape and shape[-1] in (-1, self.shape[-1]) and (shape[-1] != -1 or -1 not in shape[:-1]):
-            hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-            if hidden.numel() == self.hidden.numel():
-                return self._with(hidden=hidden)
+        *rows, last = shape
+        width = self.hidden.shape[-1]
+        if last == self.shape[-1] or (last == -1 and math.prod(rows) * width == self.hidden.numel()):
+            return self._with(hidden=self.hidden.reshape(*rows, width))
         return self.compute(f"view{shape}").view(shape)
 
     reshape = view
@@ -156,7 +157,7 @@ class DeferredLogits:
 
 _DEFERRED = {
     torch.tanh: "tanh", torch.mul: "mul", torch.multiply: "mul", torch.div: "div", torch.true_divide: "div",
-    torch.Tensor.tanh: "tanh", torch.Tensor.float: "float", torch.reshape: "reshape",
+    torch.reshape: "reshape",
 }  # fmt: skip
 
 
