@@ -68,11 +68,10 @@ class FusedLoss:
         self.model = model
         self.options = options or LossOptions()
         self._replaced = vars(model).get("forward")
-        self._own_forward = functools.partial(type(model).forward, model)
 
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
-        def forward(_, *args, **kwargs):
-            return self._forward(*args, **kwargs)
+        def forward(model, *args, **kwargs):  # the one called: a deep copy of the model is another
+            return self._forward(model, *args, **kwargs)
 
         model.forward = types.MethodType(forward, model)
 
@@ -84,26 +83,26 @@ class FusedLoss:
             self.model.forward = self._replaced
 
     def _forward(
-        self, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
+        self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | None = None,
         fused_lm_head: bool = False, **kwargs,
     ):  # fmt: skip
         if labels is None and shift_labels is None:
-            return self._own_forward(*args, **kwargs)
+            return type(model).forward(model, *args, **kwargs)
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         loss = _LossFunction(targets, self.options, teacher_logits)
-        self.model.loss_function = loss
+        model.loss_function = loss
         try:
-            with deferred_logits(self.model) as obstacle:
+            with deferred_logits(model) as obstacle:
                 if obstacle is not None:
-                    _warn_once(f"{type(self.model).__name__} stores the logits of the whole batch: {obstacle}.")
-                outputs = self._own_forward(*args, labels=shift_labels if labels is None else labels, **kwargs)
+                    _warn_once(f"{type(model).__name__} stores the logits of the whole batch: {obstacle}.")
+                outputs = type(model).forward(model, *args, labels=shift_labels if labels is None else labels, **kwargs)
         finally:
-            del self.model._loss_function
+            del model._loss_function
         if not fused_lm_head:
             return outputs
         if loss.result is None:
-            raise ConfigError(f"{type(self.model).__name__} does not compute its loss through `loss_function`.")
+            raise ConfigError(f"{type(model).__name__} does not compute its loss through `loss_function`.")
         return _token_output(outputs, loss.result, targets)
 
 
@@ -116,7 +115,7 @@ class _LossFunction:
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
         self.result = batch_loss(logits, self._targets, self._options, self._teacher)
-        return self.result.loss
+        return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 
 def _token_output(outputs: Any, result: LinearCrossEntropy | LinearDivergence, targets: Targets) -> TokenLossOutput:
