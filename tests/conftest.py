@@ -1,6 +1,8 @@
 """The tests' environment, set before triton and Hugging Face's libraries are imported: they read it once."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -8,9 +10,21 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for tiny: tests/ holds no packages
+pytest.register_assert_rewrite("tiny")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, torch.get_num_threads()))  # the tests' tensors are too small for more
+
+
+@pytest.fixture
+def chunked_torch(monkeypatch):
+    """The ops' CPU path, as users without a GPU run it: the interpreter, which is slow, is for tests/kernels."""
+    from liger_trainer.kernels import _triton
+
+    monkeypatch.setattr(_triton, "INTERPRETED", False)

@@ -1,0 +1,366 @@
+"""Deferred logits against real ones, operation by operation; and heads that cannot be deferred."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import (
+    VOCAB,
+    assert_same_gradients,
+    double_copy,
+    masked_batch,
+    named_gradients,
+    tiny_model,
+)
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.errors import ConfigError
+from liger_trainer.fused import FusedLoss, _warn_once
+from liger_trainer.head import Head
+
+B, T, H, V = 2, 4, 8, 13
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
+
+class Toy(nn.Module):
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(H, V, bias=bias)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+@pytest.fixture
+def hidden():
+    return torch.randn(B, T, H, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+ROWS = torch.tensor([[True, False, True, True], [False, False, True, False]])
+
+DEFERRED = {
+    "nothing": lambda x: x,
+    "times a float": lambda x: x * 2.5,
+    "times an int": lambda x: x * 3,
+    "a float times it": lambda x: 0.3 * x,
+    "over a float": lambda x: x / 4.0,
+    "times in place": lambda x: _scaled_in_place(x),
+    "mul": lambda x: x.mul(1.5),
+    "div": lambda x: x.div(1.5),
+    "torch.mul": lambda x: torch.mul(x, 1.5),
+    "torch.div": lambda x: torch.div(x, 1.5),
+    "torch.true_divide": lambda x: torch.true_divide(x, 1.5),
+    "cap": lambda x: torch.tanh(x / 0.7) * 0.7,
+    "cap by methods": lambda x: (x / 0.7).tanh() * 0.7,
+    "scale, cap, scale": lambda x: torch.tanh(x * 3 / 0.7) * 0.7 / 2,
+    "cap without scales": lambda x: x.tanh(),
+    "float": lambda x: x.float(),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "to dtype=": lambda x: x.to(dtype=torch.float64),
+    "to a device": lambda x: x.to("cpu"),
+    "to a device and a dtype": lambda x: x.to("cpu", torch.float64),
+    "to like a tensor": lambda x: x.to(torch.zeros(1, dtype=torch.float64)),
+    "to where it is": lambda x: x.to(x.device),
+    "scale, then cast": lambda x: (x * 2).float() / 3,
+    "contiguous": lambda x: x.contiguous(),
+    "view flat": lambda x: x.view(-1, V),
+    "view by sizes": lambda x: x.view(x.size(0) * x.shape[1], x.size(-1)),
+    "view a tuple": lambda x: x.view((B * T, V)),
+    "view with the last inferred": lambda x: x.view(B * T, -1),
+    "view deeper": lambda x: x.view(B, 2, 2, V),
+    "reshape": lambda x: x.reshape(T, B, V),
+    "torch.reshape": lambda x: torch.reshape(x, (-1, V)),
+    "shifted": lambda x: x[..., :-1, :],
+    "shifted and contiguous": lambda x: x[..., :-1, :].contiguous().view(-1, V),
+    "shifted, last whole by omission": lambda x: x[:, :-1],
+    "one row": lambda x: x[1],
+    "one position": lambda x: x[:, -1, :],
+    "a position without the last": lambda x: x[0, 1],
+    "a slice": lambda x: x[1:],
+    "everything": lambda x: x[:],
+    "Ellipsis": lambda x: x[...],
+    "Ellipsis at the end": lambda x: x[0, ...],
+    "None in front": lambda x: x[None],
+    "None in between": lambda x: x[:, None],
+    "None and whole": lambda x: x[..., None, :],
+    "a mask of rows": lambda x: x[ROWS],
+    "a mask and the whole": lambda x: x[ROWS, :],
+    "a mask of the first": lambda x: x[torch.tensor([True, False])],
+    "positions": lambda x: x[:, torch.tensor([0, 2])],
+    "positions in a list": lambda x: x[:, [3, 1]],
+    "pairs of positions": lambda x: x[torch.tensor([0, 1]), torch.tensor([2, 3])],
+    "logits_to_keep": lambda x: x[:, slice(-2, None), :],
+    "twice": lambda x: x[:, :-1][0, 1:],
+}
+
+COMPUTED = {
+    "+": ("__add__", lambda x: x + 1),
+    "+ from the left": ("__radd__", lambda x: 1 + x),
+    "-": ("__sub__", lambda x: x - 1.0),
+    "- from the left": ("__rsub__", lambda x: 1 - x),
+    "negation": ("__neg__", lambda x: -x),
+    "power": ("__pow__", lambda x: x**2),
+    "over it": ("__rtruediv__", lambda x: 1 / x),
+    "comparison": ("__gt__", lambda x: x > 0),
+    "matmul": ("__matmul__", lambda x: x @ torch.ones(V)),
+    "times a tensor": ("multiplication by a tensor", lambda x: x * torch.arange(V)),
+    "a tensor times it": ("mul", lambda x: torch.arange(V) * x),
+    "over a tensor": ("division by a tensor", lambda x: x / torch.full((V,), 2.0)),
+    "a second cap": ("a second tanh", lambda x: torch.tanh(torch.tanh(x) * 2)),
+    "part of the vocabulary": ("indexing by", lambda x: x[..., :5]),
+    "part of the vocabulary, in full": ("indexing by", lambda x: x[:, :, 2:]),
+    "one token": ("indexing by", lambda x: x[:, :, 3]),
+    "a column of columns": ("indexing by", lambda x: x[..., None]),
+    "a mask over the vocabulary": ("indexing by", lambda x: x[..., torch.arange(V) % 2 == 0]),
+    "a mask over everything": ("indexing by", lambda x: x[torch.ones(B, T, V, dtype=torch.bool)]),
+    "a mask of rows and some tokens": ("indexing by", lambda x: x[ROWS, :3]),
+    "flattened": (r"view\(-1,\)", lambda x: x.view(-1)),
+    "viewed across the vocabulary": (r"view\(2, -1\)", lambda x: x.view(2, -1)),
+    "method": (r"\.softmax", lambda x: x.softmax(-1)),
+    "argmax": (r"\.argmax", lambda x: x.argmax(-1)),
+    "transposed": (r"\.transpose", lambda x: x.transpose(0, 1)),
+    "function": ("softmax", lambda x: torch.softmax(x, -1)),
+    "keyword": ("softmax", lambda x: torch.softmax(input=x, dim=-1)),
+    "in a list": ("cat", lambda x: torch.cat([x, x])),
+    "module": ("log_softmax", lambda x: nn.LogSoftmax(-1)(x)),
+    "another device": ("a move to another device", lambda x: x.to("meta")),
+}
+
+
+def _scaled_in_place(x):
+    x = x * 1
+    x *= 2.0
+    x /= 3.0
+    return x
+
+
+def real(toy, hidden, operation):
+    return operation(toy.head(hidden))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", DEFERRED)
+@pytest.mark.filterwarnings("error")
+def test_operations_that_stay_deferred(hidden, name, bias):
+    toy, operation = Toy(bias), DEFERRED[name]
+    want = real(toy, hidden, operation)
+    with deferred_logits(toy) as obstacle:
+        got = operation(toy.head(hidden))
+    assert obstacle is None and isinstance(got, DeferredLogits)
+    assert (got.shape, got.size(), got.size(-1)) == (want.shape, want.size(), want.size(-1))
+    assert (got.dtype, got.device, got.ndim, got.dim()) == (want.dtype, want.device, want.ndim, want.dim())
+    torch.testing.assert_close(got.compute(), want)
+    # What a fused loss reads of it.
+    product = (got.hidden @ got.head.weight.T + (got.head.bias if bias else 0)) * got.scale
+    capped = product if got.softcap is None else got.softcap * torch.tanh(product / got.softcap)
+    torch.testing.assert_close(capped.to(got.dtype), want)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_other_operations_compute_the_logits_and_say_which(hidden, name):
+    toy, (words, operation) = Toy(), COMPUTED[name]
+    want = real(toy, hidden, operation)
+    with deferred_logits(toy):
+        logits = toy.head(hidden)
+        with pytest.warns(MaterializedLogitsWarning, match=f"Toy computes its logits for {words}"):
+            got = operation(logits)
+    assert isinstance(got, torch.Tensor) and got.shape == want.shape
+    if got.device.type != "meta":
+        torch.testing.assert_close(got, want)
+    # After the forward, anyone may read them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        operation(logits)
+
+
+def test_operations_are_kept_in_their_order(hidden):
+    toy = Toy()
+    want = torch.tanh(toy.head(hidden) * 2) * 3 + 1
+    with deferred_logits(toy), pytest.warns(MaterializedLogitsWarning, match="__add__"):
+        got = torch.tanh(toy.head(hidden) * 2) * 3 + 1
+    torch.testing.assert_close(got, want)
+
+
+def test_what_is_read_later_carries_gradients(hidden):
+    toy = Toy()
+    with deferred_logits(toy):
+        logits = toy.head(hidden) / 2
+    got = torch.autograd.grad(logits.square().sum(), (hidden, toy.head.weight, toy.head.bias))
+    want = torch.autograd.grad((toy.head(hidden) / 2).square().sum(), (hidden, toy.head.weight, toy.head.bias))
+    torch.testing.assert_close(got, want)
+
+
+def test_length_and_iteration_compute(hidden):
+    toy = Toy()
+    with deferred_logits(toy):
+        logits = toy.head(hidden)
+    assert len(logits) == B
+    torch.testing.assert_close(torch.stack(list(logits)), toy.head(hidden))
+
+
+def test_the_head_is_its_own_again_after_an_error(hidden):
+    toy = Toy()
+    with contextlib.suppress(RuntimeError), deferred_logits(toy):
+        raise RuntimeError
+    assert isinstance(toy.head(hidden), torch.Tensor)
+
+
+def test_other_models_of_the_class_are_left_alone(hidden):
+    toy, other = Toy(), Toy()
+    with deferred_logits(toy):
+        assert isinstance(other.head(hidden), torch.Tensor)
+        assert isinstance(toy.head(hidden), DeferredLogits)
+
+
+# Heads
+
+
+def test_head_is_read_when_it_is_used():
+    model, batch = tiny_model(), masked_batch()
+    FusedLoss(model)
+    model(**batch)
+    model.resize_token_embeddings(VOCAB + 6, mean_resizing=False)
+    new = nn.Linear(32, VOCAB + 6, bias=True)
+    model.set_output_embeddings(new)
+    truth = double_copy(model)
+    del truth.forward
+    assert_same_gradients(named_gradients(model, model(**batch).loss), named_gradients(truth, truth(**batch).loss))
+    assert new.bias.grad.any()
+
+
+def peft_pair(config, family="llama"):
+    """A PEFT model with a fused loss, and its plain fp64 copy."""
+    model = get_peft_model(tiny_model(family), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # adapters start as nothing
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    truth = double_copy(model)
+    FusedLoss(model.get_base_model())
+    return model, truth
+
+
+def assert_fused_equals_plain(model, truth, batch):
+    got, want = model(**batch), truth(**batch)
+    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
+    return got
+
+
+@pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+def test_a_copy_of_the_head_that_is_trained_and_saved():
+    model, truth = peft_pair(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    outputs = assert_fused_equals_plain(model, truth, masked_batch())
+    assert isinstance(outputs.logits, DeferredLogits)
+    assert model.base_model.model.lm_head.modules_to_save["default"].weight.grad.any()
+    for m in (model, truth):
+        m.zero_grad()
+    with model.disable_adapter(), truth.disable_adapter(), torch.no_grad():
+        got, want = (m(**masked_batch()) for m in (model, truth))
+    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
+    assert isinstance(got.logits, DeferredLogits)
+    assert abs(got.loss - outputs.loss) > 1e-3
+
+
+@pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+def test_lora_elsewhere_leaves_the_head_fused():
+    model, truth = peft_pair(LoraConfig(target_modules=["q_proj", "down_proj"]))
+    outputs = assert_fused_equals_plain(model, truth, masked_batch())
+    assert isinstance(outputs.logits, DeferredLogits)
+
+
+def lora_on_head():
+    return peft_pair(LoraConfig(target_modules=["lm_head", "v_proj"], r=4))
+
+
+def dora_on_head():
+    return peft_pair(LoraConfig(target_modules=["lm_head"], r=4, use_dora=True))
+
+
+def trainable_tokens():
+    return peft_pair(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5, 7]), "llama_tied")
+
+
+def replaced_forward():
+    model = tiny_model()
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda x: plain(x) + 0.5 * plain(x).roll(1, -1)
+    truth = tiny_model().double()
+    plain64 = truth.lm_head.forward
+    truth.lm_head.forward = lambda x: plain64(x) + 0.5 * plain64(x).roll(1, -1)
+    FusedLoss(model)
+    return model, truth
+
+
+def missing_head():
+    model = tiny_model()
+    truth = double_copy(model)
+    model.get_output_embeddings = lambda: None
+    FusedLoss(model)
+    return model, truth
+
+
+OBSTACLES = {
+    lora_on_head: "its output head is a Linear, which does more",
+    dora_on_head: "its output head is a Linear, which does more",
+    trainable_tokens: "its output head is a TrainableTokens",
+    replaced_forward: r"the forward of its output head \(Linear\) has been replaced",
+    missing_head: "the model has no output embeddings",
+}
+
+
+@pytest.mark.parametrize("pair", OBSTACLES)
+def test_a_head_that_cannot_be_deferred_warns_and_stays_exact(pair):
+    model, truth = pair()
+    batch = masked_batch()
+    _warn_once.cache_clear()
+    with pytest.warns(
+        MaterializedLogitsWarning, match=f"LlamaForCausalLM stores the logits of the whole batch: {OBSTACLES[pair]}"
+    ):
+        outputs = assert_fused_equals_plain(model, truth, batch)
+    assert isinstance(outputs.logits, torch.Tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        batch["num_items_in_batch"] = 11
+        got = model(**batch, fused_lm_head=True)  # says it once
+    torch.testing.assert_close(got.loss.double(), truth(**batch).loss.double(), rtol=1e-6, atol=0)
+
+
+class ShiftedLogits(LlamaForCausalLM):
+    """Does something to its logits that no fused loss knows."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+        outputs.logits = outputs.logits + torch.linspace(-1, 1, VOCAB)
+        if labels is not None:
+            outputs.loss = self.loss_function(outputs.logits, labels, vocab_size=VOCAB, **kwargs)
+        return outputs
+
+
+def test_a_forward_that_computes_its_logits_warns_and_stays_exact():
+    batch = masked_batch()
+    model = ShiftedLogits(tiny_model().config)
+    truth = double_copy(model)
+    want = truth(**batch).loss
+    FusedLoss(model)
+    with pytest.warns(MaterializedLogitsWarning, match="ShiftedLogits computes its logits for __add__"):
+        got = model(**batch).loss
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
+
+
+def test_what_a_head_is_not():
+    assert Head.read(None) == "the model has no output embeddings"
+    assert "Embedding, which does more than a linear map" in str(Head.read(nn.Embedding(3, 4)))
+    head = nn.Linear(3, 4)
+    head.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.int8), requires_grad=False)
+    assert "is not a floating-point matrix" in str(Head.read(head))
+    head = nn.Linear(3, 4)
+    head.weight.ds_id = 0
+    with pytest.raises(ConfigError, match="partitioned by DeepSpeed ZeRO-3.*Use ZeRO-2 or FSDP2"):
+        Head.read(head)

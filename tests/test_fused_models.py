@@ -1,0 +1,372 @@
+"""The fused loss on whole models: loss and every gradient against the model's own forward in fp64."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from tiny import (
+    FAMILIES,
+    VOCAB,
+    assert_same_gradients,
+    divergence_by_hand,
+    double_copy,
+    masked_batch,
+    named_gradients,
+    padding_free_batch,
+    shift_labels_of,
+    tiny_model,
+)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.errors import ConfigError
+from liger_trainer.fused import FusedLoss
+from liger_trainer.kernels import _triton
+from liger_trainer.losses import Distillation, LossOptions
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+    pytest.mark.usefixtures("chunked_torch"),
+]
+
+CASES = {
+    "masked": masked_batch,
+    "padding_free": padding_free_batch,
+    "shift_labels": lambda: {**masked_batch(), "shift_labels": shift_labels_of(masked_batch()["labels"])},
+    "num_items": lambda: {**masked_batch(), "num_items_in_batch": 57},
+    "num_items_tensor": lambda: {**masked_batch(), "num_items_in_batch": torch.tensor(57)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_equal_the_plain_model(family, case):
+    model, batch = tiny_model(family), CASES[case]()
+    truth = double_copy(model)
+    want = truth(**batch).loss
+    FusedLoss(model)
+    outputs = model(**batch)
+    assert isinstance(outputs.logits, DeferredLogits)
+    torch.testing.assert_close(outputs.loss.double(), want.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, outputs.loss), named_gradients(truth, want))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_called_like_trl_it_returns_the_fields_of_trl(family):
+    model = tiny_model(family)
+    trl = copy.deepcopy(model)
+    add_fused_lm_head(trl, outputs=("log_probs", "entropy", "is_top1"))
+    FusedLoss(model)
+    for batch in (CASES["masked"](), CASES["shift_labels"](), CASES["num_items"]()):
+        got, want = model(**batch, fused_lm_head=True), trl(**batch, fused_lm_head=True)
+        torch.testing.assert_close(got.loss, want.loss)
+        for name in ("log_probs", "entropy"):
+            torch.testing.assert_close(got[name], want[name].detach(), rtol=1e-5, atol=1e-6)
+            assert not got[name].requires_grad
+        assert torch.equal(got.is_top1, want.is_top1.bool())
+        assert torch.equal(got.label_mask, want.label_mask)
+        if family == "mixtral":
+            torch.testing.assert_close(got.aux_loss, want.aux_loss)
+            torch.testing.assert_close(got.loss, got.token_loss + 0.3 * got.aux_loss)
+        else:
+            assert got.aux_loss is None and got.loss == got.token_loss
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "phi"])
+@pytest.mark.parametrize("num_items", [None, 57])
+def test_label_smoothing_equals_torch(family, num_items):
+    model, batch = tiny_model(family), masked_batch()
+    truth = double_copy(model)
+    logits = truth(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), shift_labels_of(batch["labels"]).flatten(), label_smoothing=0.2,
+        reduction="mean" if num_items is None else "sum",
+    ) / (num_items or 1)  # fmt: skip
+    FusedLoss(model, LossOptions(label_smoothing=0.2))
+    got = model(**batch, num_items_in_batch=num_items).loss
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
+
+
+def test_dft_weighs_each_token_with_its_probability():
+    model, batch = tiny_model(), masked_batch()
+    truth = double_copy(model)
+    labels = shift_labels_of(batch["labels"])
+    log_probs = truth(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
+    keep = labels != -100
+    log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)[keep]
+    want = -(log_probs.exp().detach() * log_probs).mean()
+    FusedLoss(model, LossOptions(dft=True))
+    got = model(**batch).loss
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_bf16_autocast_it_is_as_close_to_the_truth_as_the_plain_model(family):
+    model, batch = tiny_model(family), masked_batch()
+    truth, plain = double_copy(model), copy.deepcopy(model)
+    want = named_gradients(truth, truth(**batch).loss)
+    FusedLoss(model)
+    errors = []
+    for m in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = m(**batch).loss
+        got = named_gradients(m, loss)
+        errors.append(sum((got[n].double() - g).square().sum() for n, g in want.items()).sqrt())
+        assert loss.dtype == torch.float32
+        assert abs(loss.item() - truth(**batch).loss.item()) < 0.02 * abs(loss.item())
+    assert errors[0] <= 1.3 * errors[1]
+
+
+def test_the_triton_kernels_give_the_same(monkeypatch):
+    if not _triton.INSTALLED:
+        pytest.skip("needs triton")
+    how = Distillation({"forward_kl": 0.5, "jsd": 0.5}, ce_weight=0.5, temperature=2.0)
+    batch, results = masked_batch(), []
+    for interpreted in (False, True):
+        monkeypatch.setattr(_triton, "INTERPRETED", interpreted)
+        student, teacher = tiny_model("gemma2"), tiny_model("phi", seed=3)
+        FusedLoss(student, LossOptions(distillation=how, label_smoothing=0.1))
+        with torch.no_grad(), deferred_logits(teacher):
+            logits = teacher(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for options in ({}, {"teacher_logits": logits}):
+            loss = student(**batch, **options).loss
+            results.append((loss, named_gradients(student, loss)))
+    for (plain, want), (loss, got) in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0)
+        assert_same_gradients(got, want)
+
+
+def test_an_upstream_gradient_reaches_every_parameter():
+    model, batch = tiny_model("phi"), masked_batch()
+    FusedLoss(model)
+    once = named_gradients(model, model(**batch).loss)
+    thrice = named_gradients(model, 3 * model(**batch).loss)
+    assert_same_gradients(thrice, {k: 3 * g for k, g in once.items()}, 1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_labels_nothing_changes(family):
+    model, batch = tiny_model(family), masked_batch()
+    batch.pop("labels")
+    prompt = batch["input_ids"][:1, :4]
+    with torch.no_grad():
+        logits = model(**batch).logits
+        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        fused = FusedLoss(model)
+        model(**masked_batch())
+        assert torch.equal(model(**batch).logits, logits)
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0), tokens)
+    fused.undo()
+    assert isinstance(model(**masked_batch()).logits, torch.Tensor)
+
+
+def test_outputs_logits_read_later_are_the_real_logits():
+    model, batch = tiny_model("gemma2"), masked_batch()
+    with torch.no_grad():
+        real = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    FusedLoss(model)
+    logits = model(**batch).logits
+    assert logits.shape == real.shape and logits.dtype == real.dtype
+    torch.testing.assert_close(logits.detach(), real)
+    assert torch.equal(logits.argmax(-1), real.argmax(-1))
+    torch.testing.assert_close(torch.softmax(logits, -1).detach(), real.softmax(-1))
+
+
+def test_the_signature_of_forward_is_unchanged():
+    model = tiny_model()
+    before = inspect.signature(model.forward)
+    FusedLoss(model)
+    assert inspect.signature(model.forward) == before
+
+
+def test_undo_gives_back_the_forward_that_was_there():
+    model = tiny_model()
+    FusedLoss(model).undo()
+    assert "forward" not in vars(model)
+    add_fused_lm_head(model)
+    before = vars(model)["forward"]
+    fused = FusedLoss(model)
+    assert vars(model)["forward"] is not before
+    fused.undo()
+    assert vars(model)["forward"] is before
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    model, batch = tiny_model(), masked_batch()
+    FusedLoss(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+        truth = double_copy(tiny_model())
+        for parameter in truth.parameters():
+            parameter.mul_(0.5)
+    want = truth(**batch).loss
+    got = twin(**batch).loss
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(twin, got), named_gradients(truth, want))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_after_a_forward_and_after_an_error_in_one_the_model_is_as_before():
+    model, batch = tiny_model(), masked_batch()
+    loss_function = model.loss_function
+    FusedLoss(model)
+    model(**batch)
+    assert "forward" not in vars(model.lm_head) and model.loss_function is loss_function
+    with pytest.raises(IndexError):
+        model(**{**batch, "input_ids": batch["input_ids"] + VOCAB})
+    assert "forward" not in vars(model.lm_head) and model.loss_function is loss_function
+
+
+def test_a_model_with_another_loss_is_refused():
+    model = tiny_model()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has a loss of its own \(<lambda>\)"):
+        FusedLoss(model)
+
+
+def test_a_model_that_does_not_call_its_loss_function_is_refused():
+    class OwnLoss(LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            return super().forward(input_ids=input_ids)
+
+    model = OwnLoss(LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=16, num_hidden_layers=1))
+    FusedLoss(model)
+    batch = masked_batch()
+    with pytest.raises(ConfigError, match="OwnLoss does not compute its loss through `loss_function`"):
+        model(input_ids=batch["input_ids"], labels=batch["labels"], fused_lm_head=True)
+
+
+def test_logits_of_another_length_than_the_labels_are_refused():
+    model, batch = tiny_model(), masked_batch()
+    FusedLoss(model)
+    with pytest.raises(ValueError, match=r"Logits are \(3, 4, 64\), but labels are \(3, 11\)"):
+        model(**batch, logits_to_keep=4)
+
+
+def test_a_batch_without_labels_gives_zero_and_no_gradient():
+    model, batch = tiny_model(), masked_batch()
+    FusedLoss(model)
+    outputs = model(**{**batch, "labels": torch.full_like(batch["labels"], -100)}, fused_lm_head=True)
+    assert outputs.loss.item() == 0
+    assert all(not g.any() for g in named_gradients(model, outputs.loss).values())
+
+
+# Distillation
+
+KINDS = {
+    "forward_kl": Distillation({"forward_kl": 1.0}),
+    "reverse_kl": Distillation({"reverse_kl": 1.0}),
+    "jsd": Distillation({"jsd": 1.0}, beta=0.3),
+    "mix": Distillation({"forward_kl": 0.6, "jsd": 0.5}, beta=0.7, ce_weight=0.25),
+}
+PAIRS = {
+    # A teacher of another family, size and vocabulary: a cap of its own, and a head padded beyond the vocabulary.
+    "gemma2_padded": ("llama_tied", "gemma2", {"hidden_size": 48, "vocab_size": VOCAB + 8}, None),
+    "student_padded": ("gemma2", "phi", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}, 60),
+    "granite": ("qwen3", "granite", {"hidden_size": 24, "num_hidden_layers": 1}, None),
+    "llama": ("phi", "llama", {}, 61),
+}
+
+
+def with_temperature(distillation, temperature, vocab=None):
+    return Distillation(distillation.weights, distillation.beta, distillation.ce_weight, temperature, vocab_size=vocab)
+
+
+def distillation_by_hand(student_logits, teacher_logits, labels, how):
+    keep = shift_labels_of(labels).flatten()
+    vocab = min(student_logits.shape[-1], teacher_logits.shape[-1], how.vocab_size or VOCAB)
+    s, t = (x.double().flatten(0, 1)[keep != -100, :vocab] for x in (student_logits, teacher_logits))
+    soft = sum(w * divergence_by_hand(s, t, kind, how.temperature, how.beta) for kind, w in how.weights.items())
+    hard = torch.nn.functional.cross_entropy(s, keep[keep != -100], reduction="none")
+    return (how.temperature**2 * soft + how.ce_weight * hard).mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_distillation_equals_the_definition_on_real_logits(pair, kind, temperature):
+    student_family, teacher_family, overrides, vocab = PAIRS[pair]
+    student, teacher = tiny_model(student_family), tiny_model(teacher_family, seed=7, **overrides)
+    how = with_temperature(KINDS[kind], temperature, vocab)
+    batch = masked_batch(vocab=vocab or VOCAB)
+    labels = batch.pop("labels")
+    truth = double_copy(student)
+    with torch.no_grad():
+        teacher_logits = double_copy(teacher)(**batch).logits
+    want = distillation_by_hand(truth(**batch).logits, teacher_logits, labels, how)
+    FusedLoss(student, LossOptions(distillation=how))
+    with torch.no_grad(), deferred_logits(teacher):
+        deferred = teacher(**batch).logits
+    assert isinstance(deferred, DeferredLogits)
+    got = student(**batch, labels=labels, teacher_logits=deferred).loss
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+    assert_same_gradients(named_gradients(student, got), named_gradients(truth, want))
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_no_gradient_reaches_a_teacher_that_requires_one():
+    student, teacher, batch = tiny_model(), tiny_model("phi", seed=3), masked_batch()
+    labels = batch.pop("labels")
+    FusedLoss(student, LossOptions(distillation=KINDS["mix"]))
+    with deferred_logits(teacher):
+        logits = teacher(**batch).logits
+    student(**batch, labels=labels, teacher_logits=logits).loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert student.lm_head.weight.grad.any()
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_equal_to_its_teacher_has_loss_and_gradient_zero(family, kind):
+    overrides = {"output_router_logits": False} if family == "mixtral" else {}
+    student, batch = tiny_model(family, **overrides), masked_batch()
+    teacher = copy.deepcopy(student)
+    labels = batch.pop("labels")
+    FusedLoss(student, LossOptions(distillation=with_temperature(KINDS[kind], 2.0)))
+    with torch.no_grad(), deferred_logits(teacher):
+        logits = teacher(**batch).logits
+    outputs = student(**batch, labels=labels, teacher_logits=logits, fused_lm_head=True)
+    assert outputs.loss.item() == 0
+    assert outputs.agrees[outputs.label_mask].all() and not outputs.forward_kl.any()
+    assert all(not g.any() for g in named_gradients(student, outputs.loss).values())
+
+
+def test_real_teacher_logits_take_the_plain_path_to_the_same_loss():
+    student, teacher, batch = tiny_model("gemma2"), tiny_model("phi", seed=3), masked_batch()
+    labels = batch.pop("labels")
+    fused = FusedLoss(student, LossOptions(distillation=KINDS["mix"]))
+    with torch.no_grad():
+        real = teacher(**batch).logits
+        with deferred_logits(teacher):
+            deferred = teacher(**batch).logits
+    want = named_gradients(student, student(**batch, labels=labels, teacher_logits=deferred).loss)
+    with pytest.warns(MaterializedLogitsWarning, match="Gemma2ForCausalLM computes its logits for a distillation loss"):
+        loss = student(**batch, labels=labels, teacher_logits=real).loss
+    assert_same_gradients(named_gradients(student, loss), want)
+    fused.options = LossOptions()
+    with pytest.raises(ValueError, match="loss has no distillation part"):
+        student(**batch, labels=labels, teacher_logits=deferred)
+
+
+def test_families_are_what_they_are_said_to_be():
+    """So that a changed default of transformers cannot empty the cases above."""
+    heads = {name: tiny_model(name).get_output_embeddings() for name in FAMILIES}
+    assert heads["phi"].bias is not None and heads["phi"].bias.any()
+    tied = tiny_model("llama_tied")
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    untied = tiny_model("llama")
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    batch = {"input_ids": masked_batch()["input_ids"]}
+    expected = {"gemma2": (1.0, 2.0), "gemma3": (1.0, 1.5), "granite": (0.4, None), "cohere": (0.25, None)}
+    for name, (scale, softcap) in expected.items():
+        model = tiny_model(name)
+        with deferred_logits(model):
+            logits = model(**batch).logits
+        assert logits.scale == pytest.approx(scale) and logits.softcap == softcap
+    assert AutoModelForCausalLM.from_config(tiny_model("mixtral").config).config.output_router_logits

@@ -1,0 +1,175 @@
+"""Tiny random models of many families, a word tokenizer and small datasets, shared by the tests."""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB = 64
+SPECIAL = ["<unk>", "<pad>", "<eos>", "<user>", "<assistant>"]
+WORDS = [f"w{i}" for i in range(VOCAB - len(SPECIAL))]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<assistant> ' }}"
+    "{% generation %}{{ m['content'] + ' <eos> ' }}{% endgeneration %}"
+    "{% else %}{{ '<user> ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "pad_token_id": VOCAB - 4,
+    "eos_token_id": VOCAB - 3,
+}  # fmt: skip
+
+# name: (configuration class, its options beside SIZES). Caps and scales so strong that leaving them out shows.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 8}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "final_logit_softcapping": 1.5, "sliding_window": 8}),
+    "granite": ("GraniteConfig", {"logits_scaling": 2.5, "embedding_multiplier": 2.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3}),
+    "gpt2": ("GPT2Config", {"n_inner": 48, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+}
+
+
+def tiny_model(
+    family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides
+) -> PreTrainedModel:
+    """A model in eval mode whose weights are large enough that every part of it matters to the loss."""
+    config_name, options = FAMILIES[family]
+    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k != "num_key_value_heads"}
+    config = getattr(transformers, config_name)(**{**sizes, **options, **overrides})
+    torch.manual_seed(seed)
+    # Not grouped products, which know no fp64.
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return spread_weights(model, seed).to(dtype).eval()
+
+
+def spread_weights(model: nn.Module, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate([*WORDS, *SPECIAL])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _text(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
+
+
+def completions(n: int = 24, seed: int = 0) -> Dataset:
+    """Prompts and completions of different lengths."""
+    rng = random.Random(seed)
+    return Dataset.from_list([{"prompt": _text(rng, 2, 6), "completion": " " + _text(rng, 2, 9)} for _ in range(n)])
+
+
+def texts(n: int = 24, seed: int = 0) -> Dataset:
+    rng = random.Random(seed)
+    return Dataset.from_list([{"text": _text(rng, 4, 14)} for _ in range(n)])
+
+
+def chats(n: int = 24, seed: int = 0) -> Dataset:
+    rng = random.Random(seed)
+    roles = ("user", "assistant", "user", "assistant")
+    return Dataset.from_list(
+        [{"messages": [{"role": r, "content": _text(rng, 1, 4)} for r in roles]} for _ in range(n)]
+    )
+
+
+def masked_batch(seed: int = 0, vocab: int = VOCAB, length: int = 11) -> dict[str, Tensor]:
+    """Three rows: prompts without labels, padding on the right, holes within."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (3, length), generator=generator)
+    labels = ids.clone()
+    labels[:, :2] = -100
+    labels[0, 5:7] = -100
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = mask[2, -1:] = 0
+    labels[mask == 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def padding_free_batch(seed: int = 0, vocab: int = VOCAB) -> dict[str, Tensor]:
+    """Rows of 5, 2 and 7 tokens behind one another, as TRL's collator makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(n) for n in (5, 2, 7)])[None]
+    ids = torch.randint(vocab, positions.shape, generator=generator)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def shift_labels_of(labels: Tensor) -> Tensor:
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name; zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def named_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return gradients(model)
+
+
+def assert_same_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor], rtol: float = 1e-5) -> None:
+    """Each within rtol of its own norm; where a gradient is zero but for rounding, rtol / 10 of the norm of all."""
+    assert got.keys() == want.keys()
+    total = torch.stack([g.double().norm() for g in want.values()]).norm()
+    assert total > 0
+    for name, truth in want.items():
+        error = (got[name].double() - truth.double()).norm()
+        limit = rtol * truth.double().norm() + rtol / 10 * total
+        assert error <= limit, f"gradient of {name}: error {error:.3e}, allowed {limit:.3e}"
+
+
+def double_copy(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) per row, of log-probabilities."""
+    return nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+def divergence_by_hand(student: Tensor, teacher: Tensor, kind: str, temperature: float, beta: float = 0.5) -> Tensor:
+    """Per row, of logits (N, V); not multiplied by temperature^2."""
+    q, p = (torch.log_softmax(x / temperature, -1) for x in (student, teacher))
+    if kind == "forward_kl":
+        return kl(p, q)
+    if kind == "reverse_kl":
+        return kl(q, p)
+    m = ((1 - beta) * q.exp() + beta * p.exp()).log()
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+def batches(rows: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
