@@ -1,0 +1,6 @@
+"""`python -m liger_trainer`, which launchers such as torchrun and accelerate can start."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()

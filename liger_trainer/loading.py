@@ -1,0 +1,153 @@
+"""Models of a run: first everything that can be checked without weights, then the weights."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.configuration_utils import PreTrainedConfig
+from trl import get_quantization_config
+
+from .data import RunData
+from .demo import resolve_model
+from .errors import ConfigError
+from .students import drop_layers
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that exists and whose configuration and tokenizer could be read; no weights yet."""
+
+    key: str
+    """the configuration key that named it"""
+    path: str
+    """directory or hub id, with a demo name resolved"""
+    revision: str | None
+    config: PreTrainedConfig
+    tokenizer: Tokenizer
+
+
+def open_model(config: "RunConfig", key: str) -> ModelFiles:
+    """Read the configuration and the tokenizer of the model named by `key`.
+
+    Raises:
+        ConfigError: no such model, or files in it that transformers cannot read.
+    """
+    name = config[key]
+    try:
+        path = resolve_model(name)
+    except ConfigError as error:
+        raise config.error(key, str(error)) from None
+    looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise config.error(key, f"no such directory: {name}")
+    revision = config["model_revision" if key == "model_name_or_path" else "teacher_model_revision"]
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": config["trust_remote_code"]}
+    path = os.path.expanduser(path)
+    try:
+        model_config = AutoConfig.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
+    return ModelFiles(key, path, revision, model_config, tokenizer)
+
+
+def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None:
+    """What can be wrong between model, data and settings, as far as it shows without weights.
+
+    Raises:
+        ConfigError: chat rows without a chat template, more layers to skip than there are, unknown tokens.
+    """
+    template = config["chat_template_path"]
+    if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
+        raise config.error("chat_template_path", f"no such file: {template}")
+    chat = data.facts.form in ("messages", "conversations") or isinstance(data.train[0].get("prompt"), list)
+    if chat and template is None and not files.tokenizer.chat_template:
+        reason = "the rows are chat messages and this tokenizer has no chat template; set chat_template_path."
+        raise config.error(files.key, reason)
+    vocabulary = files.tokenizer.get_vocab()
+    for key in ("eos_token", "pad_token"):
+        if config[key] is not None and config[key] not in vocabulary:
+            raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")
+    layers = files.config.get_text_config(decoder=True).num_hidden_layers
+    step, kept = config["keep_every_nth_layer"], config["keep_layers"]
+    if step is not None and step > layers:
+        raise config.error("keep_every_nth_layer", f"expected at most {layers}, the layers there are, got {step}.")
+    if kept is not None and (not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= layers):
+        expected = f"expected indices from 0 to {layers - 1}, each once and ascending"
+        raise config.error("keep_layers", f"{expected}, got {kept}.")
+
+
+def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> str | None:
+    """Compare the tokens of student and teacher, id by id, over the ids that both have.
+
+    Further ids in only one of them are padding or additions: the loss is taken over the shared range.
+
+    Returns:
+        A note on the ids that only one has; None if the tables are equal.
+
+    Raises:
+        ConfigError: an id means different tokens.
+    """
+    if student.path == teacher.path and student.revision == teacher.revision:
+        return None
+    ours = {index: token for token, index in student.tokenizer.get_vocab().items()}
+    theirs = {index: token for token, index in teacher.tokenizer.get_vocab().items()}
+    different = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if different:
+        i = different[0]
+        raise config.error(
+            "teacher_model_name_or_path",
+            f"student and teacher have different tokenizers: {len(different)} of "
+            f"{len(ours.keys() & theirs.keys())} shared ids differ; id {i} is {ours[i]!r} for the student and "
+            f"{theirs[i]!r} for the teacher. Choose a teacher of the same model family, or distil from text "
+            "that the teacher has written, with recipe: sft.",
+        )
+    alone = len(ours.keys() ^ theirs.keys())
+    shared = len(ours.keys() & theirs.keys())
+    return f"{shared} tokens are shared, {alone} are only in one tokenizer" if alone else None
+
+
+def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
+    """The model that is trained: loaded as TRL would load it, then thinned if `keep_every_nth_layer` says so.
+
+    Call it after `config.training_args()`, which sets up the devices.
+
+    Raises:
+        ConfigError: missing or broken weights, an option that this model or installation does not know.
+    """
+    model_args = config.model_args()
+    options: dict[str, Any] = {
+        "revision": files.revision,
+        "trust_remote_code": config["trust_remote_code"],
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        "device_map": _device_map(config),
+    }
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    options.update(config.init_kwargs("model_init_kwargs"))
+    if isinstance(options["dtype"], str) and options["dtype"] != "auto":
+        options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
+    try:
+        model = AutoModelForCausalLM.from_pretrained(files.path, **options)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
+    if not config.drops_layers():
+        return model
+    return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
+
+
+def _device_map(config: "RunConfig") -> str | None:
+    """Straight onto the GPU where one process has it; a student that is built from parts is built on the CPU."""
+    state = PartialState()
+    alone_on_gpu = state.num_processes == 1 and state.device.type not in ("cpu", "mps")
+    return "auto" if alone_on_gpu and not config.drops_layers() else None

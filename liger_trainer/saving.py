@@ -1,0 +1,110 @@
+"""The output directory of a run: what may be written there, what is, and in which order.
+
+The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
+run is finished, and nothing that follows training can lose the model.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+from transformers import Trainer
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .report import RunResults
+    from .run_config import RunConfig
+
+METRICS, CONFIG = "metrics.json", "config.yaml"
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
+
+
+def check_output_dir(config: "RunConfig") -> Path:
+    """The output directory, made if need be.
+
+    Raises:
+        ConfigError: it holds a finished run and `overwrite_output_dir` is not set, it is the directory of an
+            input model, or it cannot be written.
+    """
+    output_dir = Path(config["output_dir"]).expanduser()
+    if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir or set overwrite_output_dir=true"
+        raise config.error("output_dir", f"{output_dir} holds a finished run ({METRICS}); {advice}.")
+    for key in ("model_name_or_path", "teacher_model_name_or_path"):
+        name = config.values.get(key)
+        if name and Path(name).expanduser().resolve() == output_dir.resolve():
+            raise config.error("output_dir", f"{output_dir} is also {key}, which would be overwritten.")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise config.error("output_dir", f"cannot be written: {error}") from None
+    return output_dir
+
+
+def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
+    """Save the trained weights and the tokenizer, so that transformers alone can load them.
+
+    A LoRA adapter is saved as such, unless its base model was made by dropping layers: that base is nowhere on
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
+    """
+    assert trainer.model is not None
+    if isinstance(trainer.model, PeftModel) and config.drops_layers():
+        trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
+    trainer.model.config.use_cache = True  # off in training; whoever loads the model wants to generate
+    if trainer.is_world_process_zero():
+        (output_dir / METRICS).unlink(missing_ok=True)  # of a run that is now overwritten
+    trainer.save_model(str(output_dir))
+
+
+def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """Everything after the last evaluation: config.yaml, the hub if asked for, metrics.json."""
+    if trainer.is_world_process_zero():
+        _write(output_dir / CONFIG, config.to_yaml())
+    if config["push_to_hub"]:
+        trainer.push_to_hub(dataset_name=config["dataset_name"])
+    if trainer.is_world_process_zero():
+        content = _for_json({**asdict(results), "versions": versions()})
+        _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    trainer.accelerator.end_training()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers."""
+    found = {"python": platform.python_version(), "liger-trainer": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # triton, with a CPU build of torch
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside and rename, so that a crash leaves the old file or the new one, never half of it."""
+    staged = path.with_name(f".{path.name}.tmp")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+
+
+def _for_json(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is written as its name."""
+    if isinstance(value, dict):
+        return {str(k): _for_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,165 @@
+"""The training step of a run: a progress bar, a stop that keeps the work, tokens per second and peak memory."""
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from .errors import LigerTrainerError
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
+
+SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
+
+
+class Interrupted(LigerTrainerError):
+    """Training was stopped by the user or the system, after a checkpoint was saved."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the training took. `peak_memory_mib` is allocated GPU memory during training, or, on a CPU, the
+    resident memory of the whole process up to its end."""
+
+    steps: int
+    epochs: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak_memory_mib: float
+    peak_memory_of: str
+    device: str
+    processes: int
+    trainable_parameters: int
+    parameters: int
+
+
+@dataclass
+class Clock:
+    """Seconds of each named part of a run."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 2)
+
+
+class ProgressBar(ProgressCallback):
+    """Trainer's bar with the latest metrics beside it, instead of a printed dictionary a log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            shown = {name: f"{logs[name]:.4g}" for name in SHOWN if isinstance(logs.get(name), float)}
+            if shown:
+                self.training_bar.set_postfix(shown)
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGINT or SIGTERM ends training after the step at hand, with a checkpoint; a second one ends it at once.
+
+    With several processes the signals keep their usual meaning: the ranks could stop at different steps, and the
+    one that goes on would wait for the others.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the two signals; the handlers from before are put back."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        print("\nStopping after this step and saving a checkpoint; again to stop at once.", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.received is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+
+def train(trainer: Trainer, config: "RunConfig") -> TrainingFacts:
+    """Train to the end, from `resume_from_checkpoint` if that is set.
+
+    Raises:
+        ConfigError: `resume_from_checkpoint: true` and no checkpoint in output_dir.
+        Interrupted: a signal came; the checkpoint to go on from is named.
+    """
+    checkpoint = _checkpoint(trainer, config)
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
+    if not trainer.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(ProgressBar)
+    gpu = trainer.args.device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    with stop.listening() if trainer.args.world_size == 1 else nullcontext():
+        trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    if stop.received is not None:
+        saved = get_last_checkpoint(str(trainer.args.output_dir))
+        raise Interrupted(
+            f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; saved {saved}. "
+            f"To go on: liger-trainer run {config.source} resume_from_checkpoint={saved}"
+        )
+    return _facts(trainer, seconds, gpu)
+
+
+def _checkpoint(trainer: Trainer, config: "RunConfig") -> str | None:
+    wanted = config["resume_from_checkpoint"]
+    if wanted is True:
+        wanted = get_last_checkpoint(str(trainer.args.output_dir))
+        if wanted is None:
+            raise config.error("resume_from_checkpoint", f"no checkpoint in {trainer.args.output_dir}.")
+    return wanted or None
+
+
+def _facts(trainer: Trainer, seconds: float, gpu: bool) -> TrainingFacts:
+    counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    tokens = int(counted[-1]) if counted else 0
+    assert isinstance(trainer.model, torch.nn.Module)
+    parameters = list(trainer.model.parameters())
+    return TrainingFacts(
+        steps=trainer.state.global_step,
+        epochs=round(trainer.state.epoch or 0.0, 3),
+        tokens=tokens,
+        seconds=round(seconds, 2),
+        tokens_per_second=round(tokens / seconds, 1),
+        peak_memory_mib=round(torch.cuda.max_memory_allocated() / 2**20 if gpu else _resident_mib(), 1),
+        peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
+        device=torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        processes=trainer.args.world_size,
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameters=sum(p.numel() for p in parameters),
+    )
+
+
+def _resident_mib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere

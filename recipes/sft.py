@@ -1,0 +1,68 @@
+"""Supervised fine-tuning, full or LoRA: check, load, measure, train, save, measure again."""
+
+from pathlib import Path
+
+from trl import get_peft_config
+
+from liger_trainer.data import load_run_datasets
+from liger_trainer.evaluation import SFT_ROWS, compare, held_out_prompts, measure
+from liger_trainer.loading import check_student, load_student, open_model
+from liger_trainer.report import RunResults, print_plan, print_results, run_console
+from liger_trainer.run_config import RunConfig
+from liger_trainer.saving import check_output_dir, finish, save_student
+from liger_trainer.trainer import LigerTrainer
+from liger_trainer.training import Clock, train
+
+
+def main(config: RunConfig) -> Path:
+    """Run `config` and return its output directory.
+
+    Raises:
+        ConfigError: the configuration or a model it names is wrong; before weights are loaded where possible.
+        DataError: the dataset is.
+        Interrupted: training was stopped, and a checkpoint saved.
+    """
+    console, clock = run_console(), Clock()
+
+    output_dir = check_output_dir(config)
+    data = load_run_datasets(config)
+    files = open_model(config, "model_name_or_path")
+    check_student(config, files, data)
+    args = config.training_args()
+    print_plan(console, config, data.facts)
+
+    loading = console.status("Loading weights, tokenizing rows")
+    with clock("load"), loading, config.refusals("LigerTrainer"):
+        trainer = LigerTrainer(
+            load_student(config, files),
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.test,
+            processing_class=files.tokenizer,
+            peft_config=get_peft_config(config.model_args()),
+        )
+    prompts = held_out_prompts(config, data, files.tokenizer)
+
+    with clock("measure_before"):
+        before = measure(trainer, prompts, config["max_new_tokens"])
+    with clock("train"):
+        training = train(trainer, config)
+        save_student(trainer, config, output_dir)
+    with clock("measure_after"):
+        after = measure(trainer, prompts, config["max_new_tokens"])
+
+    results = RunResults(
+        recipe=config.recipe,
+        config=config.source,
+        before=before.metrics,
+        after=after.metrics,
+        completions=compare(prompts, before, after),
+        data=data.facts,
+        skipped_rows=trainer.skipped_rows,
+        training=training,
+        seconds=clock.seconds,
+        log_history=trainer.state.log_history,
+    )
+    finish(trainer, config, output_dir, results)
+    print_results(console, results, SFT_ROWS, output_dir)
+    return output_dir

@@ -1,0 +1,185 @@
+"""Rows of a run: every source, every split rule, and what each kind of wrong row is told."""
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import datasets
+import pytest
+
+from liger_trainer.data import load_run_datasets
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.run_config import load_run_config
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TEXTS = [{"text": f"row {i}"} for i in range(20)]
+
+
+def lines(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Write files, then load what `dataset_name` names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\n")
+
+    def load_data(name: str, files: dict[str, str] | None = None, *overrides: str):
+        for path, text in (files or {}).items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return load_run_datasets(load_run_config("run.yaml", [f"dataset_name={name}", *overrides]))
+
+    return load_data
+
+
+def test_a_file_is_split_by_the_seed(load):
+    data = load("rows.jsonl", {"rows.jsonl": lines(TEXTS)}, "holdout_fraction=0.2")
+    assert (data.facts.train_rows, data.facts.test_rows) == (16, 4) == (len(data.train), len(data.test))
+    assert {row["text"] for row in [*data.train, *data.test]} == {row["text"] for row in TEXTS}
+    assert data.facts.held_out == "20.0% of the rows, drawn with seed 42"
+    again = load("rows.jsonl", None, "holdout_fraction=0.2")
+    assert again.facts == data.facts and again.test["text"] == data.test["text"]
+    other = load("rows.jsonl", None, "holdout_fraction=0.2", "seed=1")
+    assert other.test["text"] != data.test["text"]
+
+
+def test_the_hash_is_that_of_the_rows_as_json_lines(load):
+    data = load("rows.jsonl", {"rows.jsonl": lines(TEXTS)})
+    text = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in [*data.train, *data.test])
+    assert data.facts.sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        ([{"messages": CHAT}] * 2, "messages"),
+        ([{"prompt": CHAT[:1], "completion": CHAT[1:]}] * 2, "prompt-completion"),
+        ([{"prompt": "a", "completion": "b"}] * 2, "prompt-completion"),
+        ([{"conversations": [{"from": "human", "value": "a"}]}] * 2, "conversations"),
+        ([{"text": "a", "prompt": "stray"}] * 2, "text"),
+        ([{"input_ids": [1, 2], "labels": [-100, 2]}] * 2, "input_ids"),
+    ],
+)
+def test_forms(load, rows, form):
+    facts = load("rows.jsonl", {"rows.jsonl": lines(rows)}).facts
+    assert facts.form == form
+    assert set(facts.columns) == set(rows[0])
+    assert set(facts.columns_used) == set(rows[0]) - ({"prompt"} if form == "text" else set())
+    assert facts.test_rows_seen_in_training == 1  # both rows are the same
+
+
+def test_other_formats(load):
+    csv = load("rows.csv", {"rows.csv": "prompt,completion\na,b\nc,d\n"})
+    assert csv.facts.form == "prompt-completion"
+    text = load("rows.txt", {"rows.txt": "one\n\ntwo\nthree\n"})
+    assert sorted([*text.train["text"], *text.test["text"]]) == ["one", "three", "two"]
+    assert text.facts.blank_lines_skipped == 1
+    array = load("rows.json", {"rows.json": json.dumps(TEXTS)})
+    assert array.facts.train_rows == 19
+    datasets.Dataset.from_list(TEXTS).to_parquet("rows.parquet")
+    assert load("rows.parquet").facts.train_rows == 19
+
+
+def test_directories(load, tmp_path):
+    files = {"d/train.jsonl": lines(TEXTS[:5]), "d/test.jsonl": lines(TEXTS[5:7])}
+    data = load("d", files)
+    assert data.train["text"] == [row["text"] for row in TEXTS[:5]] and len(data.test) == 2
+    assert data.facts.held_out == "split 'test'"
+    shards = {"s/part-1.jsonl": lines(TEXTS[:5]), "s/part-2.jsonl": lines(TEXTS[5:])}
+    assert load("s", shards).facts.train_rows == 19
+    datasets.Dataset.from_list(TEXTS).save_to_disk("saved")
+    assert load("saved").facts.train_rows == 19
+    splits = {"train": datasets.Dataset.from_list(TEXTS[:9]), "dev": datasets.Dataset.from_list(TEXTS[9:])}
+    datasets.DatasetDict(splits).save_to_disk("dict")
+    assert load("dict", None, "dataset_test_split=dev").facts.test_rows == 11
+    with pytest.raises(
+        ConfigError, match="run.yaml|command line: dataset_test_split: no split 'nope'; .*'train', 'dev'"
+    ):
+        load("dict", None, "dataset_test_split=nope")
+    with pytest.raises(ConfigError, match=r"files of no split \(extra.jsonl\)"):
+        load("d", {"d/extra.jsonl": lines(TEXTS)})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty holds no dataset"):
+        load("empty")
+
+
+def test_a_mixture_of_trl(load):
+    files = {"a.jsonl": lines(TEXTS)}
+    data = load("null", files, "datasets=[{path: json, data_files: a.jsonl}]", "test_split_size=0.5")
+    assert (data.facts.train_rows, data.facts.test_rows) == (10, 10)
+    assert data.facts.held_out == "50% of the rows, drawn by TRL"
+
+
+def test_the_demo_keeps_its_own_split(load, monkeypatch):
+    demo = SimpleNamespace(
+        train=datasets.Dataset.from_list(TEXTS[:6]),
+        test=datasets.Dataset.from_list(TEXTS[6:9]),
+        licence="PSF-2.0",
+        held_out_modules=("json", "queue"),
+    )
+    monkeypatch.setattr("liger_trainer.demo.demo_dataset", lambda name: demo)
+    facts = load("demo:python_docstrings", None, "max_eval_rows=2").facts
+    assert (facts.train_rows, facts.test_rows, facts.licence) == (6, 2, "PSF-2.0")
+    assert facts.held_out == "the first 2 of 3 rows: 2 whole modules: json, queue"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"text": "a"}\n{"text": "b\n{"text"\n', "rows.jsonl:2: not valid JSON: .*\n.*rows.jsonl:3: not valid JSON"),
+        (
+            '{"text": "a"}\n\n{"text": 3}\n',
+            "rows.jsonl:3: column 'text': expected text as in the rows before, got an integer",
+        ),
+        ('{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2: column 'text': expected text, got null"),
+        ('{"text": "a"}\n[1]\n', "rows.jsonl:2: expected a JSON object, got a list"),
+        ('{"words": "a", "n": 1}\n', "no usable column. Expected messages.*the rows have: words, n"),
+        ('{"messages": [{"role": "user"}]}\n' * 2, "column 'messages': .*got a message whose content is null"),
+        ('{"messages": []}\n' * 2, "column 'messages': .*got an empty list"),
+        ('{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}\n' * 2, "column 'prompt': .*got text"),
+        ('{"input_ids": []}\n' * 2, "column 'input_ids': expected a list of integers, got an empty list"),
+        ('{"text": "a", "image": "b"}\n' * 2, "the rows hold images"),
+        ('{"text": "a"}\n', "one row cannot be both trained on and held out"),
+        ("\n\n", "split 'train' has no rows"),
+        ("", "the file is empty"),
+    ],
+)
+def test_wrong_rows(load, text, complaint):
+    with pytest.raises(DataError, match=f"(?s){complaint}"):
+        load("rows.jsonl", {"rows.jsonl": text})
+
+
+def test_a_wrong_row_that_is_held_out_is_named_by_its_line(load):
+    rows = [{"messages": CHAT}] * 9 + [{"messages": [{"role": "user", "content": None}]}]
+    for seed in range(8):  # wherever the split puts it
+        with pytest.raises(DataError, match="rows.jsonl:10: column 'messages'"):
+            load("rows.jsonl", {"rows.jsonl": lines(rows)}, "holdout_fraction=0.4", f"seed={seed}")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "complaint"),
+    [
+        ("missing.jsonl", [], "command line: dataset_name: no such file or directory: missing.jsonl"),
+        ("./missing", [], "no such file or directory"),
+        ("no/such-dataset", [], "there is no file or directory no/such-dataset, and the hub could not be asked"),
+        ("demo:nothing", [], "dataset_name: No demo is called"),
+        ("rows.jsonl", ["dataset_config=x"], "dataset_config: has no effect"),
+        ("rows.jsonl", ["dataset_train_split=x"], "dataset_train_split: no split 'x'; the dataset has 'train'"),
+        ("rows.jsonl", ["dataset_test_split=x"], "dataset_test_split: no split 'x'"),
+        ("rows.jsonl", ["completion_only_loss=true"], "completion_only_loss: needs prompt and completion"),
+        ("rows.jsonl", ["assistant_only_loss=true"], "assistant_only_loss: needs rows of chat messages"),
+        ("rows.xml", [], "expected a file ending in .json, .jsonl"),
+    ],
+)
+def test_names_and_options_that_do_not_fit(load, name, overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load(name, {"rows.jsonl": lines(TEXTS), "rows.xml": "<a/>"}, *overrides)
+
+
+def test_holdout_fraction_beside_a_test_split(load):
+    files = {"d/train.jsonl": lines(TEXTS), "d/test.jsonl": lines(TEXTS)}
+    assert load("d", files).facts.test_rows_seen_in_training == 20
+    with pytest.raises(ConfigError, match="holdout_fraction: has no effect: the dataset has a split 'test'"):
+        load("d", None, "holdout_fraction=0.1")

@@ -1,0 +1,260 @@
+"""From YAML and the command line to a checked configuration: what is accepted, and what each mistake is told."""
+
+import dataclasses
+import os
+
+import pytest
+from trl import ModelConfig, SFTConfig
+
+from liger_trainer.config_source import built_in_configs, parse_overrides
+from liger_trainer.distill_config import LigerDistillConfig
+from liger_trainer.errors import ConfigError
+from liger_trainer.run_config import load_run_config
+
+NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load a configuration from text, under the name run.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str):
+        (tmp_path / "run.yaml").write_text(text)
+        return load_run_config("run.yaml", overrides)
+
+    return load_text
+
+
+def refused(load, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def test_every_field_of_trl_is_a_key():
+    from liger_trainer.config_schema import schema_of
+
+    for recipe, training in (("sft", SFTConfig), ("distill", LigerDistillConfig)):
+        keys = schema_of(recipe).keys
+        for cls in (training, ModelConfig):
+            assert {field.name for field in dataclasses.fields(cls)} <= keys.keys()
+
+
+def test_an_sft_file_of_trl_runs_unchanged(load):
+    config = load(
+        NEEDED
+        + """
+learning_rate: 2e-4
+eval_strategy: no
+packing: yes
+gradient_checkpointing: off
+lora_target_modules: all-linear
+use_peft: true
+max_length: null
+packing_strategy: bfd
+max_length: 512
+""".replace("max_length: null\n", "")
+    )
+    assert config.recipe == "sft"
+    assert config["learning_rate"] == 2e-4 and isinstance(config["learning_rate"], float)
+    assert config["eval_strategy"] == "no"
+    assert config["packing"] is True and config["gradient_checkpointing"] is False
+    assert config["lora_target_modules"] == "all-linear"
+
+
+def test_recipe_is_inferred_from_a_teacher(load):
+    assert load(NEEDED + "teacher_model_name_or_path: some/teacher\n").recipe == "distill"
+    assert load(NEEDED).recipe == "sft"
+
+
+def test_command_line_beats_file_beats_recipe_beats_trl(load):
+    config = load(NEEDED + "max_steps: 5\nlearning_rate: 1e-3\nlogging_nan_inf_filter: true\n", "max_steps=7")
+    assert config["max_steps"] == 7 and config.settings["max_steps"].where == "command line"
+    assert config["learning_rate"] == 1e-3 and config.settings["learning_rate"].where == "run.yaml:4"
+    assert config["logging_nan_inf_filter"] is True
+    assert load(NEEDED)["logging_nan_inf_filter"] is False  # ours
+    assert load(NEEDED)["per_device_train_batch_size"] == 8  # TRL's
+
+
+def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(load):
+    message = refused(
+        load,
+        "model_nam_or_path: x\nmax_length: 2.5\npacking: ture\nlearning_rate: [1]\nmax_steps: 10.0\n",
+        "lr_scheduler_type=cosin",
+    )
+    assert message.splitlines() == [
+        "8 problems in run.yaml:",
+        "  run.yaml:1: model_nam_or_path: unknown key. Did you mean model_name_or_path?",
+        "  run.yaml:2: max_length: expected an integer or null, got 2.5 (a number).",
+        "  run.yaml:3: packing: expected true or false, got 'ture' (text).",
+        "  run.yaml:4: learning_rate: expected a number, got [1] (a list).",
+        "  run.yaml:5: max_steps: expected an integer, got 10.0 (a number). Write 10.",
+        message.splitlines()[6],
+        "  run.yaml: model_name_or_path: missing; expected a model directory, a hub id or a demo: name.",
+        "  run.yaml: dataset_name: missing; expected a file, a directory, a hub id or a demo: name.",
+    ]
+    assert message.splitlines()[6].startswith("  command line: lr_scheduler_type: expected one of linear, cosine")
+    assert message.splitlines()[6].endswith("got 'cosin' (text). Did you mean cosine?")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("bf16: 1", "bf16: expected true or false or null, got 1 (an integer)."),
+        ("max_steps: true", "max_steps: expected an integer, got true."),
+        ("learning_rate: true", "learning_rate: expected a number, got true."),
+        ("learning_rate: '2e-4'", "learning_rate: expected a number, got '2e-4' (text)."),
+        ("learning_rate: .nan", "learning_rate: expected a finite number, got nan."),
+        ("learning_rate: -1", "learning_rate: expected a number of at least 0, got -1."),
+        ("per_device_train_batch_size: 0", "expected a number of at least 1, got 0."),
+        ("holdout_fraction: 1.0", "holdout_fraction: expected a number below 1, got 1.0."),
+        ("lora_modules_to_save: [1]", "expected a list of text or null, got [1] (a list)."),
+        ("keep_layers: 3", "keep_layers: expected a list of integers or null, got 3 (an integer)."),
+        ("seed: null", "seed: expected an integer, got null."),
+        ("run_name: 2024", "run_name: expected text or null, got 2024 (an integer)."),
+        ("max_seq_length: 9", "max_seq_length: unknown key. It is called max_length here."),
+        ("quuxification: 9", "run.yaml:3: quuxification: unknown key."),
+        ("datasets: [{path: json, splits: a}]", "datasets: [0].splits: Extra inputs are not permitted"),
+    ],
+)
+def test_one_wrong_value(load, line, complaint):
+    message = refused(load, NEEDED + line + "\n")
+    assert message.splitlines()[-1].strip().startswith("run.yaml:3: ")
+    assert complaint in message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("dataset_streaming: true", "dataset_streaming: not supported: every row is checked"),
+        ("do_predict: true", "do_predict: not supported: a run ends with an evaluation"),
+        ("num_processes: 2", "num_processes: belongs to the launcher: `accelerate launch"),
+        ("beta: 0.5", "beta: belongs to `recipe: distill`; this is `recipe: sft`."),
+        ("lora_r: 8", "lora_r: has no effect without `use_peft: true`"),
+        ("load_in_4bit: true", "load_in_4bit: quantized weights cannot be trained"),
+        ("bnb_4bit_quant_type: fp4", "has no effect without `load_in_4bit: true`"),
+        ("padding_free: true", "padding_free: without packing it does not enforce max_length"),
+        ("test_split_size: 0.1", "test_split_size: belongs to `datasets`"),
+        ("datasets: [{path: json}]", "give either dataset_name or datasets, not both"),
+        ("deepspeed: missing.json", "deepspeed: no such file: missing.json"),
+        ("keep_layers: [0]\nkeep_every_nth_layer: 2", "give either keep_every_nth_layer or keep_layers"),
+        ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect beside dataset_test_split"),
+    ],
+)
+def test_keys_without_effect_are_refused(load, line, reason):
+    assert reason in refused(load, NEEDED + line + "\n")
+
+
+def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
+    load(NEEDED + "dataset_streaming: false\ndo_train: true\ndo_eval: true\n")
+    load(NEEDED + "lora_r: 8\nuse_peft: true\n", "use_peft=false")
+
+
+def test_a_distillation_needs_a_teacher(load):
+    assert "teacher_model_name_or_path: missing" in refused(load, NEEDED + "recipe: distill\n")
+    assert "recipe: expected one of sft, distill, got 'distil' (text). Did you mean distill?" in refused(
+        load, NEEDED, "recipe=distil"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a: 1\nb: [1\nc: 2\n", "run.yaml:3: "),
+        ("a: 1\na: 2\n", "run.yaml:2: the key 'a' is given twice, first on line 1."),
+        ("- a\n", "expected `key: value` lines, got a YAML sequence"),
+        ("1: 2\n", "run.yaml:1: expected a name before the colon, got 1"),
+    ],
+)
+def test_broken_yaml(load, text, complaint):
+    assert complaint in refused(load, text)
+
+
+def test_a_file_that_is_no_text_and_a_name_that_is_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+        load_run_config("run.yaml")
+    with pytest.raises(ConfigError, match="neither a file nor a built-in configuration. Did you mean smollm2/sft"):
+        load_run_config("smollm2/sft_ful")
+
+
+def test_forms_of_overrides():
+    words = "a=b=c --x 1 --modules q v --flag --neg -1 --rate=2e-4 none=null lora-r=4 x=[1,2]".split()
+    values = {key: setting.value for key, setting in parse_overrides(words).items()}
+    assert values == {
+        "a": "b=c",
+        "x": [1, 2],  # the last one wins
+        "modules": ["q", "v"],
+        "flag": True,
+        "neg": -1,
+        "rate": 2e-4,
+        "none": None,
+        "lora_r": 4,
+    }
+
+
+@pytest.mark.parametrize("word", ["lonely", "=1", "a=[1"])
+def test_arguments_that_are_no_override(word):
+    with pytest.raises(ConfigError, match="command line: "):
+        parse_overrides([word])
+
+
+def test_checking_instantiates_nothing(load, monkeypatch):
+    def refuse(self):
+        raise AssertionError("instantiated")
+
+    monkeypatch.setattr(SFTConfig, "__post_init__", refuse)
+    monkeypatch.setattr(ModelConfig, "__post_init__", refuse)
+    config = load(NEEDED)
+    with pytest.raises(AssertionError, match="instantiated"):
+        config.training_args()
+
+
+def test_arguments_are_built_from_the_values(load, tmp_path):
+    config = load(
+        NEEDED
+        + "teacher_model_name_or_path: t\nbeta: 1\nuse_peft: true\nlora_target_modules: [q_proj]\nuse_cpu: true\n"
+        + 'model_init_kwargs: \'{"attn_implementation": "eager"}\'\nresume_from_checkpoint: true\n',
+    )
+    args = config.training_args()
+    assert isinstance(args, LigerDistillConfig)
+    assert args.beta == 1.0 and args.bf16 is False
+    assert args.output_dir == f"outputs/{tmp_path.name}/run" or args.output_dir == "outputs/run"
+    assert args.model_init_kwargs is None and args.resume_from_checkpoint is None
+    assert config.init_kwargs("model_init_kwargs") == {"attn_implementation": "eager"}
+    assert config.model_args().lora_target_modules == "q_proj"
+
+
+def test_what_the_arguments_refuse_is_a_config_error(load):
+    config = load(NEEDED + "load_best_model_at_end: true\nuse_cpu: true\n")
+    with pytest.raises(ConfigError, match="SFTConfig refuses these settings: .*load_best_model_at_end"):
+        config.training_args()
+
+
+def test_the_written_configuration_gives_the_same_run(load):
+    config = load(NEEDED + "learning_rate: 2e-4\nhub_token: secret\nsave_strategy: no\n", "max_steps=3")
+    text = config.to_yaml()
+    assert "secret" not in text and "# warmup_steps: 0\n" in text
+    again = load(text)
+    assert {**again.values, "hub_token": None} == {**config.values, "hub_token": None}
+
+
+def test_only_differences_are_shown(load):
+    changes = load(NEEDED + "learning_rate: 2e-5\nmax_steps: 4\n").changes()  # 2e-5 is TRL's default
+    assert changes["max_steps"] == (4, "run.yaml:4")
+    assert "learning_rate" not in changes
+
+
+def test_environment_variables_of_the_file(load, monkeypatch):
+    monkeypatch.delenv("LIGER_TEST_VARIABLE", raising=False)
+    load(NEEDED + "env: {LIGER_TEST_VARIABLE: 3}\n")
+    assert os.environ.pop("LIGER_TEST_VARIABLE") == "3"
+
+
+@pytest.mark.parametrize("name", list(built_in_configs()))
+def test_built_in_configurations_are_valid(name):
+    config = load_run_config(name, ["use_cpu=true"])
+    assert config.source == f"{name}.yaml" and config["output_dir"] == f"outputs/{name}"
+    assert config.training_args().bf16 is False
