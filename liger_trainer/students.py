@@ -81,6 +81,7 @@ def _kept_indices(count: int, keep_every_nth: int | None, keep: Sequence[int] | 
                 f"got {keep_every_nth!r}."
             )
         kept = list(range(0, count, keep_every_nth))
+        # The last layer in place of the one before: 2.6 nats instead of 3.5 (docs/results/layer_choice.md)
         return [*kept[:-1], count - 1] if len(kept) > 1 else kept
     if keep is not None and keep_every_nth is None:
         kept = list(keep)
