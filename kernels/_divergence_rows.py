@@ -57,8 +57,8 @@ def _log_ratios(log_q, log_p, beta):
     d = log_p - log_q
     e = tl.exp(-tl.abs(d))
     share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
-    ratio = tl.where(d > 0, -d, 0.0) - tl.log(1.0 + share * (e - 1.0))
-    return ratio, ratio + d
+    log_m = tl.log(1.0 + share * (e - 1.0))  # over the larger of the two
+    return tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
 
 
 @triton.jit
@@ -267,8 +267,8 @@ def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options
 def _log_ratios_torch(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     d = log_p - log_q
     share = beta + (1 - 2 * beta) * (d > 0).to(d.dtype)
-    ratio = (-d).clamp(max=0) - torch.log1p(share * torch.expm1(-d.abs()))
-    return ratio, ratio + d
+    log_m = torch.log1p(share * torch.expm1(-d.abs()))
+    return (-d).clamp(max=0) - log_m, d.clamp(max=0) - log_m
 
 
 def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
