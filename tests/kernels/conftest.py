@@ -1,7 +1,43 @@
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for kernel_checks: tests/ holds no packages
+pytest.register_assert_rewrite("kernel_checks")
+
+from kernel_checks import PATHS, set_path
+
+
+class Place(NamedTuple):
+    """Where a test runs an op: "triton" or "torch", and the device and dtype of its tensors."""
+
+    path: str
+    device: str
+    dtype: torch.dtype
+
+
+def _place(request, monkeypatch) -> Place:
+    path, dtype = request.param
+    return Place(path, set_path(monkeypatch, path), dtype)
+
+
+def _name(param) -> str:
+    return f"{param[0]}-{str(param[1]).removeprefix('torch.')}"
+
+
+@pytest.fixture(params=[(path, dtype) for path in PATHS for dtype in PATHS[path]], ids=_name)
+def place(request, monkeypatch) -> Place:
+    return _place(request, monkeypatch)
+
+
+@pytest.fixture(params=[(path, torch.float32) for path in PATHS], ids=_name)
+def fp32(request, monkeypatch) -> Place:
+    """Both paths, where a property of the op is at stake and not its rounding."""
+    return _place(request, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,546 @@
+import itertools
+
+import pytest
+import torch
+from kernel_checks import LEAVES, check_divergence, evaluate, random_inputs, random_pair
+
+from liger_trainer.kernels import _chunks, _divergence_rows
+from liger_trainer.kernels import linear_divergence as module
+from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_divergence import (
+    divergence_reference,
+    divergence_weights,
+    linear_divergence,
+    linear_divergence_reference,
+)
+
+TINY = 1e-6  # MiB: a chunk for every row
+MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
+CE = {"ce_weight": 0.4, "label_smoothing": 0.1, "z_loss": 0.02}
+KINDS = {
+    "forward_kl": {},
+    "reverse_kl": {"kind": "reverse_kl"},
+    "jsd": {"kind": "jsd"},
+    "jsd 0.1": {"kind": "jsd", "beta": 0.1},
+    "jsd 0.9": {"kind": "jsd", "beta": 0.9},
+    "mix": {"kind": MIX, "beta": 0.3},
+    "only ce": {"kind": {"forward_kl": 0.0}, "ce_weight": 1.0},
+    "with ce": {"kind": "jsd", **CE},
+}
+OPTIONS = {
+    "scale": {"scale": 0.5, "teacher_scale": 1.5},
+    "softcap": {"softcap": 5.0},
+    "teacher_softcap": {"teacher_softcap": 4.0},
+    "T 2": {"temperature": 2.0},
+    "T 0.5": {"temperature": 0.5},
+    "T 4 unscaled": {"temperature": 4.0, "scale_by_temperature_squared": False},
+    "T 2 with ce": {"temperature": 2.0, "ce_weight": 0.5},
+    "smoothing": {"ce_weight": 0.5, "label_smoothing": 0.2},
+    "z_loss": {"ce_weight": 0.5, "z_loss": 0.05},
+    "all": {
+        "kind": MIX, "beta": 0.2, "scale": 0.8, "teacher_scale": 1.2, "softcap": 7.0, "teacher_softcap": 9.0, "temperature": 1.5,
+        "num_items": 7, **CE,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the gradients' products, in order."""
+    shapes, addmm_into = [], _chunks.addmm_into
+
+    def spy(out, a, b, **factors):
+        shapes.append(tuple(out.shape))
+        addmm_into(out, a, b, **factors)
+
+    monkeypatch.setattr(_chunks, "addmm_into", spy)
+    return shapes
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[bool]:
+    """Whether each launch of the row kernel wrote a gradient."""
+    flags = []
+    for name in ("rows_triton", "rows_torch"):
+        real = getattr(module, name)
+
+        def spy(*args, real=real):
+            flags.append(args[-1])
+            real(*args)
+
+        monkeypatch.setattr(module, name, spy)
+    return flags
+
+
+def identical_pair(n, h, v, place, bias=True):
+    student = random_inputs(n, h, v, dtype=place.dtype, device=place.device, bias=bias)
+    return student | {f"teacher_{k}": x.clone() for k, x in student.items() if k != "labels"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 3, 8, 16), (13, 24, 7, 101), (2, 7, 65, 33)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kind": MIX, **CE}], ids=["", "mix"])
+def test_odd_sizes(place, shape, options):
+    check_divergence(random_pair(*shape, dtype=place.dtype, device=place.device), **options)
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), *OPTIONS.values()], ids=[*KINDS, *OPTIONS])
+def test_options(place, options):
+    tensors = random_pair(5, 12, 9, 37, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    check_divergence(tensors, **options)
+
+
+@pytest.mark.parametrize("options", [v for v in KINDS.values() if "ce_weight" not in v], ids=str)
+def test_without_labels_every_row_takes_part(fp32, options):
+    tensors = random_pair(5, 12, 9, 37, device=fp32.device, labels=False)
+    got = check_divergence(tensors, **options)
+    for name in ("log_prob", "is_top1", "teacher_log_prob"):
+        assert not got[name].any(), f"{name} needs labels"
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("workspace_mb", [TINY, 0.001, 512])
+def test_ignored_rows_and_chunks(fp32, ignored, workspace_mb):
+    tensors = random_pair(9, 6, 5, 20, dtype=fp32.dtype, device=fp32.device, bias=True, ignored=ignored)
+    got = check_divergence(tensors, kind=MIX, workspace_mb=workspace_mb, temperature=2.0, **CE)
+    skipped = tensors["labels"] == -100
+    for name in got.keys() - {"loss", "d_weight", "d_bias"}:
+        assert not got[name][skipped].any(), f"{name} of ignored rows must be 0"
+
+
+def test_other_ignore_index(fp32):
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device)
+    tensors["labels"][2:5] = 7
+    check_divergence(tensors, ignore_index=7)
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_empty_batch(place, labels):
+    tensors = random_pair(0, 6, 5, 20, dtype=place.dtype, device=place.device, bias=True, labels=labels)
+    got = check_divergence(tensors)
+    assert got["loss"] == 0 and not got["d_weight"].any() and not got["d_bias"].any()
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", MIX], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature):
+    options = {"kind": kind, "temperature": temperature, "softcap": 6.0, "teacher_softcap": 6.0, "workspace_mb": 0.002}
+    got = evaluate(linear_divergence, identical_pair(5, 6, 37, place), **options)
+    for name in ("loss", "divergence", "forward_kl", "reverse_kl", "d_hidden", "d_weight", "d_bias"):
+        assert not got[name].any(), f"{name} is up to {got[name].abs().max()}"
+    assert got["agrees"].all()
+    assert torch.equal(got["log_prob"], got["teacher_log_prob"]) and torch.equal(got["entropy"], got["teacher_entropy"])
+
+
+@pytest.mark.parametrize("beta, limit", [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_jsd_at_its_ends_is_a_kl(fp32, beta, limit):
+    tensors = random_pair(5, 6, 5, 20, device=fp32.device)
+    got = evaluate(linear_divergence, tensors, kind="jsd", beta=beta, temperature=2.0)
+    expected = evaluate(linear_divergence, tensors, kind=limit, temperature=2.0)
+    assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+def test_jsd_tends_to_the_kls():
+    """After division by beta or 1 - beta: the limits that beta 0 and 1 stand for."""
+    student, teacher = torch.randn(2, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for beta, share, limit in ((1e-6, 1e-6, "forward_kl"), (1 - 1e-6, 1e-6, "reverse_kl")):
+        near = divergence_reference(student, teacher, kind="jsd", beta=beta) / share
+        torch.testing.assert_close(near, divergence_reference(student, teacher, kind=limit), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_agrees_with_trl(fp32, beta, temperature):
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL's loss is the yardstick here")
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device, ignored=0.3)
+    options = {"kind": "jsd", "beta": beta, "temperature": temperature, "scale_by_temperature_squared": False}
+    hidden = tensors["hidden"].clone().requires_grad_()
+    student = (hidden @ tensors["weight"].t())[None]
+    teacher = (tensors["teacher_hidden"] @ tensors["teacher_weight"].t())[None]
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(
+        student, teacher, labels=tensors["labels"][None], beta=beta, temperature=temperature
+    )
+    got = evaluate(linear_divergence, tensors, **options)
+    torch.testing.assert_close(got["loss"], theirs.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got["d_hidden"], torch.autograd.grad(theirs, hidden)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_agrees_with_torch(fp32):
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device, labels=False)
+    log_q = (tensors["hidden"] @ tensors["weight"].t()).log_softmax(-1)
+    log_p = (tensors["teacher_hidden"] @ tensors["teacher_weight"].t()).log_softmax(-1)
+    got = linear_divergence(**tensors)
+    torch.testing.assert_close(
+        got.loss, torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    )
+    torch.testing.assert_close(
+        got.reverse_kl, torch.nn.functional.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    )
+    torch.testing.assert_close(got.teacher_entropy, torch.distributions.Categorical(logits=log_p).entropy())
+
+
+def test_cross_entropy_is_that_of_the_other_op(fp32):
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device, bias=True, ignored=0.3)
+    options = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "scale": 1.2}
+    got = evaluate(linear_divergence, tensors, kind={"jsd": 0.0}, ce_weight=1.0, temperature=3.0, **options)
+    student = {k: x for k, x in tensors.items() if not k.startswith("teacher")}
+    for name, x in evaluate(linear_cross_entropy, student, **options).items():
+        torch.testing.assert_close(got[name], x, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("rows_of", ["both", "student", "teacher"])
+@pytest.mark.parametrize("named", [True, False], ids=["vocab_size", "shorter head"])
+def test_padding_takes_no_part(fp32, rows_of, named):
+    """Padding rows with huge logits change nothing and get no gradient; the other head's size cuts as vocab_size does."""
+    if rows_of == "both" and not named:
+        pytest.skip("equal heads need vocab_size")
+    tensors = random_pair(5, 6, 9, 20, device=fp32.device, bias=True, ignored=0.2)
+    options = {"kind": MIX, "temperature": 2.0, **CE}
+    expected = evaluate(linear_divergence, tensors, **options)
+    padded = dict(tensors)
+    for side, prefix in (("student", ""), ("teacher", "teacher_")):
+        if rows_of in ("both", side):
+            w, b = padded[f"{prefix}weight"], padded[f"{prefix}bias"]
+            padded[f"{prefix}weight"] = torch.cat([w, 1e4 * w[:3]])
+            padded[f"{prefix}bias"] = torch.cat([b, torch.full_like(b[:3], 1e4)])
+    got = evaluate(linear_divergence, padded, vocab_size=20 if named else None, **options)
+    for name in ("d_weight", "d_bias"):
+        assert not got[name][20:].any(), f"{name} of the padding must be 0"
+        got[name] = got[name][:20]
+    for name in expected:
+        torch.testing.assert_close(
+            got[name], expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    check_divergence(padded, vocab_size=20 if named else None, **options)
+
+
+def test_vocab_size_beyond_both_heads_changes_nothing(fp32):
+    tensors = random_pair(3, 6, 5, 20, device=fp32.device)
+    assert torch.equal(linear_divergence(**tensors, vocab_size=32).loss, linear_divergence(**tensors).loss)
+
+
+@pytest.mark.parametrize("size", [1e4, 30.0])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", MIX], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_extreme_logits(place, size, kind, temperature):
+    """Student and teacher sure of different tokens: either's probability underflows to 0 under the other."""
+    hidden = torch.tensor([[1.0], [-1.0], [0.5]], dtype=place.dtype, device=place.device)
+    weight = torch.tensor([[1.0], [-1.0], [0.0], [0.5], [0.25]], dtype=place.dtype, device=place.device) * size
+    tensors = {"hidden": hidden, "weight": weight, "teacher_weight": weight}
+    for teacher_hidden in (-hidden, torch.zeros_like(hidden)):
+        tensors["teacher_hidden"] = teacher_hidden
+        got = evaluate(linear_divergence, tensors, kind=kind, temperature=temperature)
+        double = {k: x.double() for k, x in tensors.items()}
+        truth = evaluate(linear_divergence_reference, double, kind=kind, temperature=temperature)
+        for name, x in truth.items():
+            wrong = (got[name].double() - x.double()).abs().max()
+            rounding = 4 * torch.finfo(got[name].dtype).eps if x.is_floating_point() else 0.0
+            bound = (rounding + 1e-6 * size) * max(size if name == "d_hidden" else 1.0, x.double().abs().max().item())
+            assert wrong.item() <= bound, f"{name}: error {wrong:.2e}, bound {bound:.2e}"  # NaN fails too
+        if kind == "jsd":
+            assert (got["divergence"] / temperature**2 <= 0.69315).all(), "a JSD is at most ln 2"
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": MIX, "temperature": 2.0, "softcap": 6.0, **CE}], ids=["", "all"])
+@pytest.mark.parametrize("workspace_mb", [TINY, 0.001, 512])
+def test_wider_logits(place, options, workspace_mb):
+    """fp32 logits under narrower products; the gradient lies in the front half of its row of logits."""
+    tensors = random_pair(7, 12, 9, 77, dtype=place.dtype, device=place.device, bias=True, ignored=0.2)
+    got = check_divergence(tensors, logits_dtype=torch.float32, workspace_mb=workspace_mb, **options)
+    if place.dtype.itemsize > 2:
+        return
+    wide = {k: x.float() if x.is_floating_point() else x for k, x in tensors.items()}
+    unrounded = evaluate(linear_divergence_reference, wide, **options)
+    for name, x in unrounded.items():
+        if name[:2] != "d_" and x.is_floating_point():  # no narrow number lies on the way to these
+            torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("what", ["hidden", "weight", "teacher_hidden", "teacher_weight", "labels"])
+def test_non_contiguous(fp32, what):
+    tensors = random_pair(6, 12, 9, 37, device=fp32.device, ignored=0.3)
+    x = tensors[what]
+    tensors[what] = x.t().contiguous().t() if x.dim() == 2 else torch.stack([x, x], -1)[:, 0]
+    assert not tensors[what].is_contiguous()
+    check_divergence(tensors)
+    wide = torch.cat([x, x], -1) if x.dim() == 2 else x.repeat(2)
+    check_divergence({**tensors, what: wide[..., : x.shape[-1]]})
+
+
+@pytest.mark.parametrize("num_items", [5, 2.5, "tensor", "fractional tensor", 1000])
+@pytest.mark.parametrize("through", ["argument", "rows", "no labels"])
+def test_num_items(fp32, num_items, through):
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device, ignored=0.3, labels=through != "no labels")
+    plain = {"tensor": 5, "fractional tensor": 2.5}.get(num_items, num_items)
+    if isinstance(num_items, str):
+        num_items = torch.tensor(plain, device=fp32.device)
+    truth = evaluate(linear_divergence_reference, tensors, num_items=plain)
+    given = {"rows": RowSelection(tensors["labels"], num_items)} if through == "rows" else {"num_items": num_items}
+    for name, x in evaluate(linear_divergence, tensors, **given).items():
+        torch.testing.assert_close(x, truth[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_rows_without_labels(fp32):
+    """A mask of tokens without a target: the soft part alone, on the chosen rows."""
+    tensors = random_pair(6, 6, 5, 20, device=fp32.device, ignored=0.5)
+    labels = tensors.pop("labels")
+    got = evaluate(linear_divergence, tensors, rows=RowSelection(labels))
+    expected = evaluate(linear_divergence, {**tensors, "labels": labels})
+    for name in expected.keys() - {"log_prob", "is_top1", "teacher_log_prob"}:
+        assert torch.equal(got[name], expected[name]), name
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "weight")])
+def test_frozen_inputs_skip_their_products(fp32, products, written, frozen):
+    tensors = random_pair(5, 6, 7, 20, device=fp32.device, bias=True)
+    check_divergence(tensors, frozen=frozen, workspace_mb=2 * 2 * 20 * 4 / 2**20)  # chunks of 2, 2 and 1 rows
+    expected = []
+    for rows in (2, 2, 1):
+        expected += [(rows, 6)] * ("hidden" not in frozen) + [(20, 6)] * ("weight" not in frozen)
+    assert products == expected
+    assert written == [True, True, True]
+
+
+@pytest.mark.parametrize("why", ["frozen", "no_grad"])
+def test_without_gradients_only_the_forward_runs(fp32, products, written, why):
+    tensors = random_pair(5, 6, 7, 20, device=fp32.device, bias=True)
+    truth = linear_divergence_reference(**tensors, kind=MIX, **CE)
+    with torch.set_grad_enabled(why == "frozen"):
+        leaves = {k: x.requires_grad_(why == "no_grad" and k in LEAVES) for k, x in tensors.items()}
+        got = linear_divergence(**leaves, kind=MIX, **CE)
+    assert products == [] and written == [False]
+    assert not any(x.requires_grad for x in got)
+    for name, x in got._asdict().items():
+        torch.testing.assert_close(x, getattr(truth, name), msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_no_gradient_goes_to_the_teacher(fp32):
+    tensors = {k: x.requires_grad_(x.is_floating_point()) for k, x in random_pair(3, 6, 5, 20, bias=True).items()}
+    tensors = {k: x.detach().to(fp32.device).requires_grad_(x.requires_grad) for k, x in tensors.items()}
+    linear_divergence(**tensors, kind=MIX).loss.backward()
+    assert all((x.grad is None) == (k not in LEAVES) for k, x in tensors.items())
+
+
+@pytest.mark.parametrize("upstream", [1.0, 3.0, 0.5, 0.0])
+def test_upstream_gradient(place, upstream):
+    tensors = random_pair(4, 6, 5, 20, dtype=place.dtype, device=place.device, bias=True)
+    check_divergence(tensors, upstream=upstream, kind=MIX, **CE)
+
+
+def test_second_backward(fp32):
+    tensors = random_pair(4, 6, 5, 20, device=fp32.device, bias=True)
+    leaves = [tensors[k].requires_grad_() for k in LEAVES]
+    truth = torch.autograd.grad(linear_divergence_reference(**tensors).loss, leaves)
+    loss = linear_divergence(**tensors).loss
+    results = [torch.autograd.grad(loss, leaves, torch.full_like(loss, f), retain_graph=True) for f in (1, 3, 0, 0.5)]
+    for factor, grads in zip((1, 3, 0, 0.5), results, strict=True):  # the earlier results must not have changed either
+        for leaf, grad, true in zip(LEAVES, grads, truth, strict=True):
+            torch.testing.assert_close(grad, factor * true, msg=lambda m, leaf=leaf: f"d_{leaf}: {m}")
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_micro_batches_sum_to_the_batch(fp32, dtype):
+    """Into existing .grad, with the batch's token count: as in gradient accumulation."""
+    if fp32.path == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels compute in fp32")
+    tensors = random_pair(8, 6, 5, 20, dtype=dtype, device=fp32.device, bias=True, ignored=0.3)
+    options = {"num_items": int((tensors["labels"] != -100).sum()), "kind": MIX, "temperature": 2.0, **CE}
+    whole = evaluate(linear_divergence, tensors, **options)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    for splits in (2, 8):
+        leaves = {k: tensors[k].clone().requires_grad_() for k in LEAVES}
+        total = 0.0
+        for part in torch.arange(8).chunk(splits):
+            rows = {k: tensors[k][part] for k in ("teacher_hidden", "labels")} | {"hidden": leaves["hidden"][part]}
+            loss = linear_divergence(**{**tensors, **leaves, **rows}, **options).loss
+            loss.backward()
+            total += loss.detach()
+        torch.testing.assert_close(total, whole["loss"], rtol=tolerance, atol=tolerance)
+        for k, leaf in leaves.items():
+            torch.testing.assert_close(leaf.grad, whole[f"d_{k}"], rtol=tolerance, atol=tolerance)
+
+
+def test_results_do_not_depend_on_the_workspace(fp32):
+    tensors = random_pair(6, 6, 5, 37, device=fp32.device, bias=True, ignored=0.2)
+    options = {"kind": MIX, "temperature": 2.0, **CE}
+    expected = evaluate(linear_divergence, tensors, **options)
+    for workspace_mb in (TINY, 0.001, 4096):
+        for name, x in evaluate(linear_divergence, tensors, workspace_mb=workspace_mb, **options).items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("options", [*KINDS.values(), OPTIONS["softcap"], OPTIONS["all"]], ids=str)
+def test_gradcheck(options, temperature, monkeypatch):
+    """Value and gradient belong together, T^2 included."""
+    monkeypatch.setattr(module, "use_triton", lambda x: False)
+    tensors = random_pair(3, 3, 2, 5, dtype=torch.float64, bias=True)
+    leaves = {k: tensors.pop(k).requires_grad_() for k in LEAVES}
+    options = {**options, "temperature": temperature}
+
+    def loss(*values):
+        return linear_divergence(**tensors, **dict(zip(leaves, values, strict=True)), **options).loss
+
+    assert torch.autograd.gradcheck(loss, list(leaves.values()))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_temperature_squared(fp32, kind):
+    """It multiplies the divergence, value and gradient, and not the cross-entropy."""
+    tensors = random_pair(4, 6, 5, 20, device=fp32.device)
+    scaled, plain = (
+        evaluate(linear_divergence, tensors, kind=kind, temperature=3.0, scale_by_temperature_squared=s)
+        for s in (True, False)
+    )
+    for name in ("loss", "divergence", "d_hidden", "d_weight"):
+        torch.testing.assert_close(scaled[name], 9 * plain[name])
+    for name in ("forward_kl", "reverse_kl", "entropy"):
+        assert torch.equal(scaled[name], plain[name]), f"{name} is of temperature 1"
+    mixed = linear_divergence(**tensors, kind=kind, temperature=3.0, ce_weight=0.5).loss
+    ce = linear_cross_entropy(tensors["hidden"], tensors["weight"], tensors["labels"]).loss
+    torch.testing.assert_close(mixed, scaled["loss"] + 0.5 * ce)
+
+
+def test_ties(fp32):
+    """agrees: some likeliest token is common to both. is_top1: none is likelier than the label."""
+    one = torch.ones(1, 1, device=fp32.device)
+    cases = [
+        ([1, 3, 2, 3], [0, 3, 0, 2], True),  # the teacher's choice is the student's first of two
+        ([1, 3, 2, 3], [0, 2, 0, 3], True),
+        ([3, 1, 2, 0], [0, 3, 0, 3], False),
+        ([3, 1, 2, 3], [3, 3, 3, 0], True),
+        ([2, 2, 2, 2], [0, 0, 1, 0], True),
+        ([0, 0, 1, 0], [1, 1, 0, 1], False),
+    ]
+    for block, (student, teacher, agree) in itertools.product((2, 16), cases):
+        _divergence_rows.BLOCK = block  # ties within a lane and across lanes; the fixture restores it
+        s, t = (torch.tensor(x, dtype=torch.float32, device=fp32.device)[:, None] for x in (student, teacher))
+        for label in range(4):
+            got = linear_divergence(one, s, one, t, labels=torch.tensor([label], device=fp32.device))
+            assert got.agrees.item() == agree, (student, teacher, block)
+            assert got.is_top1.item() == (student[label] == max(student)), (student, label, block)
+
+
+@pytest.mark.parametrize("label", [20, -1])
+def test_label_outside_the_vocabulary_gives_nan_under_triton(fp32, label):
+    tensors = random_pair(4, 6, 5, 20, device=fp32.device)
+    tensors["labels"][2] = label
+    if fp32.path == "torch":
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            linear_divergence(**tensors)
+        return
+    got = linear_divergence(**tensors, ce_weight=0.1)
+    assert got.loss.isnan()
+    for x in (got.log_prob, got.teacher_log_prob):
+        assert x.isnan().tolist() == [False, False, True, False]
+
+
+def test_autocast_computes_in_its_dtype(monkeypatch):
+    dtypes, project = [], module.project
+
+    def spy(x, w, out):
+        dtypes.append((x.dtype, w.dtype, out.dtype))
+        return project(x, w, out)
+
+    monkeypatch.setattr(module, "project", spy)
+    tensors = random_pair(33, 16, 8, 50, bias=True, ignored=0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = evaluate(linear_divergence, tensors, kind=MIX, **CE)
+        plain = evaluate(linear_divergence_reference, tensors, kind=MIX, **CE)
+    assert dtypes == [(torch.bfloat16,) * 3] * 2  # the student's and the teacher's
+    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    truth = evaluate(linear_divergence_reference, double, kind=MIX, **CE)
+    for name in truth.keys() - {"is_top1", "agrees"}:
+        assert got[name].dtype == torch.float32, name
+        wrong, allowed = ((x[name].double() - truth[name]).norm() for x in (got, plain))
+        assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
+
+
+@pytest.mark.parametrize("teacher", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("student", ["float64", "float32", "bfloat16", "float16"])
+def test_teacher_of_another_dtype(student, teacher, monkeypatch):
+    monkeypatch.setattr(module, "use_triton", lambda x: False)
+    student, teacher = getattr(torch, student), getattr(torch, teacher)
+    tensors = random_pair(7, 6, 5, 20, bias=True)
+    tensors = {
+        k: x.to(teacher if k.startswith("teacher") else student) if k != "labels" else x for k, x in tensors.items()
+    }
+    options = {"kind": MIX, "temperature": 2.0, **CE}
+    got = evaluate(linear_divergence, tensors, **options)
+    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    truth = evaluate(linear_divergence_reference, double, **options)
+    tolerance = 10 * max(torch.finfo(student).eps, torch.finfo(teacher).eps, 1e-7)
+    for name in ("loss", "divergence", "d_hidden", "d_weight", "d_bias"):
+        assert got[name].dtype == (student if name[:2] == "d_" else torch.promote_types(student, torch.float32))
+        wrong = (got[name].double() - truth[name]).norm() / truth[name].norm()
+        assert wrong < tolerance, f"{name}: relative error {wrong:.2e}"
+
+
+@pytest.mark.parametrize("teacher", ["float64", "float16"])
+def test_teacher_of_another_dtype_under_triton(fp32, teacher):
+    tensors = random_pair(4, 6, 5, 20, device=fp32.device)
+    teacher = getattr(torch, teacher)
+    tensors = {k: x.to(teacher) if k.startswith("teacher") else x for k, x in tensors.items()}
+    got = evaluate(linear_divergence, tensors, kind=MIX)
+    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    truth = evaluate(linear_divergence_reference, double, kind=MIX)
+    for name in ("loss", "d_hidden", "d_weight"):
+        torch.testing.assert_close(got[name].double(), truth[name], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "kind, beta, expected",
+    [
+        ("forward_kl", 0.5, (1, 0, 0)),
+        ("reverse_kl", 0.5, (0, 1, 0)),
+        ("jsd", 0.5, (0, 0, 1)),
+        ("jsd", 0, (1, 0, 0)),
+        ("jsd", 1, (0, 1, 0)),
+        (MIX, 0.3, (0.3, 0.5, 0.7)),
+        (MIX, 0.0, (1.0, 0.5, 0)),
+        (MIX, 1.0, (0.3, 1.2, 0)),
+        ({"reverse_kl": 2}, 0.5, (0, 2, 0)),
+    ],
+)
+def test_kinds(kind, beta, expected):
+    assert divergence_weights(kind, beta) == pytest.approx(
+        dict(zip(("forward_kl", "reverse_kl", "jsd"), expected, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": torch.zeros(4, 5)}, r"^hidden \(N, H\) and weight .* hidden is \(4, 5\), weight is \(20, 6\)"),
+        ({"weight": torch.zeros(20)}, r"weight is \(20,\)"),
+        (
+            {"teacher_hidden": torch.zeros(4, 6)},
+            r"^teacher_hidden .* teacher_hidden is \(4, 6\), teacher_weight is \(20, 5\)",
+        ),
+        ({"teacher_hidden": torch.zeros(3, 5)}, "same tokens: hidden has 4 rows, teacher_hidden 3"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"one per row of hidden: labels is \(3,\), hidden \(4, 6\)"),
+        ({"bias": torch.zeros(19)}, r"^bias must be one per row of weight: bias is \(19,\), weight is \(20, 6\)"),
+        (
+            {"teacher_bias": torch.zeros(21)},
+            r"teacher_bias must .* teacher_bias is \(21,\), teacher_weight is \(20, 5\)",
+        ),
+        ({"labels": None, "ce_weight": 0.5}, "ce_weight is 0.5, but cross-entropy needs labels"),
+        ({"logits_dtype": torch.float64}, "logits_dtype must be None or torch.float32, got torch.float64"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"beta": 1.5}, r"beta must lie in \[0, 1\], got 1.5"),
+        ({"beta": -0.1}, "beta must lie"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must lie in \[0, 1\), got 1.0"),
+        ({"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
+        ({"teacher_softcap": -1.0}, "softcap must be positive or None, got -1.0"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1 or None, got 0"),
+        ({"kind": "kl"}, "kind must be one of forward_kl, reverse_kl, jsd, or a mapping of these to weights; got 'kl'"),
+        ({"kind": {}}, "kind must be one of"),
+        ({"kind": {"forward_kl": 1.0, "tvd": 1.0}}, "kind must be one of"),
+        ({"num_items": 4, "rows": RowSelection(torch.zeros(4, dtype=torch.int64))}, "num_items was given twice"),
+    ],
+)
+def test_bad_arguments(change, message):
+    with pytest.raises(ValueError, match=message):
+        linear_divergence(**{**random_pair(4, 6, 5, 20), **change})
