@@ -59,7 +59,7 @@ class LigerDistillTrainer(LigerTrainer):
         self.teacher = self._prepare_teacher(_load_teacher(teacher_model, args))
         self.fused.options = self._loss_options()
         if args.disable_dropout:
-            disable_dropout_in_model(self.accelerator.unwrap_model(self.model))
+            _disable_dropout(self.accelerator.unwrap_model(self.model))
 
     def _loss_options(self) -> LossOptions:
         distillation = self.args.distillation(self._shared_vocab)
@@ -108,6 +108,14 @@ class LigerDistillTrainer(LigerTrainer):
             "teacher_entropy": outputs.teacher_entropy,
             "entropy": outputs.entropy,
         }
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """In dropout modules, and where attention keeps a probability for the functional form."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
 
 
 def _load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
