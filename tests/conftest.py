@@ -13,8 +13,8 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for tiny: tests/ holds no packages
-pytest.register_assert_rewrite("tiny")
+sys.path.insert(0, str(Path(__file__).parent))  # for tiny and splits: tests/ holds no packages
+pytest.register_assert_rewrite("tiny", "splits")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy

@@ -1,7 +1,9 @@
 """Tiny random models of many families, a word tokenizer and small datasets, shared by the tests."""
 
+import contextlib
 import copy
 import random
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +12,11 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_divergence import linear_divergence
 
 VOCAB = 64
 SPECIAL = ["<unk>", "<pad>", "<eos>", "<user>", "<assistant>"]
@@ -170,6 +176,39 @@ def divergence_by_hand(student: Tensor, teacher: Tensor, kind: str, temperature:
     return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
 
-def batches(rows: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+def train_args(cls: type, **options) -> Any:
+    """Training arguments for a short, plain run on the CPU in fp32."""
+    defaults = {
+        "output_dir": tempfile.mkdtemp(prefix="liger-trainer-test-"), "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "learning_rate": 3e-3, "bf16": False, "use_cpu": True, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "gradient_checkpointing": False,
+        "max_grad_norm": 0.0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return cls(**{**defaults, **options})
+
+
+class _VocabularyTensors(TorchDispatchMode):
+    """The most rows of any tensor with VOCAB columns that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.t.default, torch.ops.aten.transpose.int):  # of the head's weight
+            return result
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] == VOCAB:
+                self.rows = max(self.rows, x.numel() // VOCAB)
+        return result
+
+
+@contextlib.contextmanager
+def largest_vocabulary_tensor(monkeypatch, rows: int) -> Iterator[_VocabularyTensors]:
+    """Watch for logits, with a workspace of so few rows that a batch does not fit into it."""
+    megabytes = rows * VOCAB * 4 / 2**20
+    monkeypatch.setitem(linear_cross_entropy.__kwdefaults__, "workspace_mb", megabytes)
+    monkeypatch.setitem(linear_divergence.__kwdefaults__, "workspace_mb", 2 * megabytes)
+    with _VocabularyTensors() as seen:
+        yield seen

@@ -1,0 +1,72 @@
+"""One training step on the same eight rows, however they are split. Run as a script, one of two processes does it."""
+
+import os
+import sys
+
+import torch
+from datasets import Dataset
+from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from transformers import TrainerCallback
+from trl import SFTConfig
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+
+LENGTHS = [(2, 1), (3, 9), (1, 2), (5, 4), (4, 12), (2, 3), (6, 7), (3, 5)]  # words of prompt and completion
+ROWS = [
+    {"prompt": " ".join(WORDS[i : i + p]), "completion": " " + " ".join(WORDS[3 * i : 3 * i + c])}
+    for i, (p, c) in enumerate(LENGTHS)
+]
+OBJECTIVES = {
+    "ce": None,
+    "kd": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}],
+    "mix": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
+}
+
+
+class _Capture(TrainerCallback):
+    def __init__(self, gradients):
+        self.gradients = gradients
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.update(
+            (name.removeprefix("module."), p.grad.clone()) for name, p in model.named_parameters() if p.requires_grad
+        )
+
+
+def capture_gradients(trainer):
+    """The gradients by name, as the optimizer gets them in the last step."""
+    gradients = {}
+    trainer.add_callback(_Capture(gradients))
+    return gradients
+
+
+def one_step(objective, batch, accumulation):
+    options = {
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
+        "optim": "sgd", "learning_rate": 0.0,
+    }  # fmt: skip
+    common = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tiny_tokenizer()}
+    if OBJECTIVES[objective] is None:
+        trainer = LigerTrainer(tiny_model(), args=train_args(SFTConfig, **options), **common)
+    else:
+        args = train_args(LigerDistillConfig, losses=OBJECTIVES[objective], beta=0.4, temperature=2.0, **options)
+        teacher = tiny_model("gemma2", seed=5, hidden_size=48)
+        trainer = LigerDistillTrainer(tiny_model(), teacher_model=teacher, args=args, **common)
+    gradients = capture_gradients(trainer)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    not_compared = ("loss", "grad_norm", "learning_rate", "epoch", "step")
+    return {
+        "loss": logs["loss"], "gradients": gradients, "logs": {k: v for k, v in logs.items() if k not in not_compared},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    results = {}
+    for name in OBJECTIVES:
+        results[name, "2x4"] = one_step(name, batch=4, accumulation=1)
+        results[name, "2x2x2"] = one_step(name, batch=2, accumulation=2)
+    assert torch.distributed.get_world_size() == 2
+    if os.environ["RANK"] == "0":
+        torch.save(results, sys.argv[1])
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,476 @@
+"""LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher's place, its errors."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from splits import OBJECTIVES, ROWS, capture_gradients, one_step
+from tiny import (
+    VOCAB,
+    chats,
+    completions,
+    divergence_by_hand,
+    double_copy,
+    largest_vocabulary_tensor,
+    shift_labels_of,
+    texts,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
+from trl import SFTConfig
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.losses import Distillation
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+
+
+def make(student=None, teacher=None, data=None, eval_data=None, peft_config=None, **options):
+    return LigerDistillTrainer(
+        student or tiny_model(),
+        teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
+        args=train_args(LigerDistillConfig, **options),
+        train_dataset=data or completions(),
+        eval_dataset=eval_data,
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+# However a batch is split
+
+
+def assert_same_step(got, want):
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    total = torch.stack([g.double().norm() for g in want["gradients"].values()]).norm()
+    assert total > 1e-2
+    for name, gradient in want["gradients"].items():
+        error = (got["gradients"][name] - gradient).double().norm()
+        assert error <= 1e-6 * total, f"{name}: {error / total:.2e} of the whole gradient"
+
+
+@pytest.fixture(scope="module")
+def whole_batch():
+    return {objective: one_step(objective, batch=8, accumulation=1) for objective in OBJECTIVES}
+
+
+def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
+    lengths = [len(row["completion"].split()) for row in ROWS]
+    assert len(ROWS) == 8 and sum(lengths[:4]) != sum(lengths[4:]) and len(set(lengths)) > 4
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("accumulation", [8, 2])
+def test_micro_batches_equal_one_batch(whole_batch, objective, accumulation):
+    got = one_step(objective, batch=8 // accumulation, accumulation=accumulation)
+    assert_same_step(got, whole_batch[objective])
+    for name, value in whole_batch[objective]["logs"].items():  # over tokens, not over micro-batches
+        if name not in ("entropy", "mean_token_accuracy"):  # as TRL, means over micro-batches
+            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What two processes with four rows each come to, for every objective."""
+    out = tmp_path_factory.mktemp("two")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    here = Path(__file__).parent
+    common = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(here / "splits.py"), str(out / "result.pt")],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        output = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(output)
+    return torch.load(out / "result.pt")
+
+
+@pytest.mark.parametrize("split", ["2x4", "2x2x2"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_two_processes_equal_one(whole_batch, two_processes, objective, split):
+    got, want = two_processes[objective, split], whole_batch[objective]
+    assert_same_step(got, want)
+    for name, value in want["logs"].items():
+        if name not in ("entropy", "mean_token_accuracy"):
+            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
+    assert got["logs"]["num_tokens"] == sum(len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS)
+
+
+# Logs
+
+
+def token_values(student, teacher, dataset, how, vocab=VOCAB):
+    """Sums over the supervised tokens of what is logged, from real logits in fp64, and their number."""
+    student, teacher = double_copy(student), double_copy(teacher)
+    rows = []
+    for row in dataset:
+        ids = torch.tensor([row["input_ids"]])
+        labels = shift_labels_of(torch.tensor([row["labels"]]))[0]
+        keep = labels != -100
+        with torch.no_grad():
+            s, t = (m(input_ids=ids).logits[0, keep, :vocab] for m in (student, teacher))
+        q, p = s.log_softmax(-1), t.log_softmax(-1)
+        soft = sum(w * divergence_by_hand(s, t, k, how.temperature, how.beta) for k, w in how.weights.items() if w)
+        hard, teachers = (-x.gather(-1, labels[keep, None])[:, 0] for x in (q, p))
+        rows.append(
+            torch.stack(
+                [
+                    how.temperature**2 * soft,
+                    hard,
+                    divergence_by_hand(s, t, "forward_kl", 1.0),
+                    divergence_by_hand(s, t, "reverse_kl", 1.0),
+                    (s.argmax(-1) == t.argmax(-1)).double(),
+                    teachers,
+                    -(p.exp() * p).sum(-1),
+                ]
+            )
+        )
+    return torch.cat(rows, 1)
+
+
+def expected_logs(values):
+    kd, ce, fkl, rkl, agree, teacher_nll, entropy = values.mean(1).tolist()
+    return {
+        "kd_loss": kd, "ce_loss": ce, "forward_kl": fkl, "reverse_kl": rkl, "agreement_at_1": agree,
+        "student_perplexity": math.exp(ce), "teacher_perplexity": math.exp(teacher_nll), "teacher_entropy": entropy,
+    }  # fmt: skip
+
+
+LOSSES = [{"type": "jsd", "weight": 0.5}, {"type": "reverse_kl"}, {"type": "ce", "weight": 0.25}]
+
+
+def test_logs_equal_values_by_hand_in_train_and_eval():
+    student, teacher = tiny_model("llama_tied"), tiny_model("gemma2", seed=5, hidden_size=48, vocab_size=VOCAB + 8)
+    # So near the teacher that some tokens agree.
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight[:VOCAB, :32] += student.lm_head.weight
+    trainer = make(
+        student, teacher, completions(11), completions(7, seed=4), losses=LOSSES, beta=0.3, temperature=2.0,
+        learning_rate=0.0, num_train_epochs=1, max_steps=-1, logging_strategy="epoch",
+    )  # fmt: skip
+    how = trainer.fused.options.distillation
+    assert how == Distillation({"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}, 0.3, 0.25, 2.0, True, VOCAB)
+    evaluated = trainer.evaluate()
+    want = expected_logs(token_values(student, teacher, trainer.eval_dataset, how))
+    assert 0 < want["agreement_at_1"] < 1
+    for name, value in want.items():
+        assert evaluated[f"eval_{name}"] == pytest.approx(value, rel=1e-5), name
+    trainer.train()
+    values = token_values(student, teacher, trainer.train_dataset, how)
+    logged = trainer.state.log_history[-2]
+    for name, value in expected_logs(values).items():
+        assert logged[name] == pytest.approx(value, rel=1e-5), name
+    assert "perplexity" not in logged and {"entropy", "mean_token_accuracy", "num_tokens"} <= set(logged)
+
+
+def test_the_loss_is_the_weighted_sum_of_its_parts():
+    trainer = make(data=completions(4), losses=LOSSES, beta=0.3, temperature=2.0, learning_rate=0.0, max_steps=1)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["loss"] == pytest.approx(logs["kd_loss"] + 0.25 * logs["ce_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 32}, {"label_smoothing_factor": 0.1}],
+                         ids=["padding", "packing", "label_smoothing"])  # fmt: skip
+def test_no_logits_of_a_batch_exist_in_train_or_eval(options, monkeypatch):
+    trainer = make(data=texts(), eval_data=texts(8, seed=3), losses=LOSSES, max_steps=2, **options)
+    with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:
+        trainer.train()
+        trainer.evaluate()
+    assert 0 < seen.rows <= 8
+
+
+# The objective
+
+
+def gradient_of(**options):
+    trainer = make(data=completions(4), max_steps=1, optim="sgd", **options)
+    captured = capture_gradients(trainer)
+    trainer.train()
+    return trainer.state.log_history[0], torch.cat([g.flatten() for g in captured.values()])
+
+
+def test_temperature_squared_scales_value_and_gradient():
+    logs, gradient = gradient_of(temperature=3.0)
+    plain_logs, plain = gradient_of(temperature=3.0, scale_loss_by_temperature_squared=False)
+    for name in ("loss", "kd_loss"):
+        assert logs[name] == pytest.approx(9 * plain_logs[name], rel=1e-5)
+    torch.testing.assert_close(gradient, 9 * plain, rtol=1e-4, atol=1e-6)
+    # The KLs are logged at temperature 1, whatever the loss's is; and the temperature matters to the loss.
+    cold_logs, cold = gradient_of(temperature=1.0)
+    assert cold_logs["forward_kl"] == pytest.approx(logs["forward_kl"], rel=1e-6)
+    assert cold_logs["loss"] == pytest.approx(cold_logs["forward_kl"], rel=1e-5)
+    assert abs(cold_logs["loss"] - logs["loss"]) > 1e-2 and (cold - gradient).norm() > 1e-2 * cold.norm()
+
+
+def test_temperature_and_its_square_leave_cross_entropy_alone():
+    ce = [{"type": "ce"}]
+    logs, gradient = gradient_of(losses=ce)
+    hot_logs, hot = gradient_of(losses=ce, temperature=4.0)
+    assert logs["loss"] == hot_logs["loss"] == pytest.approx(logs["ce_loss"], rel=1e-5)
+    assert torch.equal(gradient, hot)
+
+
+@pytest.mark.parametrize(
+    "options, weights",
+    [
+        ({}, {"forward_kl": 1.0}),
+        ({"beta": 1.0}, {"reverse_kl": 1.0}),
+        ({"beta": 0.4}, {"jsd": 1.0}),
+        ({"losses": [{"type": "forward_kl", "weight": 2}]}, {"forward_kl": 2.0}),
+        ({"losses": '[{"type": "reverse_kl"}, {"type": "jsd", "weight": 0.5}]', "beta": 0.5},
+         {"reverse_kl": 1.0, "jsd": 0.5}),
+        ({"losses": [{"type": "jsd", "weight": 0.5}, {"type": "forward_kl"}]}, {"forward_kl": 1.5}),
+        ({"losses": [{"type": "ce", "weight": 0.3}]}, {}),
+    ],
+)  # fmt: skip
+def test_what_the_options_mean(options, weights):
+    config = train_args(LigerDistillConfig, **options)
+    how = config.distillation(50)
+    assert {k: w for k, w in how.weights.items() if w} == weights
+    assert how.beta == config.beta and how.vocab_size == 50 and how.temperature == 1.0
+    assert how.ce_weight == (0.3 if "'ce'" in str(options) else 0.0)
+
+
+def test_label_smoothing_is_of_the_cross_entropy():
+    losses = [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}]
+    logs, _ = gradient_of(losses=losses)
+    smooth, _ = gradient_of(losses=losses, label_smoothing_factor=0.3)
+    assert smooth["loss"] > logs["loss"] + 1e-3
+    assert smooth["kd_loss"] == pytest.approx(logs["kd_loss"], rel=1e-6)
+
+
+def test_a_mixture_of_experts_learns_with_its_auxiliary_loss():
+    plain, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.0)
+    logs, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.2)
+    assert "aux_loss" not in plain
+    assert logs["loss"] == pytest.approx(plain["loss"] + 0.2 * logs["aux_loss"], rel=1e-5)
+
+
+# Training
+
+
+def test_the_student_comes_nearer_to_the_teacher():
+    student, teacher = tiny_model(), tiny_model("llama", seed=9, hidden_size=48)
+    trainer = make(student, teacher, texts(32), texts(8, seed=8), max_steps=40, learning_rate=1e-2)
+    before = {name: p.clone() for name, p in teacher.named_parameters()}
+    first = trainer.evaluate()
+    trainer.train()
+    last = trainer.evaluate()
+    assert last["eval_forward_kl"] < 0.8 * first["eval_forward_kl"]
+    assert last["eval_teacher_perplexity"] == first["eval_teacher_perplexity"]
+    assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
+
+
+def test_packing_and_assistant_only_loss():
+    for data, options in (
+        (completions(), {"packing": True, "max_length": 24}),
+        (completions(), {"padding_free": True, "max_length": None}),
+        (chats(), {"assistant_only_loss": True}),
+    ):
+        student, teacher = tiny_model(), tiny_model("phi", seed=5)
+        trainer = make(student, teacher, data, learning_rate=0.0, num_train_epochs=1, max_steps=-1,
+                       logging_strategy="epoch", **options)  # fmt: skip
+        trainer.train()
+        # The same rows one by one: documents in a pack do not see each other, in student and teacher.
+        alone = make(student, teacher, data, **{**options, "packing": False, "padding_free": False})
+        want = expected_logs(
+            token_values(tiny_model(), teacher, alone.train_dataset, trainer.fused.options.distillation)
+        )
+        for name, value in want.items():
+            assert trainer.state.log_history[0][name] == pytest.approx(value, rel=1e-5), (options, name)
+
+
+def test_lora_students_train_adapters_only():
+    student = tiny_model()
+    before = {name: p.clone() for name, p in student.named_parameters()}
+    config = LoraConfig(target_modules="all-linear", r=4)
+    trainer = make(student, eval_data=texts(8), data=texts(), peft_config=config, max_steps=20, learning_rate=1e-2)
+    first = trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_forward_kl"] < 0.9 * first["eval_forward_kl"]
+    now = {name.replace("base_layer.", ""): p for name, p in trainer.model.get_base_model().named_parameters()}
+    assert all(torch.equal(now[name], p) for name, p in before.items())
+
+
+def test_resuming_from_a_checkpoint_ends_at_the_same_weights(tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
+    whole = make(losses=LOSSES, gradient_accumulation_steps=2, per_device_train_batch_size=2, **options)
+    whole.train()
+    resumed = make(losses=LOSSES, gradient_accumulation_steps=2, per_device_train_batch_size=2, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    moved = [not torch.equal(a, b) for a, b in zip(whole.model.parameters(), tiny_model().parameters(), strict=True)]
+    assert all(moved)
+
+
+# The teacher
+
+
+def test_the_teacher_is_frozen_and_no_part_of_what_is_trained_and_saved(tmp_path):
+    teacher = tiny_model("gemma2", seed=5, hidden_size=48).train()
+    trainer = make(teacher=teacher, max_steps=2, save_strategy="steps", save_steps=2, output_dir=str(tmp_path))
+    trainer.train()
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert trained.isdisjoint(id(p) for p in teacher.parameters())
+    assert trained == {id(p) for p in trainer.model.parameters()}
+    with safe_open(tmp_path / "checkpoint-2" / "model.safetensors", "pt") as weights:
+        assert set(weights.keys()) == set(tiny_model().state_dict())
+        assert weights.get_tensor("lm_head.weight").shape == (VOCAB, 32)
+    assert "forward" not in vars(teacher.get_output_embeddings())
+
+
+def with_dropout(model, p=0.5):
+    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, p)
+    model.config.attention_dropout = p
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = p
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+    return model
+
+
+def train_logs(**options):
+    trainer = make(data=completions(4), max_steps=2, learning_rate=0.0, **options)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history[:2]]
+
+
+def test_the_teachers_dropout_is_off_and_the_students_can_be():
+    plain = train_logs()
+    assert train_logs(teacher=with_dropout(tiny_model("gemma2", seed=5, hidden_size=48)).train()) == plain
+    own = train_logs(student=with_dropout(tiny_model("phi")))
+    assert abs(own[0] - own[1]) > 1e-3
+    without = train_logs(student=with_dropout(tiny_model("phi")), disable_dropout=True)
+    assert without == train_logs(student=tiny_model("phi"))
+
+
+def test_a_teacher_by_its_directory(tmp_path):
+    teacher = tiny_model("gemma2", seed=5, hidden_size=48)
+    teacher.save_pretrained(tmp_path)
+    want = train_logs(teacher=teacher)
+    assert train_logs(teacher=str(tmp_path)) == want
+    args = train_args(LigerDistillConfig, teacher_model_name_or_path=str(tmp_path), max_steps=2, learning_rate=0.0)
+    trainer = LigerDistillTrainer(
+        tiny_model(), args=args, train_dataset=completions(4), processing_class=tiny_tokenizer()
+    )
+    assert trainer.teacher.dtype == torch.float32 and not trainer.teacher.training
+    trainer.train()
+    assert [log["loss"] for log in trainer.state.log_history[:2]] == want
+
+
+@pytest.mark.parametrize("kwargs", [{"dtype": "bfloat16"}, '{"dtype": "bfloat16"}'])
+def test_the_teachers_own_dtype(tmp_path, kwargs):
+    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
+    trainer = make(teacher=str(tmp_path), teacher_model_init_kwargs=kwargs, data=completions(4), max_steps=2,
+                   learning_rate=0.0)  # fmt: skip
+    assert trainer.teacher.dtype == torch.bfloat16 and trainer.model.dtype == torch.float32
+    trainer.train()
+    # The teacher's rounding, and no more.
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(train_logs()[0], rel=0.05)
+    assert trainer.state.log_history[0]["loss"] != train_logs()[0]
+
+
+def test_the_teachers_revision_reaches_its_loading(tmp_path, monkeypatch):
+    seen = {}
+
+    def create_model_from_path(path, **kwargs):
+        seen.update(path=path, **kwargs)
+        return tiny_model("phi")
+
+    monkeypatch.setattr("liger_trainer.distill_trainer.create_model_from_path", create_model_from_path)
+    options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
+    make(teacher="some/teacher", **options)
+    assert seen == {
+        "path": "some/teacher", "revision": "v2", "attn_implementation": "eager", "trust_remote_code": False,
+    }  # fmt: skip
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"beta": 1.5}, r"beta must lie in \[0, 1\], got 1.5"),
+        ({"beta": -0.1}, r"beta must lie in \[0, 1\], got -0.1"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be positive, got -1.0"),
+        ({"loss_type": "dft"}, "loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'"),
+        ({"losses": []}, r"losses must be a list such as .*, got \[\]"),
+        ({"losses": {"type": "ce"}}, "losses must be a list such as"),
+        ({"losses": ["ce"]}, "Each of losses needs a type out of forward_kl, reverse_kl, jsd, ce .*, got 'ce'"),
+        ({"losses": [{"type": "kl"}]}, "Each of losses needs a type out of .*, got {'type': 'kl'}"),
+        ({"losses": [{"weight": 1.0}]}, "Each of losses needs a type"),
+        ({"losses": [{"type": "ce", "beta": 1.0}]}, "Each of losses needs a type"),
+        ({"losses": [{"type": "ce", "weight": "much"}]}, "weight of a loss must be a number, got 'much' for ce"),
+        ({"losses": [{"type": "ce", "weight": True}]}, "weight of a loss must be a number, got True for ce"),
+        ({"losses": [{"type": "ce"}, {"type": "ce"}]}, "losses names ce twice"),
+    ],
+)
+def test_wrong_values_of_the_configuration(options, message):
+    with pytest.raises(ValueError, match=message):
+        train_args(LigerDistillConfig, **options)
+
+
+def test_the_configuration_survives_json():
+    config = train_args(LigerDistillConfig, losses=LOSSES, teacher_model_init_kwargs={"dtype": "float32"}, beta=0.3)
+    again = LigerDistillConfig(**{
+        name: value for name, value in json.loads(config.to_json_string()).items()
+        if name in ("losses", "teacher_model_init_kwargs", "beta")
+    }, output_dir=config.output_dir, bf16=False, use_cpu=True)  # fmt: skip
+    assert again.distillation() == config.distillation()
+
+
+def test_wrong_arguments_of_the_trainer():
+    def trainer(model, **kwargs):
+        return LigerDistillTrainer(model, train_dataset=completions(), processing_class=tiny_tokenizer(), **kwargs)
+
+    with pytest.raises(ConfigError, match="args must be a LigerDistillConfig, got SFTConfig"):
+        trainer(tiny_model(), teacher_model=tiny_model(), args=train_args(SFTConfig))
+    with pytest.raises(ConfigError, match="args must be a LigerDistillConfig, got NoneType"):
+        trainer(tiny_model(), teacher_model=tiny_model())
+    args = train_args(LigerDistillConfig)
+    with pytest.raises(
+        ConfigError, match="No teacher was given: pass teacher_model, or set teacher_model_name_or_path"
+    ):
+        trainer(tiny_model(), args=args)
+    student = tiny_model()
+    with pytest.raises(ConfigError, match="The student cannot be its own teacher"):
+        trainer(student, teacher_model=student, args=args)
+    with pytest.raises(ConfigError, match="teacher knows 40 tokens, but the student's tokenizer has 64"):
+        trainer(tiny_model(), teacher_model=tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), args=args)
+    with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
+        make(data=completions(), max_length=1)
