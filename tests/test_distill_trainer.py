@@ -1,4 +1,4 @@
-"""LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher's place, its errors."""
+"""LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher, its errors."""
 
 import json
 import math
