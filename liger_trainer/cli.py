@@ -20,7 +20,9 @@ OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 @app.command(context_settings=OVERRIDES)
 def run(
-    config: Annotated[str, typer.Argument(help="A YAML file, or a name that `liger-trainer ls` lists.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that `liger-trainer ls` lists.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE | --KEY VALUE]...", help="Settings that go before those of CONFIG."),
@@ -31,7 +33,11 @@ def run(
 
     settings = load_run_config(config, overrides or [])
     _quieten()
-    importlib.import_module(f"liger_trainer.recipes.{settings.recipe}").main(settings)
+    try:
+        importlib.import_module(f"liger_trainer.recipes.{settings.recipe}").main(settings)
+    except KeyboardInterrupt:  # outside training; there, `training.train` saves a checkpoint first
+        typer.echo(f"liger-trainer: interrupted; what is in {settings['output_dir']} is kept.", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -51,9 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
     except LigerTrainerError as error:
         print(f"liger-trainer: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("liger-trainer: interrupted; checkpoints saved so far are kept.", file=sys.stderr)
-        sys.exit(130)
 
 
 def _quieten() -> None:

@@ -73,7 +73,9 @@ def read_settings(text: str, label: str) -> dict[str, Setting]:
         if node is None:
             return {}
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{label}: expected `key: value` lines, got a YAML {node.id}.")
+            raise ConfigError(
+                f"{label}: expected `key: value` lines, got a YAML {type(node).__name__.removesuffix('Node').lower()}."
+            )
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

@@ -6,7 +6,7 @@ A dataset is a demo name, a local file, a directory, a hub id or a TRL mixture. 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
     from .run_config import RunConfig
 
@@ -118,6 +118,10 @@ def _load(config: "RunConfig") -> _Source:
     return _load_hub(config)
 
 
+def _by_name(splits: "DatasetDict") -> dict[str, "Dataset"]:
+    return {str(name): rows for name, rows in splits.items()}
+
+
 def _row_of(split: str, index: int) -> str:
     return f"row {index} of the {split} rows"
 
@@ -135,11 +139,12 @@ def _load_demo(config: "RunConfig") -> _Source:
 
 def _load_hub(config: "RunConfig") -> _Source:
     import datasets
+    from datasets.exceptions import DatasetNotFoundError
 
     name = config["dataset_name"]
     try:
         loaded = datasets.load_dataset(name, name=config["dataset_config"])
-    except datasets.exceptions.DatasetNotFoundError as error:
+    except DatasetNotFoundError as error:
         reason = f"neither a file or directory here nor a dataset of the hub that can be read: {error}"
         raise config.error("dataset_name", reason) from None
     except (ConnectionError, OSError) as error:  # offline mode is a ConnectionError
@@ -149,7 +154,7 @@ def _load_hub(config: "RunConfig") -> _Source:
         raise config.error("dataset_config", str(error)) from None
     assert isinstance(loaded, datasets.DatasetDict)
     licences = {split.info.license for split in loaded.values() if split.info.license}
-    return _Source(dict(loaded), _row_of, ", ".join(sorted(licences)) or None)
+    return _Source(_by_name(loaded), _row_of, ", ".join(sorted(licences)) or None)
 
 
 def _load_mixture(config: "RunConfig") -> _Source:
@@ -160,14 +165,14 @@ def _load_mixture(config: "RunConfig") -> _Source:
     except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
         raise config.error("datasets", f"the mixture could not be loaded: {error}") from None
     share = config["test_split_size"]
-    return _Source(dict(loaded), _row_of, held_out=f"{share:.0%} of the rows, drawn by TRL" if share else None)
+    return _Source(_by_name(loaded), _row_of, held_out=f"{share:.0%} of the rows, drawn by TRL" if share else None)
 
 
 def _load_directory(config: "RunConfig", path: Path) -> _Source:
     import datasets
 
     if (path / "dataset_dict.json").is_file():
-        return _Source(dict(datasets.DatasetDict.load_from_disk(str(path))), _row_of)
+        return _Source(_by_name(datasets.DatasetDict.load_from_disk(str(path))), _row_of)
     if (path / "state.json").is_file():
         return _Source({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
     found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
@@ -320,6 +325,8 @@ def _split(config: "RunConfig", source: _Source) -> tuple["Dataset", "Dataset", 
     """Training rows, held-out rows, how those were chosen, and where row i of either stands."""
     train_name, test_name = config["dataset_train_split"], config["dataset_test_split"]
     train = _pick(config, source, "dataset_train_split")
+    rows: dict[str, Sequence[int]]
+    names: dict[str, str]
     if test_name in source.splits:
         if config.given("holdout_fraction"):
             raise config.error("holdout_fraction", f"has no effect: the dataset has a split {test_name!r}.")

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import maybe_convert_to_chatml
 
 from .data import RunData
@@ -19,6 +19,7 @@ from .data import RunData
 if TYPE_CHECKING:
     from .run_config import RunConfig
 
+ANSWERS = ("assistant", "gpt", "model")  # roles, in messages and in ShareGPT's conversations
 TEXT_PROMPT_TOKENS = 32  # of a row of plain text or token ids, which has no prompt of its own
 
 
@@ -78,7 +79,7 @@ def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) ->
     """Evaluate on the held-out rows and complete the prompts, with adapters as they are now."""
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     tokenizer = trainer.processing_class
-    assert isinstance(trainer.model, torch.nn.Module) and isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return Measurement(metrics, complete(trainer.model, tokenizer, prompts, max_new_tokens))
 
 
@@ -87,7 +88,7 @@ def compare(
 ) -> list[Completion]:
     """The completions of each prompt, side by side."""
     return [
-        Completion(prompt.text, prompt.reference, before.texts[i], after.texts[i], teacher and teacher[i])
+        Completion(prompt.text, prompt.reference, before.texts[i], after.texts[i], teacher[i] if teacher else None)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -109,23 +110,28 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     if form in ("text", "input_ids"):
         ids = row["input_ids"] if form == "input_ids" else tokenizer(row[text_field])["input_ids"]
         cut = min(TEXT_PROMPT_TOKENS, max(1, len(ids) // 2))
-        start, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids[cut:]))
-        return Prompt(start, list(ids[:cut]), rest)
+        return Prompt(_decode(tokenizer, ids[:cut]), list(ids[:cut]), _decode(tokenizer, ids[cut:]))
     if form == "prompt-completion" and isinstance(row["prompt"], str):
         return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row["completion"])
     if form == "prompt-completion":
         messages, answer = row["prompt"], row["completion"]
     else:
         messages = maybe_convert_to_chatml(row)["messages"]
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
         cut = turns[-1] if turns else len(messages)
         messages, answer = messages[:cut], messages[cut:]
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = dict(row.get("chat_template_kwargs") or {}, tools=tools, add_generation_prompt=True)
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    options: dict[str, Any] = row.get("chat_template_kwargs") or {}
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
+    )
+    ids = rendered["input_ids"]
     return Prompt(_said(messages[-1:]), ids, _said(answer) if answer else None)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def _said(messages: Sequence[dict[str, Any]]) -> str:
@@ -133,9 +139,13 @@ def _said(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def complete(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[str]:
-    """Greedy completions, one prompt at a time (so no padding), with the model left in the mode it was in."""
+    """Greedy completions, one prompt at a time (so no padding).
+
+    Args:
+        model: a transformers or PEFT model; it is left in the mode it was in.
+    """
     training = model.training
     stop = model.generation_config.eos_token_id if model.generation_config else None
     settings = GenerationConfig(
@@ -152,7 +162,7 @@ def complete(
             for prompt in prompts:
                 ids = torch.tensor([prompt.input_ids], device=model.device)
                 made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-                texts.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip())
+                texts.append(_decode(tokenizer, made[0, ids.shape[1] :]))
     finally:
         model.train(training)
     return texts

@@ -283,9 +283,16 @@ def _recipe_defaults(values: dict[str, Any], settings: dict[str, Setting], label
     if values["bf16"] is None:
         # TRL's default is true everywhere, which is an error on a CPU
         defaults["bf16"] = not values["fp16"] and not values["use_cpu"] and _gpu_has_bf16()
+    if "num_sample_completions" not in settings and _is_sharded(values):
+        defaults["num_sample_completions"] = 0
     if "logging_nan_inf_filter" not in settings:
         defaults["logging_nan_inf_filter"] = False  # a NaN loss is shown as NaN, not as 0.0
     return defaults
+
+
+def _is_sharded(values: dict[str, Any]) -> bool:
+    launched = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+    return bool(values["fsdp"] or values["deepspeed"] or any(os.environ.get(name) == "true" for name in launched))
 
 
 def _gpu_has_bf16() -> bool:
@@ -318,6 +325,8 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
         yield "max_length", "expected the length of a packed row in tokens, got null with packing on."
     if config["padding_free"] and not config["packing"] and config["max_length"] is not None:
         yield "padding_free", "without packing it does not enforce max_length; set `max_length: null`."
+    if config["num_sample_completions"] and _is_sharded(config.values):
+        yield "num_sample_completions", "expected 0: a sharded model is not sampled from."
     for key in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = config[key]
         if isinstance(value, str) and not value.startswith("{") and not Path(value).is_file():

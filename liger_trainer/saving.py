@@ -57,10 +57,10 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
     A LoRA adapter is saved as such, unless its base model was made by dropping layers: that base is nowhere on
     disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
     """
-    assert trainer.model is not None
     if isinstance(trainer.model, PeftModel) and config.drops_layers():
         trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
-    trainer.model.config.use_cache = True  # off in training; whoever loads the model wants to generate
+    model: Any = trainer.model
+    model.config.use_cache = True  # off in training; whoever loads the model wants to generate
     if trainer.is_world_process_zero():
         (output_dir / METRICS).unlink(missing_ok=True)  # of a run that is now overwritten
     trainer.save_model(str(output_dir))

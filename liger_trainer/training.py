@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,14 +103,12 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
-def train(trainer: Trainer, config: "RunConfig") -> TrainingFacts:
-    """Train to the end, from `resume_from_checkpoint` if that is set.
+def train(trainer: Trainer, config: "RunConfig", checkpoint: str | None) -> TrainingFacts:
+    """Train to the end, from a checkpoint if one is given.
 
     Raises:
-        ConfigError: `resume_from_checkpoint: true` and no checkpoint in output_dir.
         Interrupted: a signal came; the checkpoint to go on from is named.
     """
-    checkpoint = _checkpoint(trainer, config)
     stop = StopOnSignal()
     trainer.add_callback(stop)
     if not trainer.args.disable_tqdm:
@@ -131,13 +130,23 @@ def train(trainer: Trainer, config: "RunConfig") -> TrainingFacts:
     return _facts(trainer, seconds, gpu)
 
 
-def _checkpoint(trainer: Trainer, config: "RunConfig") -> str | None:
+def checkpoint_of(config: "RunConfig") -> str | None:
+    """The checkpoint directory that `resume_from_checkpoint` means; true is the newest one in output_dir.
+
+    Raises:
+        ConfigError: there is none.
+    """
     wanted = config["resume_from_checkpoint"]
+    if not wanted:
+        return None
     if wanted is True:
-        wanted = get_last_checkpoint(str(trainer.args.output_dir))
+        output_dir = Path(config["output_dir"]).expanduser()
+        wanted = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
         if wanted is None:
-            raise config.error("resume_from_checkpoint", f"no checkpoint in {trainer.args.output_dir}.")
-    return wanted or None
+            raise config.error("resume_from_checkpoint", f"no checkpoint in {output_dir}.")
+    if not Path(wanted).is_dir():
+        raise config.error("resume_from_checkpoint", f"no such directory: {wanted}")
+    return wanted
 
 
 def _facts(trainer: Trainer, seconds: float, gpu: bool) -> TrainingFacts:

@@ -11,7 +11,7 @@ from liger_trainer.report import RunResults, print_plan, print_results, run_cons
 from liger_trainer.run_config import RunConfig
 from liger_trainer.saving import check_output_dir, finish, save_student
 from liger_trainer.trainer import LigerTrainer
-from liger_trainer.training import Clock, train
+from liger_trainer.training import Clock, checkpoint_of, train
 
 
 def main(config: RunConfig) -> Path:
@@ -24,7 +24,7 @@ def main(config: RunConfig) -> Path:
     """
     console, clock = run_console(), Clock()
 
-    output_dir = check_output_dir(config)
+    output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
     data = load_run_datasets(config)
     files = open_model(config, "model_name_or_path")
     check_student(config, files, data)
@@ -46,7 +46,7 @@ def main(config: RunConfig) -> Path:
     with clock("measure_before"):
         before = measure(trainer, prompts, config["max_new_tokens"])
     with clock("train"):
-        training = train(trainer, config)
+        training = train(trainer, config, checkpoint)
         save_student(trainer, config, output_dir)
     with clock("measure_after"):
         after = measure(trainer, prompts, config["max_new_tokens"])

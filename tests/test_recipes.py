@@ -1,0 +1,329 @@
+"""The recipes from the command line on tiny models: what is written, what it says, and what is refused before."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTTrainer
+
+from liger_trainer.cli import main
+from liger_trainer.students import drop_layers
+
+SETTINGS = """
+model_name_or_path: student
+dataset_name: rows.jsonl
+output_dir: out
+max_steps: 3
+per_device_train_batch_size: 4
+learning_rate: 1e-2
+logging_steps: 1
+gradient_checkpointing: false
+save_strategy: no
+max_length: 32
+holdout_fraction: 0.2
+num_sample_completions: 2
+max_new_tokens: 4
+use_cpu: true
+"""
+TEACHER = "teacher_model_name_or_path: teacher\n"
+
+
+def chat(i: int, answer: str | None = None) -> dict:
+    answer = answer if answer is not None else f"w{i} w{i + 1} w{i + 2}"
+    question = " ".join(WORDS[i : i + 3])
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models of one tokenizer, and one of the same size whose tokenizer has two words exchanged."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model("llama_tied", seed=seed, num_hidden_layers=4).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    tiny_model("llama_tied").save_pretrained(folder / "stranger")
+    tiny_tokenizer().save_pretrained(folder / "stranger")
+    table = json.loads((folder / "stranger" / "tokenizer.json").read_text())
+    vocabulary = table["model"]["vocab"]
+    vocabulary["w3"], vocabulary["w5"] = vocabulary["w5"], vocabulary["w3"]
+    (folder / "stranger" / "tokenizer.json").write_text(json.dumps(table))
+    return folder
+
+
+@pytest.fixture
+def run(models, tmp_path, monkeypatch, capsys):
+    """Run the command line in a folder with models, rows and a configuration; return exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("student", "teacher", "stranger"):
+        (tmp_path / name).symlink_to(models / name)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
+
+    def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
+        (tmp_path / "run.yaml").write_text(settings)
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", "run.yaml", *overrides])
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err  # lines wrap anywhere
+
+    return run_main
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading weights fails the test."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+
+
+def metrics(folder) -> dict:
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads((folder / "metrics.json").read_text(), parse_constant=no_constant)
+
+
+def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, models):
+    code, out, err = run(SETTINGS)
+    assert code == 0, err
+    written = metrics(tmp_path / "out")
+    assert written["after"]["loss"] < written["before"]["loss"]
+    assert math.isclose(written["after"]["perplexity"], math.exp(written["after"]["loss"]), rel_tol=1e-4)
+    assert written["data"]["train_rows"] == 16 and written["data"]["form"] == "prompt-completion"
+    assert written["skipped_rows"] == {"train": 0, "eval": 0}
+    assert written["training"]["steps"] == 3 and written["training"]["tokens"] > 0
+    assert written["training"]["peak_memory_mib"] > 100 and written["training"]["tokens_per_second"] > 0
+    assert set(written["seconds"]) == {"load", "measure_before", "train", "measure_after"}
+    assert [entry["step"] for entry in written["log_history"] if "loss" in entry] == [1, 2, 3]
+    assert {"torch", "trl", "liger-trainer", "python"} <= written["versions"].keys()
+    assert len(written["completions"]) == 2 and written["completions"][0]["teacher"] is None
+    assert "before and after training" in out and "token accuracy" in out and "tokens/s" in out
+    assert "max_steps" in out and "run.yaml:5" in out  # the effective configuration
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.use_cache
+    start = AutoModelForCausalLM.from_pretrained(models / "student")
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_the_reported_loss_is_that_of_trl(run, tmp_path):
+    """The saved model, evaluated by TRL's own trainer on the same held-out rows, has the loss that was written."""
+    from liger_trainer.data import load_run_datasets
+    from liger_trainer.run_config import load_run_config
+
+    assert run(SETTINGS)[0] == 0
+    config = load_run_config("run.yaml")
+    data, args = load_run_datasets(config), config.training_args()
+    model = AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    trainer = SFTTrainer(model, args, train_dataset=data.train, eval_dataset=data.test, processing_class=tokenizer)
+    assert math.isclose(trainer.evaluate()["eval_loss"], metrics(tmp_path / "out")["after"]["loss"], rel_tol=1e-5)
+
+
+def test_distillation_of_a_thinned_student(run, tmp_path, models):
+    code, out, err = run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6")
+    assert code == 0, err
+    written = metrics(tmp_path / "out")
+    assert written["recipe"] == "distill"
+    assert 0 < written["after"]["forward_kl"] < 0.95 * written["before"]["forward_kl"]
+    assert written["before"]["teacher_perplexity"] == pytest.approx(written["after"]["teacher_perplexity"])
+    assert all(isinstance(completion["teacher"], str) for completion in written["completions"])
+    assert "forward KL (nats/token)" in out and "agreement@1" in out and "teacher: " in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_hidden_layers == 2
+    logged = [entry for entry in written["log_history"] if "forward_kl" in entry]
+    assert len(logged) == 6 and all(entry["loss"] == pytest.approx(entry["forward_kl"], rel=1e-4) for entry in logged)
+
+
+def test_before_is_the_student_before(run, tmp_path, models):
+    """The first measurement and completions are those of the layer-dropped copy, untouched by adapters or training."""
+    layers = ("model_name_or_path=teacher", "keep_layers=[0,3]")
+    lora = ("use_peft=true", "lora_target_modules=all-linear", "lora_r=4")
+    assert run(SETTINGS + TEACHER, *layers)[0] == 0
+    full = metrics(tmp_path / "out")
+    assert run(SETTINGS + TEACHER, *layers, *lora, "output_dir=lora")[0] == 0
+    adapted = metrics(tmp_path / "lora")
+    for name in ("forward_kl", "reverse_kl", "student_perplexity"):
+        assert adapted["before"][name] == pytest.approx(full["before"][name], rel=1e-5)
+    assert [c["before"] for c in adapted["completions"]] == [c["before"] for c in full["completions"]]
+    assert [c["teacher"] for c in adapted["completions"]] == [c["teacher"] for c in full["completions"]]
+    assert adapted["after"]["forward_kl"] != pytest.approx(adapted["before"]["forward_kl"], rel=1e-3)
+    assert adapted["training"]["trainable_parameters"] < full["training"]["trainable_parameters"]
+
+    # merged: the thinned base exists nowhere else, so the adapters are part of the saved model
+    saved = AutoModelForCausalLM.from_pretrained("lora")
+    base = drop_layers(AutoModelForCausalLM.from_pretrained("teacher"), keep=[0, 3])
+    assert type(saved) is type(base) and not (tmp_path / "lora" / "adapter_config.json").exists()
+    assert torch.equal(saved.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    assert not torch.equal(saved.model.layers[1].mlp.up_proj.weight, base.model.layers[1].mlp.up_proj.weight)
+
+
+def test_lora_saves_an_adapter_that_transformers_loads(run, tmp_path, models):
+    code, _, err = run(SETTINGS, "use_peft=true", "lora_target_modules=[q_proj,v_proj]")
+    assert code == 0, err
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert any("lora_A" in name for name, _ in model.named_parameters())
+    written = metrics(tmp_path / "out")
+    assert 0 < written["training"]["trainable_parameters"] < written["training"]["parameters"]
+
+
+def test_the_written_configuration_runs_again_with_the_same_result(run, tmp_path):
+    assert run(SETTINGS)[0] == 0
+    again = (tmp_path / "out" / "config.yaml").read_text()
+    assert run(again, "output_dir=again")[0] == 0
+    first, second = metrics(tmp_path / "out"), metrics(tmp_path / "again")
+    assert first["after"]["loss"] == pytest.approx(second["after"]["loss"], rel=1e-6)
+    assert first["data"] == second["data"] and first["completions"] == second["completions"]
+
+
+def test_other_forms_of_rows(run, tmp_path):
+    rows = {
+        "chat.jsonl": [{"messages": chat(i)["prompt"] + chat(i)["completion"]} for i in range(12)],
+        "text.jsonl": [{"text": " ".join(WORDS[i : i + 6])} for i in range(12)],
+        "ids.jsonl": [{"input_ids": list(range(i, i + 6))} for i in range(12)],
+        "share.jsonl": [
+            {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": f"w{i}"}]}
+            for i in range(12)
+        ],
+    }
+    for name, content in rows.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+        code, _, err = run(SETTINGS, f"dataset_name={name}", f"output_dir={name}.out", "max_steps=1")
+        assert code == 0, err
+        completion = metrics(tmp_path / f"{name}.out")["completions"][0]
+        assert completion["prompt"] and completion["reference"]
+
+
+def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
+    rows = [chat(i) for i in range(16)]
+    for i in (0, 5):
+        rows[i]["prompt"][0]["content"] = " ".join(WORDS[:40])  # fills max_length: nothing of the answer is left
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train" / "test.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20, 24)))
+    code, out, err = run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train")
+    assert code == 0, err
+    assert metrics(tmp_path / "out")["skipped_rows"] == {"train": 2, "eval": 0}
+    assert "Rows skipped because no supervised token was left in them: 2 of train" in out
+
+
+def test_no_supervised_token_at_all(run):
+    code, _, err = run(SETTINGS, "max_length=3")
+    assert code == 4 and "supervised token" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "expected_code", "message"),
+    [
+        (SETTINGS.replace("dataset_name: rows.jsonl\n", ""), [], 2, "run.yaml: dataset_name: missing"),
+        (SETTINGS, ["learning_rte=1"], 2, "learning_rte: unknown key. Did you mean learning_rate?"),
+        (SETTINGS, ["max_steps=2.5"], 2, "max_steps: expected an integer, got 2.5"),
+        (SETTINGS, ["dataset_name=missing.jsonl"], 2, "dataset_name: no such file or directory: missing.jsonl"),
+        (SETTINGS, ["model_name_or_path=./missing"], 2, "model_name_or_path: no such directory: ./missing"),
+        (SETTINGS, ["model_name_or_path=rows"], 2, "model_name_or_path: rows cannot be read as a model directory"),
+        (SETTINGS, ["dataset_text_field=words", "dataset_name=other.jsonl"], 4, "the rows have: text"),
+        (SETTINGS, ["dataset_name=empty.jsonl"], 4, "the file is empty"),
+        (SETTINGS, ["dataset_name=broken.jsonl"], 4, "broken.jsonl:2: not valid JSON"),
+        (SETTINGS, ["eos_token=<end>"], 2, "eos_token: '<end>' is not in the vocabulary"),
+        (SETTINGS, ["keep_layers=[0,9]"], 2, "keep_layers: expected indices from 0 to 3"),
+        (SETTINGS, ["keep_every_nth_layer=5"], 2, "keep_every_nth_layer: expected at most 4"),
+        (SETTINGS, ["chat_template_path=missing.jinja"], 2, "chat_template_path: no such file"),
+        (SETTINGS, ["output_dir=student"], 2, "output_dir: student is also model_name_or_path"),
+        (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: cannot be written"),
+        (SETTINGS, ["load_best_model_at_end=true", "eval_strategy=epoch"], 2, "SFTConfig refuses these settings"),
+        (SETTINGS, ["resume_from_checkpoint=true"], 2, "resume_from_checkpoint: no checkpoint in out"),
+        (SETTINGS, ["resume_from_checkpoint=checkpoint-9"], 2, "resume_from_checkpoint: no such directory"),
+        (SETTINGS + TEACHER, ["losses=[{type: klx}]"], 2, "LigerDistillConfig refuses these settings"),
+        (
+            SETTINGS,
+            ["teacher_model_name_or_path=stranger"],
+            2,
+            "different tokenizers: 2 of 64 shared ids differ; id 3 is 'w3' for the student and 'w5' for the teacher",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_weights_are_loaded(
+    run, tmp_path, no_weights, settings, overrides, expected_code, message
+):
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    code, _, err = run(settings, *overrides)
+    assert code == expected_code, err
+    assert message in err and "Traceback" not in err
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tiny_model().save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    code, _, err = run(SETTINGS, "model_name_or_path=plain")
+    assert code == 2 and "this tokenizer has no chat template; set chat_template_path" in err
+
+
+def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
+    tiny_model("llama", vocab_size=80, num_hidden_layers=1).save_pretrained(tmp_path / "padded")
+    wider = tiny_tokenizer()
+    wider.add_tokens(["extra"])
+    wider.save_pretrained(tmp_path / "padded")
+    code, out, err = run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1")
+    assert code == 0, err
+    assert "64 tokens are shared, 1 are only" in out
+
+
+def test_a_finished_run_is_not_overwritten_unasked(run, tmp_path):
+    assert run(SETTINGS)[0] == 0
+    before = (tmp_path / "out" / "metrics.json").read_text()
+    code, _, err = run(SETTINGS)
+    assert code == 2 and "holds a finished run" in err and "overwrite_output_dir=true" in err
+    assert (tmp_path / "out" / "metrics.json").read_text() == before
+    assert run(SETTINGS, "overwrite_output_dir=true", "max_steps=1")[0] == 0
+    assert metrics(tmp_path / "out")["training"]["steps"] == 1
+
+
+def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path, monkeypatch):
+    """SIGINT in step 2 of 6: exit code 130, a checkpoint; resumed, the end is that of an uninterrupted run."""
+    assert run(SETTINGS, "max_steps=6", "output_dir=whole")[0] == 0
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        train = SFTTrainer.train
+        patch.setattr(SFTTrainer, "train", lambda self, **kw: (self.add_callback(Interrupt()), train(self, **kw))[1])
+        handler = signal.getsignal(signal.SIGINT)
+        code, _, err = run(SETTINGS, "max_steps=6")
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert code == 130
+    assert "Stopped at step 2 of 6; saved" in err and "checkpoint-2" in err and "Traceback" not in err
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+    code, _, err = run(SETTINGS, "max_steps=6", "resume_from_checkpoint=true")
+    assert code == 0, err
+    resumed, whole = metrics(tmp_path / "out"), metrics(tmp_path / "whole")
+    assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], rel=1e-6)
+
+
+def test_a_loss_that_is_no_number_is_written_as_such(run, tmp_path):
+    code, _, err = run(SETTINGS, "learning_rate=1e30", "max_grad_norm=0", "max_steps=4")
+    assert code == 0, err
+    written = metrics(tmp_path / "out")
+    assert written["after"]["loss"] == "nan"
+    assert [entry["loss"] for entry in written["log_history"] if "loss" in entry][-1] == "nan"
