@@ -1,4 +1,4 @@
-"""Every causal-LM family of transformers that can be built tiny: the fused loss and its gradients equal the plain model's."""
+"""Every causal-LM family of transformers that can be built tiny: fused loss and gradients equal the plain model's."""
 
 import copy
 import inspect
@@ -48,9 +48,9 @@ def shrunk(config_class):
     known = set(inspect.signature(config_class.__init__).parameters) | set(dir(config_class))
     known |= set(getattr(config_class, "attribute_map", {}))
     options = {name: value for name, value in SMALL.items() if name in known}
-    if "qk_rope_head_dim" in known:
-        options["head_dim"] = options["qk_rope_head_dim"]
-    for attempt in (options, {k: v for k, v in options.items() if k != "head_dim"}):
+    if "kv_lora_rank" in known:  # multi-head latent attention
+        options["num_key_value_heads"] = options["num_attention_heads"]
+    for attempt in (options, {k: v for k, v in options.items() if "head_dim" not in k}):
         try:
             return config_class(**attempt)
         except Exception as e:  # each family has checks of its own
@@ -121,11 +121,11 @@ def outcome(model):
     return "equal" if isinstance(got.logits, DeferredLogits) else f"warns: {type(got.logits).__name__} without a word"
 
 
-# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, and one that
-# cuts its padding off the logits.
+# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, and one
+# that cuts its padding off the logits.
 STORE_LOGITS = {
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus", "plbart",
-    "trocr", "whisper", "xlm", "inkling2_text",
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus",
+    "plbart", "trocr", "whisper", "xlm", "inkling2_text",
 }  # fmt: skip
 
 
