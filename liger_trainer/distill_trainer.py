@@ -40,7 +40,8 @@ class LigerDistillTrainer(LigerTrainer):
     teacher_entropy.
 
     Raises:
-        ConfigError: no teacher, the student as its own teacher, or a teacher that lacks tokens of the vocabulary.
+        ConfigError: no teacher, the student as its own teacher, a teacher that lacks tokens of the vocabulary,
+            `compute_loss_func`, or sequence parallelism.
     """
 
     _tag_names = ["trl", "liger-trainer", "distillation"]
@@ -54,8 +55,12 @@ class LigerDistillTrainer(LigerTrainer):
             raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
+        if kwargs.get("compute_loss_func") is not None:
+            raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
         self._shared_vocab: int | None = None
         super().__init__(model, args, **kwargs)
+        if self._shards_sequences():
+            raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
         self.teacher = self._prepare_teacher(_load_teacher(teacher_model, args))
         self.fused.options = self._loss_options()
         if args.disable_dropout:

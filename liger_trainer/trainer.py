@@ -21,8 +21,8 @@ class LigerTrainer(SFTTrainer):
     """Supervised fine-tuning with the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
-    and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_loss_func` and
-    `compute_metrics` need logits; they take TRL's path.
+    and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
+    logits from a second forward. `compute_loss_func` gets them too, and takes the place of the fused loss.
 
     Attributes:
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
@@ -69,7 +69,7 @@ class LigerTrainer(SFTTrainer):
         return super()._prepare_dataset(kept, processing_class, args, packing, formatting_func, dataset_name)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if return_outputs or self.compute_loss_func is not None or self._shards_sequences():
+        if self.compute_loss_func is not None or self._shards_sequences():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs["use_cache"] = False
         teacher_inputs = self._teacher_inputs(inputs)
@@ -83,7 +83,10 @@ class LigerTrainer(SFTTrainer):
             # A mean over the micro-batch, where the tokens' loss is already a share of the whole batch.
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
-        return loss
+        if not return_outputs:
+            return loss
+        with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
+            return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {}

@@ -207,6 +207,23 @@ def test_no_logits_of_a_batch_exist_in_train_or_eval(options, monkeypatch):
     assert 0 < seen.rows <= 8
 
 
+def test_compute_metrics_leaves_the_objective_and_its_logs_as_they_are():
+    def compute_metrics(prediction):
+        return {"vocabulary": prediction.predictions.shape[-1]}
+
+    student, teacher, data = tiny_model(), tiny_model("phi", seed=5), completions(8, 3)
+    trainer = LigerDistillTrainer(
+        student, teacher_model=teacher, args=train_args(LigerDistillConfig, per_device_eval_batch_size=8),
+        train_dataset=data, eval_dataset=data, processing_class=tiny_tokenizer(), compute_metrics=compute_metrics,
+    )  # fmt: skip
+    got = trainer.evaluate()
+    assert got.pop("eval_vocabulary") == VOCAB
+    want = make(student, teacher, data, data, per_device_eval_batch_size=8).evaluate()
+    assert got["eval_loss"] == pytest.approx(want["eval_forward_kl"], rel=1e-5)
+    for name in set(want) - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+        assert got[name] == want[name], name
+
+
 # The objective
 
 
@@ -454,6 +471,12 @@ def test_the_configuration_survives_json():
     assert again.distillation() == config.distillation()
 
 
+def test_sequence_parallelism_is_refused(monkeypatch):
+    monkeypatch.setattr(LigerDistillTrainer, "_shards_sequences", lambda self: True)
+    with pytest.raises(ConfigError, match="Distillation does not support sequence parallelism"):
+        make()
+
+
 def test_wrong_arguments_of_the_trainer():
     def trainer(model, **kwargs):
         return LigerDistillTrainer(model, train_dataset=completions(), processing_class=tiny_tokenizer(), **kwargs)
@@ -472,5 +495,7 @@ def test_wrong_arguments_of_the_trainer():
         trainer(student, teacher_model=student, args=args)
     with pytest.raises(ConfigError, match="teacher knows 40 tokens, but the student's tokenizer has 64"):
         trainer(tiny_model(), teacher_model=tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), args=args)
+    with pytest.raises(ConfigError, match="compute_loss_func would take the place of distillation"):
+        trainer(tiny_model(), teacher_model=tiny_model(), args=args, compute_loss_func=lambda *a, **k: 0)
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
         make(data=completions(), max_length=1)

@@ -203,9 +203,11 @@ def test_compute_metrics_gets_logits():
 
     trainer = make(data=completions(), eval_data=completions(8, 3), arguments={"compute_metrics": compute_metrics},
                    per_device_eval_batch_size=8)  # fmt: skip
-    with quiet():
-        metrics = trainer.evaluate()
+    metrics = trainer.evaluate()
     assert seen["shape"][0] == 8 and seen["shape"][-1] == VOCAB
+    without = make(eval_data=completions(8, 3), per_device_eval_batch_size=8).evaluate()
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_perplexity"):
+        assert metrics[name] == without[name], name
     assert metrics["eval_accuracy"] == pytest.approx(metrics["eval_mean_token_accuracy"], rel=1e-6)
 
 
