@@ -306,6 +306,22 @@ def test_the_student_comes_nearer_to_the_teacher():
     assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_bf16_autocast_stays_near_fp32(options):
+    logs = []
+    for bf16 in (False, True):
+        trainer = make(data=texts(16), eval_data=texts(8, seed=8), losses=LOSSES, bf16=bf16, max_steps=4, **options)
+        evaluated = trainer.evaluate()
+        trainer.train()
+        assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+        logs.append({**evaluated, **trainer.state.log_history[3]})
+    want, got = logs
+    compared = ("loss", "eval_loss", "eval_forward_kl", "eval_reverse_kl", "eval_ce_loss", "eval_teacher_entropy")
+    for name in compared:
+        assert got[name] == pytest.approx(want[name], rel=0.02), name
+    assert got["eval_loss"] != want["eval_loss"]
+
+
 def test_packing_and_assistant_only_loss():
     for data, options in (
         (completions(), {"packing": True, "max_length": 24}),
