@@ -5,6 +5,7 @@ our recipes, those before TRL's. Everything wrong is reported at once, each with
 """
 
 import difflib
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -41,13 +42,14 @@ class RunConfig:
     """A configuration in which every key is known and every value has the right type.
 
     `values` holds every key of the recipe, defaults included; `settings` only those that were given or that a recipe
-    default sets, with their origin.
+    default sets, with their origin; `overrides` the arguments of the command line as they came.
     """
 
     source: str
     recipe: str
     values: dict[str, Any]
     settings: dict[str, Setting] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -79,7 +81,9 @@ class RunConfig:
         """Turn what TRL, transformers or peft say about unsuitable settings into a ConfigError."""
         try:
             yield
-        except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        except (ValueError, TypeError, ImportError, RuntimeError) as error:  # one of them for a tracker not installed
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
+                raise
             raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error
 
     def training_args(self) -> "SFTConfig":
@@ -156,7 +160,7 @@ def load_run_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> R
         values = schema.model(**{k: s.value for k, s in known.items()}).model_dump()
         for key, value in _recipe_defaults(values, known, label).items():
             values[key], known[key] = value, Setting(value, RECIPE_DEFAULT)
-        config = RunConfig(label, recipe, {**values, "recipe": recipe}, known)
+        config = RunConfig(label, recipe, {**values, "recipe": recipe}, known, tuple(overrides))
         problems = list(_contradictions(config))
         if not problems:
             return config
@@ -327,6 +331,8 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
         yield "padding_free", "without packing it does not enforce max_length; set `max_length: null`."
     if config["num_sample_completions"] and _is_sharded(config.values):
         yield "num_sample_completions", "expected 0: a sharded model is not sampled from."
+    if config["use_liger_kernel"] and importlib.util.find_spec("liger_kernel") is None:
+        yield "use_liger_kernel", "needs the package liger-kernel. The loss is fused without it: leave the key out."
     for key in ("deepspeed", "fsdp_config", "accelerator_config"):
         value = config[key]
         if isinstance(value, str) and not value.startswith("{") and not Path(value).is_file():

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accel
 
 
 def check_output_dir(config: "RunConfig") -> Path:
-    """The output directory, made if need be.
+    """The output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
 
     Raises:
         ConfigError: it holds a finished run and `overwrite_output_dir` is not set, it is the directory of an
@@ -42,12 +41,9 @@ def check_output_dir(config: "RunConfig") -> Path:
         name = config.values.get(key)
         if name and Path(name).expanduser().resolve() == output_dir.resolve():
             raise config.error("output_dir", f"{output_dir} is also {key}, which would be overwritten.")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except OSError as error:
-        raise config.error("output_dir", f"cannot be written: {error}") from None
+    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise config.error("output_dir", f"{there} is no directory that can be written to.")
     return output_dir
 
 

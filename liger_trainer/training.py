@@ -1,6 +1,7 @@
 """The training step of a run: a progress bar, a stop that keeps the work, tokens per second and peak memory."""
 
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -123,9 +124,10 @@ def train(trainer: Trainer, config: "RunConfig", checkpoint: str | None) -> Trai
     seconds = time.perf_counter() - start
     if stop.received is not None:
         saved = get_last_checkpoint(str(trainer.args.output_dir))
+        again = shlex.join([config.source, *config.overrides, f"resume_from_checkpoint={saved}"])
         raise Interrupted(
             f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; saved {saved}. "
-            f"To go on: liger-trainer run {config.source} resume_from_checkpoint={saved}"
+            f"To go on: liger-trainer run {again}"
         )
     return _facts(trainer, seconds, gpu)
 

@@ -242,7 +242,8 @@ def test_no_supervised_token_at_all(run):
         (SETTINGS, ["keep_every_nth_layer=5"], 2, "keep_every_nth_layer: expected at most 4"),
         (SETTINGS, ["chat_template_path=missing.jinja"], 2, "chat_template_path: no such file"),
         (SETTINGS, ["output_dir=student"], 2, "output_dir: student is also model_name_or_path"),
-        (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: cannot be written"),
+        (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: rows.jsonl is no directory that can be written to"),
+        (SETTINGS, ["use_liger_kernel=true"], 2, "use_liger_kernel: needs the package liger-kernel"),
         (SETTINGS, ["load_best_model_at_end=true", "eval_strategy=epoch"], 2, "SFTConfig refuses these settings"),
         (SETTINGS, ["resume_from_checkpoint=true"], 2, "resume_from_checkpoint: no checkpoint in out"),
         (SETTINGS, ["resume_from_checkpoint=checkpoint-9"], 2, "resume_from_checkpoint: no such directory"),
@@ -264,7 +265,7 @@ def test_bad_input_is_told_before_weights_are_loaded(
     code, _, err = run(settings, *overrides)
     assert code == expected_code, err
     assert message in err and "Traceback" not in err
-    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
@@ -312,13 +313,20 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
         code, _, err = run(SETTINGS, "max_steps=6")
         assert signal.getsignal(signal.SIGINT) is handler
     assert code == 130
-    assert "Stopped at step 2 of 6; saved" in err and "checkpoint-2" in err and "Traceback" not in err
+    assert "Stopped at step 2 of 6; saved" in err and "Traceback" not in err
+    assert "liger-trainer run run.yaml max_steps=6 resume_from_checkpoint=out/checkpoint-2" in err
     assert not (tmp_path / "out" / "metrics.json").exists()
 
     code, _, err = run(SETTINGS, "max_steps=6", "resume_from_checkpoint=true")
     assert code == 0, err
     resumed, whole = metrics(tmp_path / "out"), metrics(tmp_path / "whole")
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], rel=1e-6)
+
+
+def test_what_peft_or_a_tracker_refuses_is_a_message(run):
+    for override in ("report_to=comet_ml", "lora_target_modules=[nothing]"):
+        code, _, err = run(SETTINGS, override, "use_peft=true")
+        assert code == 2 and "LigerTrainer refuses these settings" in err and "Traceback" not in err
 
 
 def test_a_loss_that_is_no_number_is_written_as_such(run, tmp_path):
