@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # for kernel_checks: tests/ holds no packages
 pytest.register_assert_rewrite("kernel_checks")
 
-from kernel_checks import PATHS, set_path
+from kernel_checks import PATHS, set_path  # noqa: E402 (found through the path above)
 
 
 class Place(NamedTuple):

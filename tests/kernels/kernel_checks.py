@@ -1,4 +1,4 @@
-"""How the kernels are checked: every output of an op against fp64, within twice the error of plain torch in its own dtype."""
+"""How the kernels are checked: every output of an op against fp64, within twice the error of plain torch."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -101,8 +101,9 @@ def assert_within_plain_error(
 ) -> None:
     """got errs at most twice as much as plain, plus a floor of a few roundings.
 
-    They are those of the result itself; of the largest logit in fp32, since the fused passes subtract log-partitions where
-    plain torch first subtracts maxima; and for the loss of one logit in `compute`, an error that plain torch can escape by luck.
+    They are those of the result itself; of the largest logit in fp32, since the fused passes subtract log-partitions
+    where plain torch first subtracts maxima; and for the loss of one logit in `compute`, an error that plain torch can
+    escape by luck.
     """
     assert got.shape == truth.shape, f"{name} is {tuple(got.shape)}, expected {tuple(truth.shape)}"
     assert torch.isfinite(got).all(), f"{name} holds {got[~torch.isfinite(got)][0]}"

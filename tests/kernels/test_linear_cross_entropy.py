@@ -20,7 +20,8 @@ OPTIONS = {
     "z_loss": {"z_loss": 0.03},
     "dft": {"dft": True},
     "all": {
-        "scale": 1.7, "softcap": 6.0, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 0.02, "dft": True, "num_items": 7,
+        "scale": 1.7, "softcap": 6.0, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 0.02, "dft": True,
+        "num_items": 7,
     },
 }  # fmt: skip
 

@@ -39,8 +39,8 @@ OPTIONS = {
     "smoothing": {"ce_weight": 0.5, "label_smoothing": 0.2},
     "z_loss": {"ce_weight": 0.5, "z_loss": 0.05},
     "all": {
-        "kind": MIX, "beta": 0.2, "scale": 0.8, "teacher_scale": 1.2, "softcap": 7.0, "teacher_softcap": 9.0, "temperature": 1.5,
-        "num_items": 7, **CE,
+        "kind": MIX, "beta": 0.2, "scale": 0.8, "teacher_scale": 1.2, "softcap": 7.0, "teacher_softcap": 9.0,
+        "temperature": 1.5, "num_items": 7, **CE,
     },
 }  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_cross_entropy_is_that_of_the_other_op(fp32):
 @pytest.mark.parametrize("rows_of", ["both", "student", "teacher"])
 @pytest.mark.parametrize("named", [True, False], ids=["vocab_size", "shorter head"])
 def test_padding_takes_no_part(fp32, rows_of, named):
-    """Padding rows with huge logits change nothing and get no gradient; the other head's size cuts as vocab_size does."""
+    """Padding rows with huge logits change nothing and get no gradient, cut by vocab_size or by the other head."""
     if rows_of == "both" and not named:
         pytest.skip("equal heads need vocab_size")
     tensors = random_pair(5, 6, 9, 20, device=fp32.device, bias=True, ignored=0.2)

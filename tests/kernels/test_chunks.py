@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from liger_trainer.kernels import _chunks
+from liger_trainer.kernels._chunks import (
+    TILE_ROWS,
+    Rows,
+    RowSelection,
+    addmm_into,
+    all_rows,
+    chunk_bounds,
+    project,
+    put,
+    take,
+    workspace,
+)
+from liger_trainer.kernels._triton import use_triton
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 1000, 4096, 5000])
+@pytest.mark.parametrize("limit", [0.5, 1, 3, 100, 128, 200, 300, 1024, 10**6])
+def test_chunks_cover_every_row_once_within_the_workspace(count, limit):
+    bytes_per_row = 1000
+    bounds = list(chunk_bounds(count, bytes_per_row, limit * bytes_per_row / 2**20))
+    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(count))
+    sizes = [stop - start for start, stop in bounds]
+    assert all(0 < size <= max(1, limit) for size in sizes)
+    assert all(size % TILE_ROWS == 0 for size in sizes[:-1] if size > TILE_ROWS), "whole tiles of the matrix products"
+    if limit >= count:
+        assert len(bounds) == (count > 0)
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 11, 4097])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_workspace_rows_are_aligned(vocab, dtype):
+    ws = workspace([(0, 3), (3, 8)], vocab, dtype, torch.device("cpu"))
+    assert ws.shape == (5, vocab) and ws.stride(1) == 1
+    assert ws.stride(0) * dtype.itemsize % 16 == 0
+    assert workspace([], vocab, dtype, torch.device("cpu")).shape == (0, vocab)
+
+
+@pytest.mark.parametrize("labels", [[5, -100, 2, -100, -100, 0], [-100] * 3, [1, 2], [-100, 7], [3, -100], []], ids=str)
+def test_row_selection(labels):
+    labels = torch.tensor(labels, dtype=torch.int64)
+    expected = (labels != -100).nonzero().squeeze(1)
+    rows = RowSelection(labels).wait()
+    assert rows.count == len(expected)
+    assert rows.num_items == max(1, len(expected))
+    if rows.count == len(labels):
+        assert rows.index is None
+    else:
+        assert torch.equal(rows.index, expected)
+    x = torch.arange(2.0 * len(labels)).reshape(-1, 2)
+    assert torch.equal(take(x, rows), x[expected])
+    assert torch.equal(put(take(x, rows), rows, len(labels)), x * (labels != -100)[:, None])
+
+
+def test_row_selection_of_a_batch_of_sequences():
+    labels = torch.tensor([[1, -100], [-100, 4]])
+    assert RowSelection(labels).wait().index.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("given", [12, 2.5, torch.tensor(12), torch.tensor(2.5), torch.tensor([12])])
+def test_num_items(given):
+    assert RowSelection(torch.zeros(3), given).wait().num_items == float(given)
+    assert all_rows(torch.zeros(3, 4), given).num_items == float(given)
+
+
+def test_all_rows():
+    assert all_rows(torch.zeros(3, 4), None) == Rows(None, 3, 3)
+    assert all_rows(torch.zeros(0, 4), None) == Rows(None, 0, 1)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta, alpha", [(0, 1.0), (0, 0.25), (1, 0.25)])
+def test_addmm_into(dtype, out_dtype, beta, alpha):
+    a, b = torch.randn(5, 7, dtype=dtype), torch.randn(7, 3, dtype=dtype)
+    before = torch.randn(5, 3).to(out_dtype) if beta else torch.full((5, 3), float("nan"), dtype=out_dtype)
+    out = before.clone()
+    addmm_into(out, a, b, beta=beta, alpha=alpha)
+    expected = alpha * (a.double() @ b.double()) + (before.double() if beta else 0)
+    eps = max(torch.finfo(x).eps for x in (dtype, out_dtype))
+    torch.testing.assert_close(out.double(), expected, rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize(
+    "dtype, out_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_project(dtype, out_dtype):
+    x, w = (torch.randn(n, 7, dtype=getattr(torch, dtype)) for n in (5, 11))
+    out = torch.empty(5, 16, dtype=getattr(torch, out_dtype))[:, :11]
+    project(x, w, out)
+    eps = torch.finfo(out.dtype).eps  # fp32 out of bf16 inputs is as exact as fp32
+    torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=4 * eps, atol=8 * eps)
+
+
+def test_path_of_a_tensor():
+    """On CPU tensors: Triton under the interpreter alone, and not for what numpy lacks or the kernels would narrow."""
+    interpreted = _chunks.use_triton(torch.zeros(1))
+    for dtype in (torch.float16, torch.float32):
+        assert use_triton(torch.zeros(1, dtype=dtype)) == interpreted
+    for dtype in (torch.bfloat16, torch.float64):
+        assert not use_triton(torch.zeros(1, dtype=dtype))
