@@ -40,8 +40,8 @@ class LigerDistillTrainer(LigerTrainer):
     teacher_entropy.
 
     Raises:
-        ConfigError: no teacher, the student as its own teacher, a teacher that lacks tokens of the vocabulary,
-            `compute_loss_func`, or sequence parallelism.
+        ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
+            vocabulary, `compute_loss_func`, or sequence parallelism.
     """
 
     _tag_names = ["trl", "liger-trainer", "distillation"]
@@ -84,6 +84,11 @@ class LigerDistillTrainer(LigerTrainer):
         student = self.accelerator.unwrap_model(self.model)
         sizes = [m.get_output_embeddings().weight.shape[0] for m in (student, teacher)]
         real = max(self._tokenizer.get_vocab().values()) + 1
+        if sizes[0] < real:
+            raise ConfigError(
+                f"The student knows {sizes[0]} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
+                "the tokenizer that belongs to it."
+            )
         if sizes[1] < real:
             raise ConfigError(
                 f"The teacher knows {sizes[1]} tokens, but the student's tokenizer has {real}: they do not share a "
@@ -131,4 +136,5 @@ def _load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> P
     if args.teacher_model_revision is not None:
         kwargs["revision"] = args.teacher_model_revision
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    kwargs.setdefault("dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32")
     return create_model_from_path(teacher, **kwargs)

@@ -511,6 +511,8 @@ def test_wrong_arguments_of_the_trainer():
         trainer(student, teacher_model=student, args=args)
     with pytest.raises(ConfigError, match="teacher knows 40 tokens, but the student's tokenizer has 64"):
         trainer(tiny_model(), teacher_model=tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), args=args)
+    with pytest.raises(ConfigError, match="student knows 40 tokens, but the tokenizer has 64: resize its embeddings"):
+        trainer(tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), teacher_model=tiny_model(), args=args)
     with pytest.raises(ConfigError, match="compute_loss_func would take the place of distillation"):
         trainer(tiny_model(), teacher_model=tiny_model(), args=args, compute_loss_func=lambda *a, **k: 0)
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
