@@ -77,9 +77,6 @@ def _divergence_kernel(
     teacher_ptr += row * stride_teacher
     grad_ptr += row * stride_grad
     inv_t = 1.0 / temperature
-    label = tl.full((), -1, tl.int64)
-    s_label = tl.full((), 0.0, tl.float32)
-    t_label = tl.full((), 0.0, tl.float32)
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
         s_label = load_label_logit(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
@@ -168,7 +165,6 @@ def _divergence_kernel(
         reverse_T = tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T)
     divergence = forward_kl * forward_T + reverse_kl * reverse_T
 
-    kl_qm = tl.full((), 0.0, tl.float32)
     if HAS_JSD:
         p_sum = zero
         q_sum = zero
