@@ -129,7 +129,8 @@ def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature):
     for name in ("loss", "divergence", "forward_kl", "reverse_kl", "d_hidden", "d_weight", "d_bias"):
         assert not got[name].any(), f"{name} is up to {got[name].abs().max()}"
     assert got["agrees"].all()
-    assert torch.equal(got["log_prob"], got["teacher_log_prob"]) and torch.equal(got["entropy"], got["teacher_entropy"])
+    for name in ("log_prob", "entropy"):  # whose last operations a compiler may fuse on one side alone
+        torch.testing.assert_close(got[name], got[f"teacher_{name}"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta, limit", [(0.0, "forward_kl"), (1.0, "reverse_kl")])
