@@ -17,7 +17,8 @@ class LigerDistillConfig(SFTConfig):
     Args:
         teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id.
         teacher_model_revision: its branch, tag or commit.
-        teacher_model_init_kwargs: keywords for its `from_pretrained`, such as dtype. dtype defaults to float32.
+        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
+            with `bf16`, float16 with `fp16`, else float32.
         beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
             `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types: forward_kl, reverse_kl, jsd
