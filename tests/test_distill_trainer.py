@@ -436,7 +436,8 @@ def test_the_teachers_own_dtype(tmp_path, kwargs):
     assert trainer.state.log_history[0]["loss"] != train_logs()[0]
 
 
-def test_the_teachers_revision_reaches_its_loading(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bf16, dtype", [(False, "float32"), (True, "bfloat16")])
+def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
     seen = {}
 
     def create_model_from_path(path, **kwargs):
@@ -445,9 +446,10 @@ def test_the_teachers_revision_reaches_its_loading(tmp_path, monkeypatch):
 
     monkeypatch.setattr("liger_trainer.distill_trainer.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
-    make(teacher="some/teacher", **options)
+    make(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {
         "path": "some/teacher", "revision": "v2", "attn_implementation": "eager", "trust_remote_code": False,
+        "dtype": dtype,
     }  # fmt: skip
 
 

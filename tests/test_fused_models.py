@@ -339,12 +339,13 @@ def test_a_student_equal_to_its_teacher_has_loss_and_gradient_zero(family, kind)
 
 def test_real_teacher_logits_take_the_plain_path_to_the_same_loss():
     student, teacher, batch = tiny_model("gemma2"), tiny_model("phi", seed=3), masked_batch()
-    labels = batch.pop("labels")
+    labels, batch["num_items_in_batch"] = batch.pop("labels"), 23
     fused = FusedLoss(student, LossOptions(distillation=KINDS["mix"]))
     with torch.no_grad():
-        real = teacher(**batch).logits
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        real = teacher(**inputs).logits
         with deferred_logits(teacher):
-            deferred = teacher(**batch).logits
+            deferred = teacher(**inputs).logits
     want = named_gradients(student, student(**batch, labels=labels, teacher_logits=deferred).loss)
     with pytest.warns(MaterializedLogitsWarning, match="Gemma2ForCausalLM computes its logits for a distillation loss"):
         loss = student(**batch, labels=labels, teacher_logits=real).loss
