@@ -21,7 +21,7 @@ class RunOptions:
     recipe: str = field(default="sft", metadata={"choices": ["sft", "distill"]})
     """sft, or distill; when absent, distill if a teacher is named and sft otherwise."""
     keep_every_nth_layer: int | None = field(default=None, metadata={"limits": {"ge": 2}})
-    """Make the student from model_name_or_path by keeping layers 0, n, 2n, ..."""
+    """Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last."""
     keep_layers: list[int] | None = None
     """Make the student from model_name_or_path by keeping the layers with these indices, from 0."""
     holdout_fraction: float = field(default=0.05, metadata={"limits": {"gt": 0, "lt": 1}})
