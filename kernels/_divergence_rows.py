@@ -282,33 +282,41 @@ def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options:
         out[2], out[8] = (x.gather(1, labels[:, None]).squeeze(1) for x in (log_q1, log_p1))
         out[4] = s.gather(1, labels[:, None]).squeeze(1) >= s.amax(-1)
 
-    log_q, log_p, q, p = log_q1, log_p1, q1, p1
+    log_q, log_p = log_q1, log_p1
     if o.temperature != 1.0:
         log_q, log_p = ((x / o.temperature).log_softmax(-1) for x in (s, t))
-        q, p, log_ratio = log_q.exp(), log_p.exp(), log_p - log_q
+    divergence, dlogits = _divergence_torch(log_q, log_p, o, write_grad)
+    out[0] = out[1] = divergence
+    if o.ce_weight:
+        out[0] += o.ce_weight * _cross_entropy_torch(s, q1, labels, o, dlogits)
+    if dlogits is not None:
+        grad.copy_(dlogits.mul_(slope))
+
+
+def _divergence_torch(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, write_grad: bool):
+    """(n,) weighted divergences, and their gradient (n, V) with respect to the student's logits if wanted."""
+    q, p, log_ratio = log_q.exp(), log_p.exp(), log_p - log_q
     reverse = -torch.linalg.vecdot(q, log_ratio)
     divergence = o.forward_kl * torch.linalg.vecdot(p, log_ratio) + o.reverse_kl * reverse
-    dlogits = o.forward_kl * (q - p)
-    if o.reverse_kl:
+    dlogits = o.forward_kl * (q - p) if write_grad else None
+    if dlogits is not None and o.reverse_kl:
         dlogits -= o.reverse_kl * q * (log_ratio + reverse[:, None])
     if o.jsd:
         q_ratio, p_ratio = _log_ratios_torch(log_q, log_p, o.beta)
         kl_qm = torch.linalg.vecdot(q, q_ratio)
         divergence += o.jsd * (o.beta * torch.linalg.vecdot(p, p_ratio) + (1 - o.beta) * kl_qm)
-        dlogits += o.jsd * (1 - o.beta) * q * (q_ratio - kl_qm[:, None])
-    divergence *= o.divergence_scale
-    dlogits *= o.divergence_scale / o.temperature
-    out[0] = out[1] = divergence
-    if o.ce_weight:
-        out[0] += o.ce_weight * _add_cross_entropy(s, q1, labels, o, dlogits)
-    if write_grad:
-        grad.copy_(dlogits * slope)
+        if dlogits is not None:
+            dlogits += o.jsd * (1 - o.beta) * q * (q_ratio - kl_qm[:, None])
+    if dlogits is not None:
+        dlogits *= o.divergence_scale / o.temperature
+    return divergence * o.divergence_scale, dlogits
 
 
-def _add_cross_entropy(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlogits: Tensor) -> Tensor:
+def _cross_entropy_torch(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlogits: Tensor | None) -> Tensor:
     """(n,) cross-entropy at temperature 1; adds ce_weight times its gradient to dlogits."""
     lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)
-    dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])
-    dlogits.scatter_add_(1, labels[:, None], torch.full_like(lse, o.ce_weight * (o.label_smoothing - 1))[:, None])
-    dlogits -= o.ce_weight * o.label_smoothing / s.shape[1]
+    if dlogits is not None:
+        dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])
+        dlogits.scatter_add_(1, labels[:, None], torch.full_like(lse, o.ce_weight * (o.label_smoothing - 1))[:, None])
+        dlogits -= o.ce_weight * o.label_smoothing / s.shape[1]
     return lse - s_label + o.z_loss * lse.square() + o.label_smoothing * (s_label - s.mean(-1))

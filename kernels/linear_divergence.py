@@ -172,9 +172,10 @@ def _linear_divergence(student: LinearHead, teacher: LinearHead, labels, rows: R
     student, teacher = student.labelled(rows, vocab), teacher.labelled(rows, vocab)
     label_rows = None if labels is None else take(labels, rows).contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=device)
-    bounds = list(
-        chunk_bounds(rows.count, vocab * (logits_dtype.itemsize + teacher_logits_dtype.itemsize), o.workspace_mb)
-    )
+    bytes_per_row = vocab * (
+        dtype.itemsize + teacher_dtype.itemsize
+    )  # wider logits widen the workspace, not the chunks
+    bounds = list(chunk_bounds(rows.count, bytes_per_row, o.workspace_mb))
     ws, teacher_ws = (
         workspace(bounds, vocab, logits_dtype, device),
         workspace(bounds, vocab, teacher_logits_dtype, device),
@@ -253,11 +254,11 @@ def linear_divergence(
         scale_by_temperature_squared: multiply the divergences, value and gradient, by temperature^2, so that their
             gradients keep their size when the temperature changes.
         vocab_size: the real vocabulary, where both heads are padded beyond it.
-        logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: about half the gradient's
-            error, for about 10 % of time and twice the workspace. Default: the products' dtype, as the models
-            themselves do.
+        logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: less error in the gradient,
+            for about 5 % of time and twice the workspace (docs/results/losses.md). Default: the products' dtype, as the
+            models themselves do.
         rows: see `linear_cross_entropy`.
-        workspace_mb: MiB for both chunks of logits.
+        workspace_mb: MiB for both chunks of logits in the products' dtype; twice that for fp32 logits under bf16.
 
     Returns:
         LinearDivergence: loss and per-token values.
