@@ -55,7 +55,7 @@ def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str],
     return Header(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        commit=os.environ.get("BENCH_COMMIT") or _git_commit(),
+        commit=os.environ.get("BENCH_COMMIT") or git_commit(),
         command=shlex.join(["python", "-m", "benchmarks.run", *_without_output(arguments)]),
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
@@ -80,7 +80,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
     try:
         return subprocess.run(
