@@ -1,6 +1,7 @@
 """The table of distillation beside fine-tuning: what stands in it, and what a failed run leaves."""
 
 import pytest
+
 from benchmarks import quality
 
 
