@@ -94,10 +94,11 @@ def test_directories(load, tmp_path):
     splits = {"train": datasets.Dataset.from_list(TEXTS[:9]), "dev": datasets.Dataset.from_list(TEXTS[9:])}
     datasets.DatasetDict(splits).save_to_disk("dict")
     assert load("dict", None, "dataset_test_split=dev").facts.test_rows == 11
-    with pytest.raises(
-        ConfigError, match="run.yaml|command line: dataset_test_split: no split 'nope'; .*'train', 'dev'"
-    ):
+    with pytest.raises(ConfigError, match="command line: dataset_test_split: no split 'nope'; .*'train', 'dev'"):
         load("dict", None, "dataset_test_split=nope")
+    (tmp_path / "saved" / "state.json").write_text("{")
+    with pytest.raises(DataError, match="saved: cannot be read as the output of save_to_disk"):
+        load("saved")
     with pytest.raises(ConfigError, match=r"files of no split \(extra.jsonl\)"):
         load("d", {"d/extra.jsonl": lines(TEXTS)})
     (tmp_path / "empty").mkdir()
