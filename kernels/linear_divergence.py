@@ -172,10 +172,8 @@ def _linear_divergence(student: LinearHead, teacher: LinearHead, labels, rows: R
     student, teacher = student.labelled(rows, vocab), teacher.labelled(rows, vocab)
     label_rows = None if labels is None else take(labels, rows).contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=device)
-    bytes_per_row = vocab * (
-        dtype.itemsize + teacher_dtype.itemsize
-    )  # wider logits widen the workspace, not the chunks
-    bounds = list(chunk_bounds(rows.count, bytes_per_row, o.workspace_mb))
+    # Wider logits widen the workspace, not the chunks.
+    bounds = list(chunk_bounds(rows.count, vocab * (dtype.itemsize + teacher_dtype.itemsize), o.workspace_mb))
     ws, teacher_ws = (
         workspace(bounds, vocab, logits_dtype, device),
         workspace(bounds, vocab, teacher_logits_dtype, device),
