@@ -1,21 +1,23 @@
 """The training step of a run: a progress bar, a stop that keeps the work, tokens per second and peak memory."""
 
+import json
 import resource
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from .errors import LigerTrainerError
+from .evaluation import Measurement
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -104,24 +106,58 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
-def train(trainer: Trainer, config: "RunConfig", checkpoint: str | None) -> TrainingFacts:
-    """Train to the end, from a checkpoint if one is given.
+class MeasureFirst(TrainerCallback):
+    """Measures the student once training is set up and before its first step, and stores that with each checkpoint.
+
+    Earlier would be wrong with several processes: an evaluation before `Trainer.train()` marks the model as prepared,
+    so that `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
+    """
+
+    FILE = "measured_before.json"
+
+    def __init__(self, measure: Callable[[], Measurement], checkpoint: str | None, clock: Clock) -> None:
+        self.measure, self.clock = measure, clock
+        self.stored = Path(checkpoint, self.FILE) if checkpoint else None
+        self.result: Measurement | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        with self.clock("measure_before"):
+            if self.stored is not None and self.stored.is_file():
+                self.result = Measurement(**json.loads(self.stored.read_text(encoding="utf-8")))
+            else:
+                self.result = self.measure()
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.ended = time.perf_counter()
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and self.result is not None:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            (folder / self.FILE).write_text(json.dumps(asdict(self.result)), encoding="utf-8")
+
+
+def train(
+    trainer: Trainer,
+    config: "RunConfig",
+    checkpoint: str | None,
+    measure: Callable[[], Measurement],
+    clock: Clock,
+) -> tuple[Measurement, TrainingFacts]:
+    """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
 
     Raises:
         Interrupted: a signal came; the checkpoint to go on from is named.
     """
-    stop = StopOnSignal()
+    stop, first = StopOnSignal(), MeasureFirst(measure, checkpoint, clock)
     trainer.add_callback(stop)
+    trainer.add_callback(first)
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
-    gpu = trainer.args.device.type == "cuda"
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
     with stop.listening() if trainer.args.world_size == 1 else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - first.ended
+    clock.seconds["train"] = round(seconds, 2)
     if stop.received is not None:
         saved = get_last_checkpoint(str(trainer.args.output_dir))
         again = shlex.join([config.source, *config.overrides, f"resume_from_checkpoint={saved}"])
@@ -129,7 +165,8 @@ def train(trainer: Trainer, config: "RunConfig", checkpoint: str | None) -> Trai
             f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; saved {saved}. "
             f"To go on: liger-trainer run {again}"
         )
-    return _facts(trainer, seconds, gpu)
+    assert first.result is not None
+    return first.result, _facts(trainer, seconds)
 
 
 def checkpoint_of(config: "RunConfig") -> str | None:
@@ -151,7 +188,8 @@ def checkpoint_of(config: "RunConfig") -> str | None:
     return wanted
 
 
-def _facts(trainer: Trainer, seconds: float, gpu: bool) -> TrainingFacts:
+def _facts(trainer: Trainer, seconds: float) -> TrainingFacts:
+    gpu = trainer.args.device.type == "cuda"
     counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
     tokens = int(counted[-1]) if counted else 0
     assert isinstance(trainer.model, torch.nn.Module)

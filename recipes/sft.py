@@ -1,5 +1,6 @@
 """Supervised fine-tuning, full or LoRA: check, load, measure, train, save, measure again."""
 
+from functools import partial
 from pathlib import Path
 
 from trl import get_peft_config
@@ -42,14 +43,13 @@ def main(config: RunConfig) -> Path:
             peft_config=get_peft_config(config.model_args()),
         )
     prompts = held_out_prompts(config, data, files.tokenizer)
+    measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
 
-    with clock("measure_before"):
-        before = measure(trainer, prompts, config["max_new_tokens"])
-    with clock("train"):
-        training = train(trainer, config, checkpoint)
+    before, training = train(trainer, config, checkpoint, measure_now, clock)
+    with clock("save"):
         save_student(trainer, config, output_dir)
     with clock("measure_after"):
-        after = measure(trainer, prompts, config["max_new_tokens"])
+        after = measure_now()
 
     results = RunResults(
         recipe=config.recipe,

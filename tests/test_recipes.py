@@ -4,6 +4,9 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
+import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.students import drop_layers
 
@@ -103,7 +107,7 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, mod
     assert written["skipped_rows"] == {"train": 0, "eval": 0}
     assert written["training"]["steps"] == 3 and written["training"]["tokens"] > 0
     assert written["training"]["peak_memory_mib"] > 100 and written["training"]["tokens_per_second"] > 0
-    assert set(written["seconds"]) == {"load", "measure_before", "train", "measure_after"}
+    assert set(written["seconds"]) == {"load", "measure_before", "train", "save", "measure_after"}
     assert [entry["step"] for entry in written["log_history"] if "loss" in entry] == [1, 2, 3]
     assert {"torch", "trl", "liger-trainer", "python"} <= written["versions"].keys()
     assert len(written["completions"]) == 2 and written["completions"][0]["teacher"] is None
@@ -320,7 +324,42 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
     code, _, err = run(SETTINGS, "max_steps=6", "resume_from_checkpoint=true")
     assert code == 0, err
     resumed, whole = metrics(tmp_path / "out"), metrics(tmp_path / "whole")
-    assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], rel=1e-6)
+    for part in ("before", "after"):
+        assert resumed[part]["loss"] == pytest.approx(whole[part]["loss"], rel=1e-6)
+    assert resumed["completions"] == whole["completions"]
+
+
+def test_two_processes_train_as_one(run, tmp_path):
+    """The first evaluation must not keep Trainer from averaging gradients over the processes."""
+    assert run(SETTINGS)[0] == 0
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "liger_trainer",
+    ]
+    command += ["run", "run.yaml", "output_dir=two", "ddp_backend=gloo"]
+    command += ["per_device_train_batch_size=2", "per_device_eval_batch_size=2"]
+    root = str(Path(liger_trainer.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            printed, complaint = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher's children too
+            raise
+    assert process.returncode == 0, complaint
+    one, two = metrics(tmp_path / "out"), metrics(tmp_path / "two")
+    assert two["training"]["processes"] == 2 and two["training"]["tokens"] == one["training"]["tokens"]
+    for name in ("loss", "grad_norm"):
+        logged = [[entry[name] for entry in written["log_history"] if name in entry] for written in (one, two)]
+        assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert two["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-5)
+    assert printed.count("before and after training") == 1
 
 
 def test_what_peft_or_a_tracker_refuses_is_a_message(run):
