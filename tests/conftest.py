@@ -19,7 +19,7 @@ pytest.register_assert_rewrite("tiny", "splits")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
 if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # the tests' tensors are too small for more
+    torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 
 
 @pytest.fixture
