@@ -132,7 +132,7 @@ class MeasureFirst(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero and self.result is not None:
-            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             (folder / self.FILE).write_text(json.dumps(asdict(self.result)), encoding="utf-8")
 
 
