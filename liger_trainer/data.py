@@ -88,9 +88,6 @@ def load_run_datasets(config: "RunConfig") -> RunData:
     return RunData(train, test, facts)
 
 
-# Splits
-
-
 def _split(config: "RunConfig", source: Source) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:
     """Training rows, held-out rows, how those were chosen, and where row i of either stands."""
     train_name, test_name = config["dataset_train_split"], config["dataset_test_split"]
@@ -138,9 +135,6 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
     size = min(max(1, round(config["holdout_fraction"] * count)), count - 1)
     order = numpy.random.RandomState(config["seed"]).permutation(count)
     return sorted(map(int, order[size:])), sorted(map(int, order[:size]))
-
-
-# Rows
 
 
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
