@@ -1,14 +1,14 @@
 """How the kernels are checked: every output of an op against fp64, within twice the error of plain torch."""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_trainer.kernels import _chunks, _divergence_rows, linear_cross_entropy, linear_divergence
+from liger_trainer.kernels import _divergence_rows, linear_cross_entropy, linear_divergence
 from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -19,7 +19,6 @@ if INSTALLED and (CUDA or INTERPRETED):  # the interpreter computes in numpy, wh
 
 LEAVES = ("hidden", "weight", "bias")
 ONLY_OURS = ("workspace_mb", "logits_dtype", "rows")  # options that a reference does not take
-MODULES: list[ModuleType] = [linear_cross_entropy, linear_divergence, _chunks]
 
 
 def set_path(monkeypatch, path: str, block: int = 16) -> str:
@@ -27,8 +26,9 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
 
     Returns the device to put tensors on.
     """
-    for module in MODULES:
-        monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
     for module in (linear_cross_entropy, _divergence_rows):
         monkeypatch.setattr(module, "BLOCK", block)
     return TRITON_DEVICE if path == "triton" else "cpu"
