@@ -1,0 +1,318 @@
+"""Gated activations:  h = act(gate) * up,  with what swiglu, geglu, relu2 and gated_linear share.
+
+    d up = dh * act(gate)        d gate = dh * up * act'(gate)
+
+    silu       x s(x), s the sigmoid                             s + x s (1 - s)
+    gelu_tanh  x s(2u), 2u = sqrt(8/pi) (x + 0.044715 x^3)       s + x s (1 - s) 2u'
+    gelu       x P(x), P the normal distribution function        P + x P'
+    relu2      max(x, 0)^2                                       2 max(x, 0)
+
+Shapes    gate, up, h: (..., I), or gate and up as the halves of one packed tensor (..., 2I)
+Numerics  fp32 inside, rounded once on the way out. Hugging Face's layers round act(gate) before they multiply by up.
+          0.5 (1 + tanh u) is computed as s(2u): one exponential, and no cancellation where tanh is near -1.
+Traffic   forward 2 reads and 1 write of N I elements, backward 3 reads and 2 writes, 3 with h
+Source    Shazeer 2020, arXiv:2002.05202; SiLU: Elfwing et al. 2017, arXiv:1702.03118; GELU: Hendrycks & Gimpel 2016,
+          arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._triton import tl, triton, use_triton
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
+FORWARD = (1024, 4)  # elements a program, warps: 16 bytes a lane and tensor in bf16
+BACKWARD = (1024, 4)
+
+
+def activation_reference(x: Tensor, activation: str) -> Tensor:
+    """act(x) in x's dtype."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up in plain torch; up None: gate is packed."""
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (activation_reference(gate.to(wide), activation) * up.to(wide)).to(dtype)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """(act(x), act'(x)). relu2_output is given relu2(x) itself: its slope is all that is asked of it."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        value = x * s
+        slope = s + value * (1.0 - s)
+    elif ACTIVATION == "gelu_tanh":
+        square = x * x
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282053 * square))
+        value = x * s
+        slope = s + value * (1.0 - s) * (1.5957691216057308 + 0.21406443846159 * square)
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        value = x * cdf
+        slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    elif ACTIVATION == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, keeps NaN
+        value = positive * positive
+        slope = 2.0 * positive
+    else:
+        tl.static_assert(ACTIVATION == "relu2_output")
+        value = x
+        slope = 2.0 * tl.sqrt(x)
+    return value, slope
+
+
+@triton.jit
+def _forward_tile(
+    gate_ptr, gate_at, up_ptr, up_at, h_ptr, h_at, left,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements from the given offsets on, or `left` of them unless EVEN. up_ptr None: h = act(gate)."""
+    lanes = tl.arange(0, BLOCK)
+    mask = None if EVEN else lanes < left
+    h, _ = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
+    if up_ptr is not None:
+        h *= tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
+    tl.store(h_ptr + h_at + lanes, h, mask=mask)
+
+
+@triton.jit
+def _backward_tile(
+    dh_ptr, dh_at, gate_ptr, gate_at, up_ptr, up_at, dgate_ptr, dup_ptr, grad_at, h_ptr, h_at, left,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_forward_tile`. Results whose pointer is None are left out; h may lie over dh."""
+    lanes = tl.arange(0, BLOCK)
+    mask = None if EVEN else lanes < left
+    dh = tl.load(dh_ptr + dh_at + lanes, mask=mask).to(tl.float32)
+    h, slope = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
+    dgate = dh * slope
+    if up_ptr is not None:
+        up = tl.load(up_ptr + up_at + lanes, mask=mask).to(tl.float32)
+        if dup_ptr is not None:
+            tl.store(dup_ptr + grad_at + lanes, dh * h, mask=mask)
+        dgate *= up
+        h *= up
+    if dgate_ptr is not None:
+        tl.store(dgate_ptr + grad_at + lanes, dgate, mask=mask)
+    if h_ptr is not None:
+        tl.store(h_ptr + h_at + lanes, h, mask=mask)
+
+
+@triton.jit
+def _forward_flat_kernel(gate_ptr, up_ptr, h_ptr, n, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    _forward_tile(gate_ptr, at, up_ptr, at, h_ptr, at, n - at, ACTIVATION, EVEN, BLOCK)
+
+
+@triton.jit
+def _backward_flat_kernel(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, n,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    _backward_tile(
+        dh_ptr, at, gate_ptr, at, up_ptr, at, dgate_ptr, dup_ptr, at, h_ptr, at, n - at, ACTIVATION, EVEN, BLOCK
+    )
+
+
+@triton.jit
+def _place(inner, columns, BLOCK: tl.constexpr):
+    """(row, its two indices, first column) of this program: rows one after another, each in blocks of columns."""
+    program, blocks = tl.program_id(0), tl.cdiv(columns, BLOCK)
+    row = program // blocks
+    return row.to(tl.int64), (row // inner).to(tl.int64), (row % inner).to(tl.int64), (program % blocks) * BLOCK
+
+
+@triton.jit
+def _forward_rows_kernel(
+    gate_ptr, up_ptr, h_ptr, inner, columns, gate_outer, gate_inner, up_outer, up_inner,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, i, j, column = _place(inner, columns, BLOCK)
+    _forward_tile(
+        gate_ptr, i * gate_outer + j * gate_inner + column, up_ptr, i * up_outer + j * up_inner + column,
+        h_ptr, row * columns + column, columns - column, ACTIVATION, EVEN, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _backward_rows_kernel(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, inner, columns,
+    dh_outer, dh_inner, gate_outer, gate_inner, up_outer, up_inner, stride_grad,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, i, j, column = _place(inner, columns, BLOCK)
+    _backward_tile(
+        dh_ptr, i * dh_outer + j * dh_inner + column, gate_ptr, i * gate_outer + j * gate_inner + column,
+        up_ptr, i * up_outer + j * up_inner + column, dgate_ptr, dup_ptr, row * stride_grad + column,
+        h_ptr, row * columns + column, columns - column, ACTIVATION, EVEN, BLOCK,
+    )  # fmt: skip
+
+
+def _flat(*tensors: Tensor | None) -> bool:
+    return all(x is None or x.is_contiguous() for x in tensors)
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """(x, outer, inner stride) of x as (outer, inner, columns) with adjacent columns: no copy where strides allow it.
+
+    They do not where the last one is not 1, or where the leading dimensions of four or more do not fold into one.
+    """
+    if x is None:
+        return None, 0, 0
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() > 3:
+        x = x.flatten(0, -3)
+    return x, x.stride(0) if x.dim() == 3 else 0, x.stride(-2) if x.dim() > 1 else 0
+
+
+def _tile(columns: int, tile: tuple[int, int]) -> tuple[int, int, bool]:
+    """(BLOCK, warps, whether the block divides the columns). Halved while one half would hold all columns."""
+    block, warps = tile
+    while block >= 2 * columns and block > 32:
+        block, warps = block // 2, max(warps // 2, 1)
+    return block, warps, columns % block == 0
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """(rows, rows of the innermost leading dimension, columns)."""
+    columns = x.shape[-1]
+    return x.numel() // columns, x.shape[-2] if x.dim() > 1 else 1, columns
+
+
+def forward(gate: Tensor, up: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
+    """act(gate) * up in dtype, contiguous; act(gate) where up is None."""
+    h = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    n = h.numel()
+    if n == 0:
+        return h
+    if _flat(gate, up):
+        block, warps, even = _tile(n, FORWARD)
+        _forward_flat_kernel[(-(-n // block),)](
+            gate, up, h, n, ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps
+        )
+        return h
+    rows, inner, columns = _sizes(gate)
+    block, warps, even = _tile(columns, FORWARD)
+    (gate_rows, *gate_strides), (up_rows, *up_strides) = _rows(gate), _rows(up)
+    _forward_rows_kernel[(rows * -(-columns // block),)](
+        gate_rows, up_rows, h, inner, columns, *gate_strides, *up_strides,
+        ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return h
+
+
+def backward(
+    dh: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None, activation: str,
+    h: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill those of dgate, dup and h that are there: the gradients, and act(gate) * up once more.
+
+    dgate and dup are contiguous, or halves of one contiguous packed tensor. h is contiguous; it may be dh itself if
+    that is, and if dh, gate and up have one dtype: then each thread reads just what it overwrites.
+    """
+    n = gate.numel()
+    if n == 0:
+        return
+    if _flat(dh, gate, up, dgate, dup):
+        block, warps, even = _tile(n, BACKWARD)
+        _backward_flat_kernel[(-(-n // block),)](
+            dh, gate, up, dgate, dup, h, n, ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps
+        )
+        return
+    rows, inner, columns = _sizes(gate)
+    block, warps, even = _tile(columns, BACKWARD)
+    (dh_rows, *dh_strides), (gate_rows, *gate_strides), (up_rows, *up_strides) = _rows(dh), _rows(gate), _rows(up)
+    stride_grad = _rows(dup if dgate is None else dgate)[2]
+    _backward_rows_kernel[(rows * -(-columns // block),)](
+        dh_rows, gate_rows, up_rows, dgate, dup, h, inner, columns,
+        *dh_strides, *gate_strides, *up_strides, stride_grad,
+        ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(gate, up), views of packed gate where up is None."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return gate, up
+
+
+def input_gradients(
+    dh: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool], activation: str, h: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of gate and up where needed, one packed gradient where up is None. Fills h too if it is given."""
+    if up is None:
+        packed = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
+        return packed, None
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs[0] else None
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
+    backward(dh, gate, up, dgate, dup, activation, h)
+    return dgate, dup
+
+
+def first_order(backward: Callable) -> Callable:
+    """A backward that refuses create_graph=True: what a kernel returns has no graph, and would count as a constant."""
+
+    @functools.wraps(backward)
+    def checked(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "This op can be differentiated once. Differentiate it without create_graph=True, or, for second "
+                "derivatives, call its reference (swiglu_reference for swiglu)."
+            )
+        return backward(ctx, grad)
+
+    return checked
+
+
+class GatedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        gate, up = halves(gate, up)
+        return forward(gate, up, activation, torch.promote_types(gate.dtype, up.dtype))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dh):
+        gate, up = ctx.saved_tensors
+        return *input_gradients(dh, gate, up, ctx.needs_input_grad, ctx.activation), None
+
+
+def runs_plain(x: Tensor) -> bool:
+    """Whether an op of x takes its plain form: under torch.compile, which fuses too, without Triton, and in fp64."""
+    return torch.compiler.is_compiling() or not use_triton(x) or x.dtype == torch.float64
+
+
+def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:
+    if up is not None and gate.shape != up.shape:
+        raise ValueError(f"{op} needs gate and up of one shape: gate is {tuple(gate.shape)}, up is {tuple(up.shape)}.")
+    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
+        raise ValueError(
+            f"{op} needs gate of shape (..., I), or packed [gate | up] of shape (..., 2 I) with up=None: "
+            f"gate is {tuple(gate.shape)}."
+        )
+
+
+def gated(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up for the public op of that name."""
+    check_gated(op, gate, up)
+    if runs_plain(gate):
+        return gated_reference(gate, up, activation)
+    return GatedFunction.apply(gate, up, activation)

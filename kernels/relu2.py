@@ -1,0 +1,49 @@
+"""Squared ReLU:  y = max(x, 0)^2,  dx = 2 max(x, 0) dy = 2 sqrt(y) dy.
+
+Shapes    x, y: any
+Method    elementwise (_gated.py). y is saved, not x: the linear layer behind saves it anyway, so x is freed. In fp16,
+          whose squares vanish below x = 2.4e-4, x is saved.
+Numerics  fp32 inside, rounded once on the way out; the gradient from y errs by half a rounding of y more
+Traffic   forward 1 read and 1 write of each element, backward 2 reads and 1 write
+Source    So et al. 2021 (Primer), arXiv:2109.08668; Nemotron
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._gated import backward, first_order, forward, runs_plain
+
+
+def relu2_reference(x: Tensor) -> Tensor:
+    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    return F.relu(x).square()
+
+
+class ReLU2Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = forward(x, None, "relu2", x.dtype)
+        ctx.save_for_backward(x if x.dtype == torch.float16 else y)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        (saved,) = ctx.saved_tensors
+        dx = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
+        backward(dy, saved, None, dx, None, "relu2" if saved.dtype == torch.float16 else "relu2_output")
+        return dx
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2, differentiable once. NaN stays NaN.
+
+    Args:
+        x: any shape, fp32, fp16, bf16 or fp64, any strides. Copied only where its last stride is not 1, or where four
+            or more dimensions do not fold into three.
+
+    Returns:
+        x's shape and dtype, contiguous. In fp32 and bf16 it is what the backward reads: do not write into it.
+    """
+    return relu2_reference(x) if runs_plain(x) else ReLU2Function.apply(x)
