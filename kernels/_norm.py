@@ -1,0 +1,86 @@
+"""What the normalizations share: tiles of whole rows, and gradients that are sums over rows.
+
+A program holds a tile of ROWS whole rows, (ROWS, BLOCK_H). Each program of a backward pass walks over many tiles and
+adds up its share of the weight's gradient in registers; a second kernel adds the shares of all programs, always in the
+same order, and rounds once.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ._triton import tl, triton
+
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8  # the tile of the kernel that adds the programs' shares
+CPU_MULTIPROCESSORS = 4  # as many as the interpreter pretends to have
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_MULTIPROCESSORS
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count  # CUDA and ROCm; XPU
+
+
+def programs_for(tiles: int, limit: int) -> int:
+    """The fewest programs, of `limit` at most, that finish as soon as `limit` would: each walks over as many tiles."""
+    return max(1, -(-tiles // max(1, -(-tiles // limit))))
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """(x as rows without gaps inside, elements from one row to the next). Copied only if no stride leads over rows."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = x.reshape(-1, x.shape[-1])
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> None:
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"x must be (..., H) with at least one column, got {tuple(x.shape)}.")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name} must hold one number per column of x: x is {tuple(x.shape)}, {name} is {tuple(weight.shape)}."
+        )
+
+
+@triton.jit
+def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr):
+    """Which entries of a tile exist. EXACT: all, known when compiling, so loads and stores lose their masks."""
+    if EXACT:
+        mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)
+    else:
+        mask = (rows[:, None] < N) & (cols[None, :] < H)
+    return mask
+
+
+@triton.jit
+def _sum_programs_kernel(
+    share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr
+):  # fmt: skip
+    cols = tl.program_id(0) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
+    share_ptr += tl.program_id(1).to(tl.int64) * P * H
+    total = tl.zeros((SUM_ROWS, SUM_COLUMNS), tl.float32)
+    for start in range(0, P, SUM_ROWS):
+        rows = start + tl.arange(0, SUM_ROWS)
+        mask = (rows[:, None] < P) & (cols[None, :] < H)
+        total += tl.load(share_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    total = tl.sum(total, 0)
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + cols, total, mask=cols < H)
+    else:
+        tl.store(second_ptr + cols, total, mask=cols < H)
+
+
+def sum_programs(shares: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """(H,) sums over the programs, one a dtype: shares is (one or two sums, programs, H), fp32."""
+    K, P, H = shares.shape
+    sums = [torch.empty(H, dtype=dtype, device=shares.device) for dtype in dtypes]
+    _sum_programs_kernel[(-(-H // SUM_COLUMNS), K)](
+        shares, sums[0], sums[-1], P, H, SUM_ROWS=SUM_ROWS, SUM_COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
+    )
+    return sums

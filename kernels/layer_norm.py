@@ -1,0 +1,183 @@
+"""LayerNorm over the last dimension:  y = xhat * w + b,  xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps).
+
+    g = dy * w,  dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+    dw = sum over rows of dy * xhat,  db = sum over rows of dy
+
+Shapes    x, y: (..., H), in the kernels (N, H)    w, b: (H,)    mean, rstd: (N,) fp32
+Method    as rms_norm. The variance is that of the centred row, which is held in registers: no cancellation.
+Numerics  fp32 inside, rounded once on the way out
+Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers each for dw and db, P programs
+Source    Ba, Kiros & Hinton 2016, arXiv:1607.06450
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
+from ._triton import tl, triton, use_triton
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """`layer_norm` in plain torch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+@functools.cache
+def forward_config(H: int) -> tuple[int, int, int]:
+    """(BLOCK_H, ROWS, warps) of the forward's tile."""
+    block = triton.next_power_of_2(H)
+    return block, max(1, 4096 // block), min(32, max(8, block // 512))
+
+
+@functools.cache
+def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of the backward."""
+    block = triton.next_power_of_2(H)
+    stages = 2 if block * itemsize <= 16384 else 1  # prefetched tiles take shared memory
+    return block, max(1, 4096 // block), 8 if block <= 4096 else 32, 2 if block <= 4096 else 1, stages
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, stride_x, N, H, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
+    x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / H
+    y = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(y * y, 1) / H + eps)
+    tl.store(stats_ptr + rows, mean, mask=rows < N)
+    tl.store(stats_ptr + N + rows, rstd, mask=rows < N)
+    y = y * rstd[:, None]
+    if HAS_WEIGHT:
+        y = y * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(b_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, share_ptr, stride_dy, stride_x, N, H,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_H)
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    # One sum for each entry of the tile: rows are added up once, after the loop.
+    dw = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    db = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    for start in tl.range(pid * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
+        x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(stats_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + N + rows, mask=rows < N, other=0.0)[:, None]
+        xhat = (x - mean) * rstd  # not 0 beyond the row's end, but dy is
+        if NEEDS_DW:
+            dw += dy * xhat
+        if NEEDS_DB:
+            db += dy
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * w[None, :]
+            g_mean = (tl.sum(g, 1) / H)[:, None]
+            dx = rstd * (g - g_mean - xhat * (tl.sum(g * xhat, 1) / H)[:, None])
+            tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx, mask=mask)
+    share_ptr += pid * H + cols
+    if NEEDS_DW:
+        tl.store(share_ptr, tl.sum(dw, 0), mask=cols < H)
+        share_ptr += tl.num_programs(0) * H
+    if NEEDS_DB:
+        tl.store(share_ptr, tl.sum(db, 0), mask=cols < H)
+
+
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, x's rows, their means and rstd)."""
+    H = x.shape[-1]
+    N = x.numel() // H
+    rows, stride = rows_of(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stats = torch.empty(2, N, dtype=torch.float32, device=x.device)
+    block, tile, warps = forward_config(H)
+    _forward_kernel[(-(-N // tile),)](
+        rows, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, stats,
+        stride, N, H, eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
+    )  # fmt: skip
+    return y, rows, stats
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, sums: tuple):
+    """(dx, dw, db), None where not needed. sums: the dtypes of dw and db, None where not needed."""
+    H, N = dy.shape[-1], stats.shape[1]
+    x, stride_x = rows_of(x)
+    dy_rows, stride_dy = rows_of(dy)
+    dx = torch.empty(dy.shape, dtype=x.dtype, device=dy.device) if needs_dx else None
+    block, tile, warps, per_multiprocessor, stages = backward_config(H, x.element_size())
+    tiles, dtypes, shares = -(-N // tile), [dtype for dtype in sums if dtype is not None], None
+    programs = tiles
+    if dtypes:
+        programs = programs_for(tiles, multiprocessors(dy.device) * per_multiprocessor)
+        shares = torch.empty(len(dtypes), programs, H, dtype=torch.float32, device=dy.device)
+    _backward_kernel[(programs,)](
+        dy_rows, x, stats if weight is None else weight.contiguous(), stats, x if dx is None else dx,
+        stats if shares is None else shares, stride_dy, stride_x, N, H,
+        HAS_WEIGHT=weight is not None, NEEDS_DX=needs_dx, NEEDS_DW=sums[0] is not None, NEEDS_DB=sums[1] is not None,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if dtypes else 1, num_warps=warps,
+    )  # fmt: skip
+    totals = iter(() if shares is None else sum_programs(shares, *dtypes))
+    return dx, *(None if dtype is None else next(totals) for dtype in sums)
+
+
+class LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, rows, stats = _forward(x, weight, bias, eps)
+        ctx.save_for_backward(rows, weight, stats)
+        needs_dw, needs_db = ctx.needs_input_grad[1:3]
+        ctx.sums = (weight.dtype if needs_dw else None, bias.dtype if needs_db else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows, weight, stats = ctx.saved_tensors
+        return *_backward(dy, rows, weight, stats, ctx.needs_input_grad[0], ctx.sums), None
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, differentiable in all three tensors.
+
+    Args:
+        x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
+        weight: (H,), any float dtype. None: 1. Frozen if it does not require a gradient.
+        bias: (H,), any float dtype, also without a weight. None: 0. Frozen if it does not require a gradient.
+        eps: added to the variance (the mean square of the centred row), before the root.
+
+    Returns:
+        (..., H) in x's dtype, under autocast too.
+
+    Raises:
+        ValueError: x has no column, or weight or bias is not one number per column.
+    """
+    check_columns(x, weight)
+    check_columns(x, bias, "bias")
+    if not use_triton(x) or torch.compiler.is_compiling():
+        return layer_norm_reference(x, weight, bias, eps)
+    return LayerNormFunction.apply(x, weight, bias, eps)

@@ -1,0 +1,187 @@
+"""RMSNorm over the last dimension:  y = xhat * (offset + w),  xhat = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps).
+
+    g = dy * (offset + w),  dx = rstd * (g - xhat * mean(g * xhat)),  dw = sum over rows of dy * xhat
+
+Shapes    x, y: (..., H), in the kernels (N, H)    w: (H,)    rstd: (N,) fp32
+Method    the forward saves x and rstd. The backward runs a few programs a multiprocessor, each over many tiles of rows
+          with its share of dw in registers, and adds the shares in a second kernel. A frozen weight costs nothing.
+Numerics  fp32 inside, rounded once on the way out (Gemma, OLMo). cast_before_weight: xhat is rounded to x's dtype
+          before it meets the weight (Llama); the gradients are those without that rounding.
+Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers for dw, P programs
+Source    Zhang & Sennrich 2019, arXiv:1910.07467
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
+from ._triton import tl, triton, use_triton
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_before_weight: bool = False
+) -> Tensor:
+    """`rms_norm` in plain torch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = x.to(wide)
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    factor = weight.to(wide) + offset
+    if cast_before_weight:
+        return (factor * normed.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
+    return (factor * normed).to(x.dtype)
+
+
+@functools.cache
+def forward_config(H: int) -> tuple[int, int, int]:
+    """(BLOCK_H, ROWS, warps) of the forward's tile."""
+    block = triton.next_power_of_2(H)
+    return block, max(1, 4096 // block), min(32, max(8, block // 512))
+
+
+@functools.cache
+def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of the backward."""
+    block = triton.next_power_of_2(H)
+    stages = 2 if block * itemsize <= 16384 else 1  # prefetched tiles take shared memory
+    return block, max(1, 4096 // block), 8 if block <= 4096 else 32, 2 if block <= 4096 else 1, stages
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, w_ptr, y_ptr, rstd_ptr, stride_x, N, H, eps, offset,
+    HAS_WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
+    x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < N)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        if CAST_FIRST:
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        y = y * (w + offset)[None, :]
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, add_ptr, dx_ptr, share_ptr, stride_dy, stride_x, stride_add, N, H, offset,
+    HAS_WEIGHT: tl.constexpr, HAS_ADD: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_H)
+    if HAS_WEIGHT:
+        factor = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
+    # One sum for each entry of the tile: rows are added up once, after the loop.
+    dw = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    for start in tl.range(pid * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = tile_mask(rows, cols, N, H, ROWS, BLOCK_H, EXACT)
+        x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        xhat = x * rstd
+        if NEEDS_DW:
+            dw += dy * xhat
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * factor[None, :]
+            dx = rstd * (g - xhat * (tl.sum(g * xhat, 1) / H)[:, None])
+            if HAS_ADD:
+                dx += tl.load(add_ptr + rows[:, None] * stride_add + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx, mask=mask)
+    if NEEDS_DW:
+        tl.store(share_ptr + pid * H + cols, tl.sum(dw, 0), mask=cols < H)
+
+
+def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
+    """(y, x's rows, rstd)."""
+    H = x.shape[-1]
+    N = x.numel() // H
+    rows, stride = rows_of(x)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if cast_before_weight and weight is not None else x.dtype
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
+    block, tile, warps = forward_config(H)
+    _forward_kernel[(-(-N // tile),)](
+        rows, x if weight is None else weight.contiguous(), y, rstd, stride, N, H, eps, offset,
+        HAS_WEIGHT=weight is not None, CAST_FIRST=cast_before_weight, EXACT=block == H and N % tile == 0,
+        ROWS=tile, BLOCK_H=block, num_warps=warps,
+    )  # fmt: skip
+    return y, rows, rstd
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool, needs_dw: bool,
+    add: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """(dx + add, dw) in the shape of dy, None where not needed."""
+    H, N = dy.shape[-1], rstd.shape[0]
+    x, stride_x = rows_of(x)
+    dy_rows, stride_dy = rows_of(dy)
+    add_rows, stride_add = (dy_rows, 0) if add is None else rows_of(add)
+    dx = torch.empty(dy.shape, dtype=x.dtype, device=dy.device) if needs_dx else None
+    block, tile, warps, per_multiprocessor, stages = backward_config(H, x.element_size())
+    tiles, shares = -(-N // tile), None
+    programs = tiles
+    if needs_dw:
+        programs = programs_for(tiles, multiprocessors(dy.device) * per_multiprocessor)
+        shares = torch.empty(1, programs, H, dtype=torch.float32, device=dy.device)
+    _backward_kernel[(programs,)](
+        dy_rows, x, rstd if weight is None else weight.contiguous(), rstd, add_rows, x if dx is None else dx,
+        rstd if shares is None else shares, stride_dy, stride_x, stride_add, N, H, offset,
+        HAS_WEIGHT=weight is not None, HAS_ADD=add is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if needs_dw else 1, num_warps=warps,
+    )  # fmt: skip
+    return dx, None if shares is None or weight is None else sum_programs(shares, weight.dtype)[0]
+
+
+class RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, cast_before_weight):
+        y, rows, rstd = _forward(x, weight, eps, offset, cast_before_weight)
+        ctx.save_for_backward(rows, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        return *rms_norm_backward(dy, rows, weight, rstd, ctx.offset, needs_dx, needs_dw), None, None, None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_before_weight: bool = False
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, differentiable in x and weight.
+
+    Args:
+        x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
+        weight: (H,), any float dtype. None: the normalized x itself. Frozen if it does not require a gradient.
+        eps: added to the mean square, before the root.
+        offset: added to the weight, in fp32. 1 for Gemma, whose weights are stored as weight - 1.
+        cast_before_weight: round the normalized x to x's dtype before it is multiplied by the weight (Llama).
+
+    Returns:
+        (..., H) in x's dtype; with cast_before_weight in the dtype that torch promotes x and weight to.
+
+    Raises:
+        ValueError: x has no column, or weight is not one number per column.
+    """
+    check_columns(x, weight)
+    if not use_triton(x) or torch.compiler.is_compiling():
+        return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
+    return RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)

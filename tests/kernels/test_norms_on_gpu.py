@@ -1,0 +1,84 @@
+"""What only a GPU shows of the normalizations: bf16, the launch configuration of each size, offsets beyond 2^31."""
+
+import pytest
+import torch
+from conftest import Place
+from elementwise_checks import check_op
+from norm_checks import random_tensors
+
+from liger_trainer.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
+from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
+
+pytestmark = pytest.mark.gpu
+
+NAMES = {
+    rms_norm: (rms_norm_reference, ("x", "weight")),
+    add_rms_norm: (add_rms_norm_reference, ("x", "residual", "weight")),
+    layer_norm: (layer_norm_reference, ("x", "weight", "bias")),
+}
+# Each size of tile, exact and not; H 16384 and above prefetches nothing.
+SHAPES = [(2048, 4096), (2047, 1024), (333, 2560), (4099, 128), (77, 576), (512, 8192), (130, 20000), (3, 65536)]
+
+
+@pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_sizes(op, shape, dtype, frozen):
+    reference, names = NAMES[op]
+    tensors = random_tensors(shape, Place("triton", "cuda", dtype), names)
+    check_op(op, reference, tensors, [k for k in names if k not in ("weight", "bias")] if frozen else names)
+
+
+@pytest.mark.parametrize("op", [rms_norm, add_rms_norm], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_cast_before_weight(op, weight_dtype):
+    reference, names = NAMES[op]
+    tensors = random_tensors((1024, 2048), Place("triton", "cuda", torch.bfloat16), names, weight_dtype)
+    check_op(op, reference, tensors, names, cast_before_weight=True, offset=0.5)
+
+
+def test_bf16_is_rounded_where_the_models_round_it():
+    """All but the entries at which rstd's last bit decides."""
+    x, weight = random_tensors((2048, 4096), Place("triton", "cuda", torch.bfloat16)).values()
+    for cast in (False, True):
+        expected = rms_norm_reference(x, weight, cast_before_weight=cast)
+        assert (rms_norm(x, weight, cast_before_weight=cast) == expected).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
+def test_offsets_beyond_32_bits(op):
+    """The last rows alone must give what they give among the others."""
+    _, names = NAMES[op]
+    H, rows = 8192, 2**18 + 3
+    tensors = {k: torch.rand(H, device="cuda", dtype=torch.bfloat16) for k in names if k in ("weight", "bias")}
+    tail = {k: torch.randn(5, H, device="cuda", dtype=torch.bfloat16) for k in names if k not in tensors}
+    whole = {k: torch.zeros(rows, H, device="cuda", dtype=torch.bfloat16) for k in tail}
+    assert whole["x"].numel() > 2**31
+    for k, x in whole.items():
+        x[-5:] = tail[k]
+
+    def run(inputs):
+        inputs = {k: (inputs | tensors)[k].requires_grad_() for k in names}
+        outputs = op(**inputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        grads = torch.autograd.grad([y[-5:].float().square().sum() for y in outputs], list(inputs.values()))
+        return [t[-5:] if t.dim() == 2 else t for t in (*outputs, *grads)]
+
+    torch.testing.assert_close(run(whole), run(tail))
+
+
+@pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
+def test_host_never_waits(op):
+    _, names = NAMES[op]
+    tensors = random_tensors((512, 1024), Place("triton", "cuda", torch.bfloat16), names)
+    inputs = {k: x.requires_grad_() for k, x in tensors.items()}
+    for mode in ("default", "error"):  # the first run compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            outputs = op(**inputs)
+            outputs = outputs if isinstance(outputs, torch.Tensor) else sum(outputs)
+            outputs.backward(torch.ones_like(outputs))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
