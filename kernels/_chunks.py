@@ -7,6 +7,7 @@ weight.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ._triton import tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
 TILE_ROWS = 256
+CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # to choose from where logits are recomputed
 
 
 class HostCopy:
@@ -79,6 +81,31 @@ def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
     return Rows(None, hidden.shape[0], max(hidden.shape[0], 1) if num_items is None else num_items)
 
 
+def selected_rows(labels: Tensor, rows: RowSelection | None, num_items, ignore_index: int) -> Rows:
+    if rows is not None and num_items is not None:
+        raise ValueError("num_items was given twice: rows already holds it. Give it to RowSelection alone.")
+    return (RowSelection(labels, num_items, ignore_index) if rows is None else rows).wait()
+
+
+def labelled_weight(token_weight: Tensor | None, rows: Rows, dtype: torch.dtype) -> Tensor | None:
+    """(rows.count,) in the dtype of the row kernels' sums."""
+    if token_weight is None:
+        return None
+    return take(token_weight.detach(), rows).to(stats_dtype(dtype)).contiguous()
+
+
+def upstream_rows(upstream: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(count,) gradients of each row's loss, and in fp16 the largest of them, by which they are divided.
+
+    fp16's smallest number is above most logits' gradients of a mean.
+    """
+    upstream = upstream.to(stats_dtype(dtype)).expand(count).contiguous()
+    if dtype != torch.float16 or not count:
+        return upstream, None
+    largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    return upstream / largest, largest
+
+
 def take(x: Tensor, rows: Rows) -> Tensor:
     return x if rows.index is None else x.index_select(0, rows.index)
 
@@ -90,17 +117,46 @@ def put(x: Tensor, rows: Rows, total: int) -> Tensor:
     return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows.index, x)
 
 
-def chunk_bounds(count: int, bytes_per_row: int, workspace_mb: float) -> Iterator[tuple[int, int]]:
-    """Chunks of equal size, as large as the workspace allows.
+class Plan(NamedTuple):
+    """Rows of a chunk, and columns of a tile of the vocabulary, whose logits are in the workspace at a time."""
+
+    rows: int
+    columns: int
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        return (slice(start, min(start + self.rows, count)) for start in range(0, count, self.rows))
+
+    def tiles(self, vocab: int) -> Iterator[slice]:
+        return (slice(start, min(start + self.columns, vocab)) for start in range(0, vocab, self.columns))
+
+
+def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> Plan:
+    """Chunks of whole rows of equal size, as large as the workspace allows.
 
     Each chunk reads and writes the weight's gradient once, so few and large chunks approach the speed of the bare
     matrix products; a rule by V / H alone (Liger-Kernel's) gives small models chunks that are bound by that traffic.
     """
-    limit = _whole_tiles(max(1, int(workspace_mb * 2**20) // bytes_per_row), down=True)
-    chunks = -(-count // limit)
-    rows = min(limit, _whole_tiles(-(-count // chunks))) if chunks else 0
-    for start in range(0, count, max(rows, 1)):
-        yield start, min(start + rows, count)
+    limit = _whole_tiles(max(1, how.workspace_bytes // (vocab * bytes_per_logit)), down=True)
+    chunks = max(1, -(-count // limit))
+    return Plan(max(1, min(limit, _whole_tiles(-(-count // chunks)))), vocab)
+
+
+def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "Needs", how: "Execution") -> Plan:
+    """The chunks and tiles that move the least memory within the workspace, where logits are computed twice.
+
+    A chunk reads the weight three times, and reads and writes its gradient; a tile reads and writes an fp32 sum of the
+    hidden states' gradient, which lies in the workspace too. Default workspace: the size of the hidden states.
+    """
+    budget = max(16 * 2**20, count * hidden_size * itemsize) if how.workspace_mb is None else how.workspace_bytes
+    plans = []
+    for rows in CHUNK_ROWS:
+        left = budget - 4 * rows * hidden_size * needs.hidden
+        columns = _whole_tiles(max(left, 0) // (rows * itemsize), down=True)
+        if columns >= TILE_ROWS:
+            columns = min(columns, vocab)
+            moved = (6 + 4 * needs.weight) / rows + 8 * needs.hidden / columns
+            plans.append((moved, Plan(rows, columns)))
+    return min(plans)[1] if plans else Plan(TILE_ROWS, min(TILE_ROWS, vocab))
 
 
 def _whole_tiles(rows: int, down: bool = False) -> int:
@@ -110,9 +166,8 @@ def _whole_tiles(rows: int, down: bool = False) -> int:
     return (rows if down else rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
 
 
-def workspace(bounds: list[tuple[int, int]], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows of the largest chunk, vocab). Rows start at multiples of 16 bytes, which cuBLAS wants for full speed."""
-    rows = max((stop - start for start, stop in bounds), default=0)
+def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, vocab). Rows start at multiples of 16 bytes, which cuBLAS wants for full speed."""
     return torch.empty(rows, -(-vocab // 8) * 8, dtype=dtype, device=device)[:, :vocab]
 
 
@@ -146,45 +201,81 @@ class Needs:
         return self.hidden or self.weight or self.bias
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a fused linear loss is computed, which changes time and memory, and the rounding of its gradients."""
+
+    workspace_mb: float | None = None  # None: WORKSPACE_MB, or what `tile_plan` takes where logits are recomputed
+    accumulate_dtype: torch.dtype | None = None  # of the weight's gradient while chunks are added to it
+    overwrite_hidden: bool = False
+
+    def __post_init__(self):
+        if self.accumulate_dtype not in (None, torch.float32):
+            raise ValueError(f"accumulate_dtype must be None or torch.float32, got {self.accumulate_dtype}.")
+
+    @property
+    def workspace_bytes(self) -> int:
+        return int((WORKSPACE_MB if self.workspace_mb is None else self.workspace_mb) * 2**20)
+
+
 class HeadGradients:
-    """d loss / d (hidden, weight, bias), built chunk by chunk from d loss / d logits.
+    """d loss / d (hidden, weight, bias), built from d loss / d logits by chunks of rows and tiles of the vocabulary.
 
     The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
     low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
     gradient again.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int):
-        self._alpha = 1.0 / rows.num_items if rows.num_items else 0.0
-        self._first = True
-        self.hidden = torch.empty(rows.count, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-        self.weight = self.bias = None
-        if not needs.hidden:
-            self.hidden = None
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int,
+        how: Execution, alpha: float,
+    ):  # fmt: skip
+        self._alpha, self._vocab = alpha, vocab
+        self._hidden_sum = self.hidden = self.weight = self.bias = None
+        if needs.hidden:
+            over = how.overwrite_hidden and rows.index is None
+            shape = rows.count, hidden.shape[1]
+            self.hidden = hidden.detach() if over else torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
         if needs.weight:
             whole = vocab == weight.shape[0] and rows.count > 0
-            self.weight = (torch.empty_like if whole else torch.zeros_like)(
-                weight, memory_format=torch.contiguous_format
-            )
+            make = torch.empty_like if whole else torch.zeros_like
+            self.weight = make(weight, dtype=how.accumulate_dtype, memory_format=torch.contiguous_format)
         if needs.bias:
             assert bias is not None
             self.bias = torch.zeros(bias.shape[0], dtype=stats_dtype(bias.dtype), device=bias.device)
 
-    def add(self, dlogits: Tensor, x: Tensor, w: Tensor, start: int, stop: int) -> None:
-        """dlogits: (n, vocab); x: (n, H) and w: (vocab, H) in dlogits' dtype; start, stop: the chunk's rows."""
-        if self.hidden is not None:
-            addmm_into(self.hidden[start:stop], dlogits, w, beta=0, alpha=self._alpha)
+    def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
+        """dlogits: (n, c); x: (n, H) and w: (c, H) in its dtype, the chunk's rows and the tile's columns."""
         if self.weight is not None:
-            addmm_into(self.weight[: w.shape[0]], dlogits.t(), x, beta=0 if self._first else 1, alpha=self._alpha)
+            addmm_into(self.weight[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
         if self.bias is not None:
-            self.bias[: w.shape[0]].add_(dlogits.sum(0, dtype=self.bias.dtype), alpha=self._alpha)
-        self._first = False
+            self.bias[columns].add_(dlogits.sum(0, dtype=self.bias.dtype), alpha=self._alpha)
+        if self.hidden is not None:  # last: it may lie where x lies
+            self._add_hidden(dlogits, w, self.hidden[rows], columns)
 
-    def finish(self, rows: Rows, total: int, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(total, H), (V, H) and (V,), each in its input's dtype, None where not needed."""
-        hidden = None if self.hidden is None else put(self.hidden, rows, total)
+    def _add_hidden(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
+        """Over several tiles the sum is kept in fp32: rounding it once a tile would double its error."""
+        if columns == slice(0, self._vocab):
+            return addmm_into(out, dlogits, w, beta=0, alpha=self._alpha)
+        if columns.start == 0:
+            self._hidden_sum = torch.empty(out.shape, dtype=stats_dtype(out.dtype), device=out.device)
+        assert self._hidden_sum is not None
+        addmm_into(self._hidden_sum, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
+        if columns.stop == self._vocab:
+            out.copy_(self._hidden_sum)
+            self._hidden_sum = None
+
+    def finish(
+        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: Execution
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """d hidden (total, H), d weight (V, H) and d bias (V,), each in its input's dtype, None where not needed."""
+        dhidden = self.hidden
+        if dhidden is not None and rows.index is not None:
+            into = hidden.detach().zero_() if how.overwrite_hidden else torch.zeros_like(hidden)
+            dhidden = into.index_copy_(0, rows.index, dhidden)
+        dweight = None if self.weight is None else self.weight.to(weight.dtype)
         dbias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
-        return hidden, self.weight, dbias
+        return dhidden, dweight, dbias
 
 
 def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
@@ -207,6 +298,11 @@ def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), w.t().to(out.dtype), out=out)
 
 
+def graph_is_kept() -> bool:
+    """In a backward: whether the graph is wanted for another one (retain_graph=True)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @triton.jit
 def _rescale_kernel(x_ptr, numel, factor_ptr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
@@ -226,9 +322,15 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
         raise RuntimeError(
             "The fused losses have no second derivatives: use backward or grad without create_graph=True."
         )
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+    if graph_is_kept():
         gradients = [None if x is None else x.clone() for x in gradients]
-    for x in gradients:
+    multiply_(gradients, factor)
+    return gradients
+
+
+def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Multiply in place by a scalar on the tensors' device; where it is 1, nothing is moved."""
+    for x in tensors:
         if x is None or not x.numel():
             continue
         if use_triton(x):
@@ -236,4 +338,23 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
             _rescale_kernel[grid](x, x.numel(), factor, BLOCK=4096, num_warps=8)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
-    return gradients
+
+
+def check_execution(
+    hidden: Tensor, token_weight: Tensor | None, reduction: str, num_items, recompute: bool, overwrite_hidden: bool
+) -> None:
+    if token_weight is not None and token_weight.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"token_weight must be one per row of hidden: "
+            f"token_weight is {tuple(token_weight.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if reduction not in ("mean", "none"):
+        raise ValueError(f'reduction must be "mean" or "none", got {reduction!r}. For a sum, give num_items=1.')
+    if reduction == "none" and not recompute:
+        raise ValueError('reduction="none" needs recompute=True: the forward cannot know each token\'s gradient.')
+    if reduction == "none" and num_items is not None:
+        raise ValueError('num_items is what reduction="mean" divides by; with reduction="none" it has no use.')
+    if overwrite_hidden and hidden.is_leaf and hidden.requires_grad:
+        raise ValueError("overwrite_hidden=True would overwrite a leaf: hidden must be the output of a layer.")
+    if overwrite_hidden and recompute:
+        raise ValueError("overwrite_hidden works without recompute: the backward computes logits from hidden again.")

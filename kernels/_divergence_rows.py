@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ._chunks import WORKSPACE_MB
 from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
-from ._triton import tl, triton
+from ._triton import tl, triton, use_triton
 
 BLOCK, WARPS = 2048, 16
 FIELDS = (
@@ -36,7 +35,6 @@ class DivergenceOptions:
     student: LogitTransform = field(default_factory=LogitTransform)
     teacher: LogitTransform = field(default_factory=LogitTransform)
     logits_dtype: torch.dtype | None = None
-    workspace_mb: float = WORKSPACE_MB
 
     def __post_init__(self):
         if not self.temperature > 0:
@@ -63,12 +61,13 @@ def _log_ratios(log_q, log_p, beta):
 
 @triton.jit
 def _divergence_kernel(
-    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, grad_ptr, out_ptr,
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, token_weight_ptr, grad_ptr, out_ptr,
     stride_student, stride_teacher, stride_grad, stride_out, V,
     scale, softcap, teacher_scale, teacher_softcap, temperature, forward_kl, reverse_kl, jsd, beta,
     divergence_scale, ce_weight, smoothing, z_loss,
     HAS_BIAS: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, HAS_JSD: tl.constexpr, HAS_REVERSE: tl.constexpr,
     WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +196,10 @@ def _divergence_kernel(
         if HAS_SMOOTHING:
             ce += smoothing * (s_label - tl.sum(s_plain, 0) / V)
         loss += ce_weight * ce
-    tl.store(out_ptr + row, loss)
+    token_weight = 1.0
+    if HAS_TOKEN_WEIGHT:
+        token_weight = tl.load(token_weight_ptr + row)
+    tl.store(out_ptr + row, loss * token_weight)
     tl.store(out_ptr + stride_out + row, divergence)
 
     if WRITE_GRAD:
@@ -239,22 +241,43 @@ def _divergence_kernel(
                 if HAS_SMOOTHING:
                     ce_grad -= ce_weight * smoothing / V
                 grad += ce_grad
-            tl.store(grad_ptr + cols, (grad * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+            grad = grad * slope * token_weight
+            tl.store(grad_ptr + cols, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-def rows_triton(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
-    o = options
+@dataclass(frozen=True)
+class RowInputs:
+    """A chunk of logits of both sides, and what its rows are held against."""
+
+    student: Tensor  # (n, V), raw
+    teacher: Tensor  # (n, V), raw
+    bias: Tensor | None  # (V,)
+    teacher_bias: Tensor | None
+    labels: Tensor | None  # (n,) int64
+    token_weight: Tensor | None  # (n,) fp32
+
+
+def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: DivergenceOptions) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may lie where the student's logits lie."""
+    (_rows_triton if use_triton(out) else _rows_torch)(x, out, grad, options)
+
+
+def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOptions) -> None:
+    student, teacher = x.student, x.teacher
+    write_grad = grad is not None
+    grad = student if grad is None else grad
     _divergence_kernel[(student.shape[0],)](
-        student, teacher, student if bias is None else bias, teacher if teacher_bias is None else teacher_bias,
-        student if labels is None else labels, grad, out,
+        student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,
+        student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, grad, out,
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), student.shape[1],
         float(o.student.scale), float(o.student.softcap or 1.0),
         float(o.teacher.scale), float(o.teacher.softcap or 1.0),
         float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
         float(o.divergence_scale), float(o.ce_weight), float(o.label_smoothing), float(o.z_loss),
-        HAS_BIAS=bias is not None, HAS_TEACHER_BIAS=teacher_bias is not None,
+        HAS_BIAS=x.bias is not None, HAS_TEACHER_BIAS=x.teacher_bias is not None,
         HAS_SOFTCAP=o.student.softcap is not None, HAS_TEACHER_SOFTCAP=o.teacher.softcap is not None,
-        HAS_LABELS=labels is not None, HAS_TEMPERATURE=o.temperature != 1.0, HAS_SMOOTHING=o.label_smoothing > 0,
+        HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
+        HAS_TEMPERATURE=o.temperature != 1.0, HAS_SMOOTHING=o.label_smoothing > 0,
         HAS_CE=o.ce_weight != 0, HAS_JSD=o.jsd != 0, HAS_REVERSE=o.reverse_kl != 0,
         WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
@@ -267,10 +290,10 @@ def _log_ratios_torch(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor
     return (-d).clamp(max=0) - log_m, d.clamp(max=0) - log_m
 
 
-def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options: DivergenceOptions, write_grad: bool):
-    o = options
-    s, slope = transform(student, bias, o.student)
-    t = transform(teacher, teacher_bias, o.teacher)[0].to(s.dtype)
+def _rows_torch(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOptions) -> None:
+    labels = x.labels
+    s, slope = transform(x.student, x.bias, o.student)
+    t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
     log_q1, log_p1 = s.log_softmax(-1), t.log_softmax(-1)
     q1, p1 = log_q1.exp(), log_p1.exp()
     log_ratio = log_p1 - log_q1
@@ -279,17 +302,20 @@ def rows_torch(student, teacher, bias, teacher_bias, labels, grad, out, options:
     out[5], out[6], out[7] = torch.linalg.vecdot(p1, log_ratio), -torch.linalg.vecdot(q1, log_ratio), agrees
     out[2] = out[4] = out[8] = 0
     if labels is not None:
-        out[2], out[8] = (x.gather(1, labels[:, None]).squeeze(1) for x in (log_q1, log_p1))
+        out[2], out[8] = (log_probs.gather(1, labels[:, None]).squeeze(1) for log_probs in (log_q1, log_p1))
         out[4] = s.gather(1, labels[:, None]).squeeze(1) >= s.amax(-1)
 
     log_q, log_p = log_q1, log_p1
     if o.temperature != 1.0:
-        log_q, log_p = ((x / o.temperature).log_softmax(-1) for x in (s, t))
-    divergence, dlogits = _divergence_torch(log_q, log_p, o, write_grad)
+        log_q, log_p = ((logits / o.temperature).log_softmax(-1) for logits in (s, t))
+    divergence, dlogits = _divergence_torch(log_q, log_p, o, grad is not None)
     out[0] = out[1] = divergence
     if o.ce_weight:
         out[0] += o.ce_weight * _cross_entropy_torch(s, q1, labels, o, dlogits)
-    if dlogits is not None:
+    if x.token_weight is not None:
+        out[0] *= x.token_weight
+        slope = slope * x.token_weight[:, None]
+    if grad is not None and dlogits is not None:
         grad.copy_(dlogits.mul_(slope))
 
 

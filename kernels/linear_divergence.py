@@ -21,33 +21,37 @@ Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._chunks import (
-    WORKSPACE_MB,
+    Execution,
     HeadGradients,
     Needs,
     Rows,
     RowSelection,
     all_rows,
-    chunk_bounds,
+    check_execution,
     compute_dtype,
+    labelled_weight,
+    multiply_,
     project,
     put,
     rescale,
+    row_plan,
+    selected_rows,
     stats_dtype,
     take,
+    upstream_rows,
     workspace,
 )
-from ._divergence_rows import FIELDS, DivergenceOptions, rows_torch, rows_triton
+from ._divergence_rows import FIELDS, DivergenceOptions, RowInputs, divergence_rows
 from ._rows import LogitTransform, transform
-from ._triton import use_triton
-from .linear_cross_entropy import selected_rows
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 
@@ -152,71 +156,114 @@ class LinearHead:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    dtype: torch.dtype = field(init=False)
+    dtype: torch.dtype
 
-    def __post_init__(self):
-        object.__setattr__(self, "dtype", compute_dtype(self.hidden, self.weight))
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "LinearHead":
+        return cls(hidden, weight, bias, compute_dtype(hidden, weight))
 
     def labelled(self, rows: Rows, vocab: int) -> "LinearHead":
         """The labelled rows and the shared vocabulary, in the product's dtype."""
         bias = None if self.bias is None else self.bias[:vocab].contiguous()
-        return LinearHead(take(self.hidden, rows).to(self.dtype), self.weight[:vocab].to(self.dtype), bias)
+        hidden, weight = take(self.hidden, rows).to(self.dtype), self.weight[:vocab].to(self.dtype)
+        return LinearHead(hidden, weight, bias, self.dtype)
 
 
-def _linear_divergence(student: LinearHead, teacher: LinearHead, labels, rows: Rows, needs: Needs, vocab: int, o):
-    """(loss, per-token (10, N), d hidden, d weight, d bias)."""
-    dtype, teacher_dtype = student.dtype, teacher.dtype
-    logits_dtype, teacher_logits_dtype = (torch.promote_types(d, o.logits_dtype or d) for d in (dtype, teacher_dtype))
-    total, device = student.hidden.shape[0], student.hidden.device
-    gradients = HeadGradients(student.hidden, student.weight, student.bias, needs, rows, vocab)
-    student, teacher = student.labelled(rows, vocab), teacher.labelled(rows, vocab)
-    label_rows = None if labels is None else take(labels, rows).contiguous()
+@dataclass(frozen=True)
+class Pair:
+    """Everything of a call that has no gradient of its own."""
+
+    teacher: LinearHead
+    labels: Tensor | None
+    token_weight: Tensor | None
+    rows: Rows
+    vocab: int
+    options: DivergenceOptions
+    how: Execution
+
+    @property
+    def alpha(self) -> float:
+        return 1.0 / self.rows.num_items if self.rows.num_items else 0.0
+
+
+def _walk(student: LinearHead, pair: Pair, token_weight: Tensor | None, gradients: HeadGradients | None) -> Tensor:
+    """(10, rows.count) per-token values, and the student's gradients if wanted."""
+    rows, vocab, o = pair.rows, pair.vocab, pair.options
+    dtype, teacher_dtype = student.dtype, pair.teacher.dtype
+    wide, teacher_wide = (torch.promote_types(d, o.logits_dtype or d) for d in (dtype, teacher_dtype))
+    device = student.hidden.device
+    student, teacher = student.labelled(rows, vocab), pair.teacher.labelled(rows, vocab)
+    labels = None if pair.labels is None else take(pair.labels, rows).contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=device)
     # Wider logits widen the workspace, not the chunks.
-    bounds = list(chunk_bounds(rows.count, vocab * (dtype.itemsize + teacher_dtype.itemsize), o.workspace_mb))
-    ws, teacher_ws = (
-        workspace(bounds, vocab, logits_dtype, device),
-        workspace(bounds, vocab, teacher_logits_dtype, device),
-    )
+    plan = row_plan(rows.count, vocab, dtype.itemsize + teacher_dtype.itemsize, pair.how)
+    ws, teacher_ws = (workspace(min(plan.rows, rows.count), vocab, d, device) for d in (wide, teacher_wide))
     grad_ws = ws.view(dtype)[:, :vocab]  # in place: in the front of each row where the logits are wider
-    each_row = rows_triton if use_triton(grad_ws) else rows_torch
-    for start, stop in bounds:
-        n = stop - start
-        x = student.hidden[start:stop]
-        project(x, student.weight, ws[:n])
-        project(teacher.hidden[start:stop], teacher.weight, teacher_ws[:n])
-        chunk_labels = None if label_rows is None else label_rows[start:stop]
-        each_row(
-            ws[:n],
-            teacher_ws[:n],
-            student.bias,
-            teacher.bias,
-            chunk_labels,
-            grad_ws[:n],
-            out[:, start:stop],
-            o,
-            needs.any,
-        )
-        if needs.any:
-            gradients.add(grad_ws[:n], x, student.weight, start, stop)
-    loss = out[0].sum() / rows.num_items if rows.num_items else out.new_zeros(())
-    return loss, put(out.t(), rows, total).t(), *gradients.finish(rows, total, student.bias)
+    for chunk in plan.chunks(rows.count):
+        n, x = chunk.stop - chunk.start, student.hidden[chunk]
+        inputs = RowInputs(
+            project(x, student.weight, ws[:n]), project(teacher.hidden[chunk], teacher.weight, teacher_ws[:n]),
+            student.bias, teacher.bias, None if labels is None else labels[chunk],
+            None if token_weight is None else token_weight[chunk],
+        )  # fmt: skip
+        divergence_rows(inputs, out[:, chunk], None if gradients is None else grad_ws[:n], o)
+        if gradients is not None:
+            gradients.add(grad_ws[:n], x, student.weight, chunk, slice(0, vocab))
+    return out
 
 
 class LinearDivergenceFunction(torch.autograd.Function):
+    """Gradients in the forward."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher, labels, rows, needs, vocab, options):
-        student = LinearHead(hidden, weight, bias)
+    def forward(ctx, hidden, weight, bias, pair: Pair, needs: Needs):
+        student, rows, how = LinearHead.of(hidden, weight, bias), pair.rows, pair.how
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, per_token, *gradients = _linear_divergence(student, teacher, labels, rows, needs, vocab, options)
-        if needs.any:
-            ctx.save_for_backward(*gradients)
+            gradients = None
+            if needs.any:
+                gradients = HeadGradients(hidden, weight, bias, needs, rows, pair.vocab, how, pair.alpha)
+            out = _walk(student, pair, pair.token_weight, gradients)
+            if gradients is not None:
+                ctx.save_for_backward(*gradients.finish(rows, hidden, weight, bias, how))
+        per_token = put(out.t(), rows, hidden.shape[0]).t()
         ctx.mark_non_differentiable(per_token)
-        return loss, per_token
+        return out[0].sum() * pair.alpha, per_token
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None, None
+        return *rescale(ctx.saved_tensors, grad_loss), None, None
+
+
+class RecomputedDivergenceFunction(torch.autograd.Function):
+    """Logits computed once more in the backward, for a gradient of each token's loss and nothing held in between."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, pair: Pair, per_token_loss: bool):
+        ctx.pair, ctx.per_token_loss = pair, per_token_loss
+        ctx.dtype = compute_dtype(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            out = _walk(LinearHead(hidden, weight, bias, ctx.dtype), pair, pair.token_weight, None)
+        ctx.save_for_backward(hidden, weight, bias)
+        per_token = put(out.t(), pair.rows, hidden.shape[0]).t()
+        ctx.mark_non_differentiable(per_token)
+        return per_token[0].clone() if per_token_loss else out[0].sum() * pair.alpha, per_token
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        hidden, weight, bias = ctx.saved_tensors
+        pair, rows = ctx.pair, ctx.pair.rows
+        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * pair.alpha
+        upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
+        token_weight = upstream if pair.token_weight is None else upstream * pair.token_weight
+        needs = Needs(*ctx.needs_input_grad[:3])
+        with torch.autocast(hidden.device.type, enabled=False):
+            gradients = HeadGradients(hidden, weight, bias, needs, rows, pair.vocab, pair.how, alpha=1.0)
+            _walk(LinearHead(hidden, weight, bias, ctx.dtype), pair, token_weight, gradients)
+            result = gradients.finish(rows, hidden, weight, bias, pair.how)
+            if largest is not None:
+                multiply_(result, largest)
+        return *result, None, None
 
 
 def linear_divergence(
@@ -226,8 +273,9 @@ def linear_divergence(
     bias: Tensor | None = None, teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0,
     softcap: float | None = None, teacher_softcap: float | None = None, label_smoothing: float = 0.0,
     z_loss: float = 0.0, scale_by_temperature_squared: bool = True, ignore_index: int = -100,
-    vocab_size: int | None = None, logits_dtype: torch.dtype | None = None, rows: RowSelection | None = None,
-    workspace_mb: float = WORKSPACE_MB,
+    token_weight: Tensor | None = None, reduction: str = "mean", vocab_size: int | None = None,
+    logits_dtype: torch.dtype | None = None, rows: RowSelection | None = None, recompute: bool = False,
+    workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
 ) -> LinearDivergence:  # fmt: skip
     """Distillation loss of a student's head against a teacher's, mixed with hard cross-entropy in the same pass.
 
@@ -251,6 +299,8 @@ def linear_divergence(
         label_smoothing, z_loss: of the cross-entropy, see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the divergences, value and gradient, by temperature^2, so that their
             gradients keep their size when the temperature changes.
+        token_weight, reduction, recompute, accumulate_dtype, overwrite_hidden: see `linear_cross_entropy`. Recomputing
+            makes six products of four; the workspace stays what it is.
         vocab_size: the real vocabulary, where both heads are padded beyond it.
         logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: less error in the gradient,
             for about 5 % of time and twice the workspace (docs/results/losses.md). Default: the products' dtype, as the
@@ -265,11 +315,12 @@ def linear_divergence(
         ValueError: shapes that do not fit, an unknown kind, an option out of range, or ce_weight without labels.
     """
     _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype)
+    check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     options = DivergenceOptions(
         **divergence_weights(kind, beta), beta=beta, ce_weight=ce_weight, temperature=temperature,
         label_smoothing=label_smoothing, z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
         student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
-        logits_dtype=logits_dtype, workspace_mb=workspace_mb,
+        logits_dtype=logits_dtype,
     )  # fmt: skip
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
@@ -279,11 +330,16 @@ def linear_divergence(
     else:
         selected = selected_rows(labels, rows, num_items, ignore_index)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    teacher = LinearHead(teacher_hidden.detach(), teacher_weight.detach(), teacher_bias)
-    needs = Needs.of(hidden, weight, bias)
-    loss, per_token = LinearDivergenceFunction.apply(
-        hidden, weight, bias, teacher, labels, selected, needs, vocab, options
-    )
+    pair = Pair(
+        LinearHead.of(teacher_hidden.detach(), teacher_weight.detach(), teacher_bias), labels,
+        labelled_weight(token_weight, selected, hidden.dtype), selected, vocab, options,
+        Execution(workspace_mb, accumulate_dtype, overwrite_hidden),
+    )  # fmt: skip
+    if recompute:
+        loss, per_token = RecomputedDivergenceFunction.apply(hidden, weight, bias, pair, reduction == "none")
+    else:
+        needs = Needs.of(hidden, weight, bias)
+        loss, per_token = LinearDivergenceFunction.apply(hidden, weight, bias, pair, needs)
     _, divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *of_teacher = per_token.unbind(0)
     return LinearDivergence(
         loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *of_teacher

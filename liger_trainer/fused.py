@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from .deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from .errors import ConfigError
-from .kernels.linear_cross_entropy import LinearCrossEntropy
+from .kernels.cross_entropy import CrossEntropy
 from .kernels.linear_divergence import LinearDivergence
 from .losses import Logits, LossOptions, Targets, batch_loss
 
@@ -111,14 +111,14 @@ class _LossFunction:
 
     def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | None):
         self._targets, self._options, self._teacher = targets, options, teacher
-        self.result: LinearCrossEntropy | LinearDivergence | None = None
+        self.result: CrossEntropy | LinearDivergence | None = None
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
         self.result = batch_loss(logits, self._targets, self._options, self._teacher)
         return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 
-def _token_output(outputs: Any, result: LinearCrossEntropy | LinearDivergence, targets: Targets) -> TokenLossOutput:
+def _token_output(outputs: Any, result: CrossEntropy | LinearDivergence, targets: Targets) -> TokenLossOutput:
     per_token = targets.per_token
     output = TokenLossOutput(
         loss=outputs["loss"],

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from .deferred import DeferredLogits
 from .kernels._chunks import RowSelection
-from .kernels.linear_cross_entropy import LinearCrossEntropy, cross_entropy_reference, linear_cross_entropy
+from .kernels.cross_entropy import CrossEntropy, cross_entropy_reference
+from .kernels.linear_cross_entropy import linear_cross_entropy
 from .kernels.linear_divergence import LinearDivergence, distillation_reference, linear_divergence
 
 IGNORE_INDEX = -100
@@ -70,7 +71,7 @@ Logits = DeferredLogits | Tensor
 
 def batch_loss(
     logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | None = None
-) -> LinearCrossEntropy | LinearDivergence:
+) -> CrossEntropy | LinearDivergence:
     """The loss of one batch and its per-token values, each (batch * length,).
 
     Args:
@@ -92,7 +93,7 @@ def batch_loss(
     return _distillation(logits, teacher, targets, options, options.distillation)
 
 
-def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> LinearCrossEntropy:
+def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> CrossEntropy:
     common = {"label_smoothing": options.label_smoothing, "dft": options.dft, "ignore_index": IGNORE_INDEX}
     if not isinstance(logits, DeferredLogits):
         return cross_entropy_reference(logits.flatten(0, -2), targets.labels, num_items=targets.num_items, **common)

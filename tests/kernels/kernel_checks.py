@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_trainer.kernels import _divergence_rows, linear_cross_entropy, linear_divergence
+from liger_trainer.kernels import _cross_entropy_rows, _divergence_rows, linear_cross_entropy, linear_divergence
 from liger_trainer.kernels._triton import INSTALLED, INTERPRETED
 
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -29,7 +29,7 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
     for name, module in list(sys.modules.items()):
         if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
-    for module in (linear_cross_entropy, _divergence_rows):
+    for module in (_cross_entropy_rows, _divergence_rows):
         monkeypatch.setattr(module, "BLOCK", block)
     return TRITON_DEVICE if path == "triton" else "cpu"
 

@@ -4,13 +4,14 @@ import torch
 from liger_trainer.kernels import _chunks
 from liger_trainer.kernels._chunks import (
     TILE_ROWS,
+    Execution,
     Rows,
     RowSelection,
     addmm_into,
     all_rows,
-    chunk_bounds,
     project,
     put,
+    row_plan,
     take,
     workspace,
 )
@@ -20,23 +21,24 @@ from liger_trainer.kernels._triton import use_triton
 @pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 1000, 4096, 5000])
 @pytest.mark.parametrize("limit", [0.5, 1, 3, 100, 128, 200, 300, 1024, 10**6])
 def test_chunks_cover_every_row_once_within_the_workspace(count, limit):
-    bytes_per_row = 1000
-    bounds = list(chunk_bounds(count, bytes_per_row, limit * bytes_per_row / 2**20))
-    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(count))
-    sizes = [stop - start for start, stop in bounds]
+    vocab, bytes_per_logit = 250, 4
+    how = Execution(workspace_mb=limit * vocab * bytes_per_logit / 2**20)
+    chunks = list(row_plan(count, vocab, bytes_per_logit, how).chunks(count))
+    assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(count))
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
     assert all(0 < size <= max(1, limit) for size in sizes)
     assert all(size % TILE_ROWS == 0 for size in sizes[:-1] if size > TILE_ROWS), "whole tiles of the matrix products"
     if limit >= count:
-        assert len(bounds) == (count > 0)
+        assert len(chunks) == (count > 0)
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 11, 4097])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_workspace_rows_are_aligned(vocab, dtype):
-    ws = workspace([(0, 3), (3, 8)], vocab, dtype, torch.device("cpu"))
+    ws = workspace(5, vocab, dtype, torch.device("cpu"))
     assert ws.shape == (5, vocab) and ws.stride(1) == 1
     assert ws.stride(0) * dtype.itemsize % 16 == 0
-    assert workspace([], vocab, dtype, torch.device("cpu")).shape == (0, vocab)
+    assert workspace(0, vocab, dtype, torch.device("cpu")).shape == (0, vocab)
 
 
 @pytest.mark.parametrize("labels", [[5, -100, 2, -100, -100, 0], [-100] * 3, [1, 2], [-100, 7], [3, -100], []], ids=str)

@@ -28,17 +28,23 @@ FUNCTIONS = {
     "triton": {
         "_chunks": ["_rescale_kernel"],
         "_rows": ["load_logits", "load_label_logit", "fold"],
-        "linear_cross_entropy": ["_cross_entropy_kernel", "_rows_triton"],
-        "_divergence_rows": ["_log_ratios", "_divergence_kernel", "rows_triton", "DivergenceOptions"],
+        "_cross_entropy_rows": [
+            "_statistics", "_write_gradient", "_label_weights", "_whole_rows_kernel", "_tile_statistics_kernel",
+            "_tile_gradient_kernel", "_flags", "_scalars", "whole_rows", "tile_statistics", "tile_gradient",
+        ],
+        "_divergence_rows": ["_log_ratios", "_divergence_kernel", "_rows_triton", "DivergenceOptions"],
     },
     "torch": {
-        "_chunks": ["put", "take", "HeadGradients", "addmm_into", "project", "rescale"],
+        "_chunks": ["put", "take", "HeadGradients", "addmm_into", "project", "rescale", "multiply_", "upstream_rows"],
         "_rows": ["transform"],
-        "linear_cross_entropy": ["_rows_torch", "_linear_cross_entropy"],
-        "_divergence_rows": ["_log_ratios_torch", "rows_torch", "_add_cross_entropy", "DivergenceOptions"],
-        "linear_divergence": ["_linear_divergence", "LinearHead", "divergence_weights"],
+        "_cross_entropy_rows": [
+            "finish", "_weighted", "_of_label", "_tile_statistics_torch", "_tile_gradient_torch", "gradient_factor",
+        ],
+        "linear_cross_entropy": ["_with_gradients", "_statistics", "_recomputed_gradients"],
+        "_divergence_rows": ["_log_ratios_torch", "_rows_torch", "_cross_entropy_torch", "DivergenceOptions"],
+        "linear_divergence": ["_walk", "Pair", "LinearHead", "divergence_weights"],
     },
-}
+}  # fmt: skip
 RUN = [path for path in PATHS if path == "torch" or INTERPRETED]
 FLAGS = {"agrees", "is_top1", "higher", "inside"}
 INDICES = {"cols", "lanes", "offsets", "label"}

@@ -1,0 +1,404 @@
+"""Row kernels of cross_entropy.py and linear_cross_entropy.py: logits in, per-token values and their gradient out.
+
+    x = transform(raw) / temperature,  nll = lse - x[label]
+    loss = w f [(1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2]
+    d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
+
+w weight of the token, c of the class, s label_smoothing, z z_loss, f = exp(-nll) held constant for DFT, else 1.
+
+A row is either whole, then one kernel reads it twice and writes the gradient over it; or it comes in tiles of the
+vocabulary, whose statistics are folded into a carry before the tiles come again for their gradient. Each Triton kernel
+has a torch twin that takes the same arguments.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ._chunks import stats_dtype
+from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._triton import tl, triton, use_triton
+
+BLOCK, WARPS = 4096, 16
+FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
+CARRY = ("top", "total", "weighted", "plain", "x_label")  # sums of e^(x - top), of that times x, and of c x
+
+
+@dataclass(frozen=True)
+class CrossEntropyOptions:
+    """Scalars of one call. See `linear_cross_entropy`."""
+
+    transform: LogitTransform = field(default_factory=LogitTransform)
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    dft: bool = False
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What rows of logits are held against."""
+
+    labels: Tensor  # (n,) int64
+    token_weight: Tensor | None = None  # (n,) fp32
+    class_weight: Tensor | None = None  # (V,) fp32
+    ignore_index: int | None = None  # rows with this label give 0; None where they were dropped before
+
+    def rows(self, chunk: slice) -> "Targets":
+        token_weight = None if self.token_weight is None else self.token_weight[chunk]
+        return replace(self, labels=self.labels[chunk], token_weight=token_weight)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Columns [first, first + logits.shape[1]) of a vocabulary of `vocab`."""
+
+    logits: Tensor  # (n, columns), raw
+    bias: Tensor | None  # (columns,)
+    first: int
+    vocab: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first, self.first + self.logits.shape[1])
+
+
+def new_carry(rows: int, like: Tensor) -> Tensor:
+    """(len(CARRY), rows) before the first tile: no logit seen, the label's NaN until its tile comes."""
+    start = like.new_tensor([-1e30, 0.0, 0.0, 0.0, float("nan")], dtype=stats_dtype(like.dtype))
+    return start[:, None].expand(-1, rows).contiguous()
+
+
+def finish(carry: Tensor, targets: Targets, vocab: int, o: CrossEntropyOptions) -> Tensor:
+    """(len(FIELDS), n) from the statistics of whole rows."""
+    top, total, weighted, plain, x_label = carry
+    lse = top + total.log()
+    nll = lse - x_label
+    loss = (1 - o.label_smoothing) * nll + o.z_loss * lse.square()
+    if targets.class_weight is not None:
+        loss += (1 - o.label_smoothing) * nll * (_of_label(targets) - 1)
+    if o.label_smoothing:
+        total_weight = vocab if targets.class_weight is None else targets.class_weight.sum()
+        loss += o.label_smoothing / vocab * (total_weight * lse - plain)
+    fields = torch.stack([_weighted(loss, nll, targets, o), -nll, lse - weighted / total, x_label >= top, lse])
+    return fields if targets.ignore_index is None else fields.where(targets.labels != targets.ignore_index, 0)
+
+
+def _weighted(x: Tensor, nll: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
+    if targets.token_weight is not None:
+        x = x * targets.token_weight
+    return x * (-nll).exp() if o.dft else x
+
+
+def _of_label(targets: Targets) -> Tensor:
+    """(n,) weight of each label's class."""
+    assert targets.class_weight is not None
+    return targets.class_weight.gather(0, _known(targets))
+
+
+def _known(targets: Targets) -> Tensor:
+    """Labels, with 0 in place of ignored ones: something to gather by."""
+    labels = targets.labels
+    return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)
+
+
+@triton.jit
+def _statistics(
+    logits_ptr, bias_ptr, class_weight_ptr, V, scale, softcap, inv_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + lanes
+        mask = cols < V
+        x, _ = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = x * inv_temperature
+        top, total, weighted = fold(x, top, total, weighted, x)
+        if HAS_SMOOTHING:
+            share = 1.0
+            if HAS_CLASS_WEIGHT:
+                share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
+            plain += tl.where(mask, share * x, 0.0)
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)
+    return highest, tl.sum(total * share, 0), tl.sum(weighted * share, 0), tl.sum(plain, 0)
+
+
+@triton.jit
+def _write_gradient(
+    logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, V, label, lse, softmax_weight, label_weight, even_weight, factor,
+    scale, softcap, inv_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        cols = start + lanes
+        mask = cols < V
+        x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        grad = tl.exp(x * inv_temperature - lse) * softmax_weight
+        grad = tl.where(cols == label, grad - label_weight, grad)
+        if HAS_SMOOTHING:
+            share = 1.0
+            if HAS_CLASS_WEIGHT:
+                share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
+            grad -= even_weight * share
+        tl.store(grad_ptr + cols, (grad * slope * factor).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _label_weights(
+    label, label_class, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The gradient's weights of softmax, label and every class; label_class is a label that can be looked up."""
+    label_weight = 1.0 - smoothing
+    even_weight = smoothing / vocab
+    softmax_weight = 1.0 + 2.0 * z_loss * lse
+    if HAS_CLASS_WEIGHT:
+        label_weight *= tl.load(class_weight_ptr + label_class)
+        softmax_weight = label_weight + even_weight * tl.load(class_weight_sum_ptr) + 2.0 * z_loss * lse
+    return softmax_weight, label_weight, even_weight
+
+
+@triton.jit
+def _whole_rows_kernel(
+    logits_ptr, grad_ptr, bias_ptr, labels_ptr, token_weight_ptr, class_weight_ptr, class_weight_sum_ptr, out_ptr,
+    stride_row, stride_grad, stride_out, V, scale, softcap, inv_temperature, smoothing, z_loss, ignore_index,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr, HAS_IGNORED: tl.constexpr, DFT: tl.constexpr, WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride_row passes 2^31
+    logits_ptr += row * stride_row
+    grad_ptr += row * stride_grad
+    label = tl.load(labels_ptr + row)
+    used, label_class = V, label
+    if HAS_IGNORED:
+        used = tl.where(label == ignore_index, 0, V)
+        label_class = tl.where(label == ignore_index, 0, label)
+    x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP) * inv_temperature
+    top, total, weighted, plain = _statistics(
+        logits_ptr, bias_ptr, class_weight_ptr, used, scale, softcap, inv_temperature,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+    )  # fmt: skip
+    lse = top + tl.log(total)
+    nll = lse - x_label
+    softmax_weight, label_weight, even_weight = _label_weights(
+        label, label_class, lse, V, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
+    )
+    loss = label_weight * nll + z_loss * lse * lse
+    if HAS_SMOOTHING:
+        total_weight = V * 1.0
+        if HAS_CLASS_WEIGHT:
+            total_weight = tl.load(class_weight_sum_ptr)
+        loss += even_weight * (total_weight * lse - plain)
+    factor = 1.0
+    if HAS_TOKEN_WEIGHT:
+        factor = tl.load(token_weight_ptr + row)
+    if DFT:
+        factor = factor * tl.exp(-nll)
+    seen = used > 0
+    tl.store(out_ptr + row, tl.where(seen, loss * factor, 0.0))
+    tl.store(out_ptr + stride_out + row, tl.where(seen, -nll, 0.0))
+    tl.store(out_ptr + 2 * stride_out + row, tl.where(seen, lse - weighted / total, 0.0))
+    tl.store(out_ptr + 3 * stride_out + row, tl.where(seen & (x_label >= top), 1.0, 0.0))
+    tl.store(out_ptr + 4 * stride_out + row, tl.where(seen, lse, 0.0))
+    if WRITE_GRAD:
+        _write_gradient(
+            logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, used, label, lse, softmax_weight, label_weight,
+            even_weight, factor * inv_temperature, scale, softcap, inv_temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+        )  # fmt: skip
+        if HAS_IGNORED:
+            _write_zeros(grad_ptr, used, V, BLOCK)
+
+
+@triton.jit
+def _write_zeros(grad_ptr, first, V, BLOCK: tl.constexpr):
+    """Zero the columns from `first` on: all of an ignored row, none of another."""
+    lanes = tl.arange(0, BLOCK)
+    for start in range(first, V, BLOCK):
+        cols = start + lanes
+        tl.store(grad_ptr + cols, tl.zeros((BLOCK,), grad_ptr.dtype.element_ty), mask=cols < V)
+
+
+@triton.jit
+def _tile_statistics_kernel(
+    logits_ptr, bias_ptr, labels_ptr, class_weight_ptr, carry_ptr, stride_row, stride_carry, columns, first,
+    scale, softcap, inv_temperature, ignore_index,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    carry_ptr += row
+    label = tl.load(labels_ptr + row)
+    if HAS_IGNORED:
+        columns = tl.where(label == ignore_index, 0, columns)
+    top, total, weighted, plain = _statistics(
+        logits_ptr, bias_ptr, class_weight_ptr, columns, scale, softcap, inv_temperature,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+    )  # fmt: skip
+    before = tl.load(carry_ptr)
+    highest = tl.maximum(top, before)
+    keep = tl.exp(before - highest)
+    share = tl.exp(top - highest)
+    tl.store(carry_ptr, highest)
+    tl.store(carry_ptr + stride_carry, tl.load(carry_ptr + stride_carry) * keep + total * share)
+    tl.store(carry_ptr + 2 * stride_carry, tl.load(carry_ptr + 2 * stride_carry) * keep + weighted * share)
+    tl.store(carry_ptr + 3 * stride_carry, tl.load(carry_ptr + 3 * stride_carry) + plain)
+    place = label - first
+    if (place >= 0) & (place < columns):
+        x = load_label_logit(logits_ptr, bias_ptr, place, columns, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        tl.store(carry_ptr + 4 * stride_carry, x * inv_temperature)
+
+
+@triton.jit
+def _tile_gradient_kernel(
+    logits_ptr, grad_ptr, bias_ptr, labels_ptr, factor_ptr, class_weight_ptr, class_weight_sum_ptr, lse_ptr,
+    stride_row, stride_grad, columns, first, vocab, scale, softcap, inv_temperature, smoothing, z_loss, ignore_index,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    grad_ptr += row * stride_grad
+    label = tl.load(labels_ptr + row)
+    used, label_class = columns, label
+    if HAS_IGNORED:
+        used = tl.where(label == ignore_index, 0, columns)
+        label_class = tl.where(label == ignore_index, 0, label)
+    lse = tl.load(lse_ptr + row)
+    factor = tl.load(factor_ptr + row)
+    softmax_weight, label_weight, even_weight = _label_weights(
+        label, label_class, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
+    )
+    _write_gradient(
+        logits_ptr, grad_ptr, bias_ptr, class_weight_ptr + first, used, label - first, lse, softmax_weight,
+        label_weight, even_weight, factor * inv_temperature, scale, softcap, inv_temperature,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+    )  # fmt: skip
+    if HAS_IGNORED:
+        _write_zeros(grad_ptr, used, columns, BLOCK)
+
+
+def _flags(bias, targets: Targets, o: CrossEntropyOptions) -> dict[str, bool]:
+    return {
+        "HAS_BIAS": bias is not None,
+        "HAS_SOFTCAP": o.transform.softcap is not None,
+        "HAS_SMOOTHING": o.label_smoothing > 0,
+        "HAS_CLASS_WEIGHT": targets.class_weight is not None,
+        "HAS_IGNORED": targets.ignore_index is not None,
+    }
+
+
+def _scalars(o: CrossEntropyOptions) -> tuple[float, float, float]:
+    return float(o.transform.scale), float(o.transform.softcap or 1.0), 1.0 / o.temperature
+
+
+def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tensor, grad: Tensor | None, o) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may be logits itself."""
+    if not use_triton(logits):
+        return _whole_rows_torch(logits, bias, targets, out, grad, o)
+    class_weight = logits if targets.class_weight is None else targets.class_weight
+    class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
+    _whole_rows_kernel[(logits.shape[0],)](
+        logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
+        logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
+        logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
+        *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
+        **_flags(bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None, DFT=o.dft,
+        WRITE_GRAD=grad is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
+    tile = Tile(logits, bias, 0, logits.shape[1])
+    carry = new_carry(logits.shape[0], logits)
+    tile_statistics(tile, targets, carry, o)
+    out.copy_(finish(carry, targets, tile.vocab, o))
+    if grad is not None:
+        tile_gradient(tile, targets, out[4], gradient_factor(torch.ones_like(out[4]), out[1], targets, o), grad, o)
+
+
+def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
+    """(n,) what each row's gradient is multiplied by, from the gradient of its loss."""
+    return _weighted(upstream, -log_prob, targets, o)
+
+
+def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropyOptions) -> None:
+    """Fold a tile into carry (len(CARRY), n)."""
+    class_weight = None if targets.class_weight is None else targets.class_weight[tile.columns]
+    if not use_triton(tile.logits):
+        return _tile_statistics_torch(tile, targets, class_weight, carry, o)
+    logits = tile.logits
+    _tile_statistics_kernel[(logits.shape[0],)](
+        logits, logits if tile.bias is None else tile.bias, targets.labels,
+        logits if class_weight is None else class_weight, carry, logits.stride(0), carry.stride(0),
+        logits.shape[1], tile.first, *_scalars(o), targets.ignore_index or 0,
+        **_flags(tile.bias, targets, o), BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Tensor, o) -> None:
+    x = transform(tile.logits, tile.bias, o.transform)[0] / o.temperature
+    top, total, weighted, plain, x_label = carry
+    highest = torch.maximum(top, x.amax(-1))
+    keep, e = (top - highest).exp(), (x - highest[:, None]).exp()
+    place = _known(targets) - tile.first
+    inside = (place >= 0) & (place < x.shape[1])
+    if x.shape[1] == tile.vocab:
+        inside = torch.ones_like(inside)  # so that a label outside is an error, as in torch
+    carry[0] = highest
+    carry[1] = total * keep + e.sum(-1)
+    carry[2] = weighted * keep + torch.linalg.vecdot(e, x)
+    if o.label_smoothing:
+        carry[3] = plain + (x.sum(-1) if class_weight is None else x @ class_weight.to(x.dtype))
+    carry[4] = x.gather(1, place.where(inside, 0)[:, None]).squeeze(1).where(inside, x_label)
+
+
+def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, grad: Tensor, o) -> None:
+    """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile itself. lse, factor: (n,)."""
+    if not use_triton(tile.logits):
+        return _tile_gradient_torch(tile, targets, lse, factor, grad, o)
+    logits = tile.logits
+    class_weight = logits if targets.class_weight is None else targets.class_weight
+    class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
+    _tile_gradient_kernel[(logits.shape[0],)](
+        logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
+        class_weight_sum, lse, logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
+        *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
+        **_flags(tile.bias, targets, o), BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor, o) -> None:
+    x, slope = transform(tile.logits, tile.bias, o.transform)
+    class_weight = targets.class_weight
+    label_weight = torch.full_like(lse, 1 - o.label_smoothing)
+    even_weight, softmax_weight = o.label_smoothing / tile.vocab, 1 + 2 * o.z_loss * lse
+    if class_weight is not None:
+        label_weight *= _of_label(targets)
+        softmax_weight = label_weight + even_weight * class_weight.sum() + 2 * o.z_loss * lse
+    if targets.ignore_index is not None:
+        factor = factor.where(targets.labels != targets.ignore_index, 0)
+    dx = (x / o.temperature - lse[:, None]).exp_().mul_(softmax_weight[:, None])
+    place = targets.labels - tile.first
+    inside = (place >= 0) & (place < x.shape[1])
+    dx.scatter_add_(1, place.where(inside, 0)[:, None], (-label_weight).where(inside, 0)[:, None])
+    if o.label_smoothing:
+        dx -= even_weight if class_weight is None else even_weight * class_weight[tile.columns]
+    grad.copy_(dx.mul_(slope).mul_((factor / o.temperature)[:, None]))

@@ -1,0 +1,186 @@
+"""Cross-entropy of given logits, with per-token values from the same pass; the gradient can take the logits' place.
+
+    x = transform(logits) / temperature                                   transform: scale, then softcap (_rows.py)
+    per token: (1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2
+               with nll = lse - x[label], c class weights, s label_smoothing, z z_loss
+
+Shapes    logits: (N, V)  labels: (N,) int64  weight: (V,)
+Numerics  softmax and sums in fp32, the gradient rounded once to the logits' dtype
+Traffic   forward 1 read, backward 1 read and 1 write; in place 2 reads (the second mostly from L2) and 1 write in all
+Source    online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; the gradient in place of the logits, computed in
+          the forward: Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); z-loss: PaLM, arXiv:2204.02311
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._chunks import graph_is_kept, rescale, stats_dtype
+from ._cross_entropy_rows import (
+    FIELDS,
+    CrossEntropyOptions,
+    Targets,
+    Tile,
+    gradient_factor,
+    tile_gradient,
+    whole_rows,
+)
+from ._rows import LogitTransform, transform
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropy(NamedTuple):
+    """Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored."""
+
+    loss: Tensor  # scalar, or (N,) with reduction="none"; differentiable
+    log_prob: Tensor  # (N,) log-probability of the label, nats
+    entropy: Tensor  # (N,) entropy of the predicted distribution, nats
+    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label
+
+
+def cross_entropy_reference(
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, reduction: str = "mean", scale: float = 1.0, softcap: float | None = None,
+    temperature: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
+    dft: bool = False,
+) -> CrossEntropy:  # fmt: skip
+    """The loss in plain torch, from logits (N, V)."""
+    x = transform(logits, None, LogitTransform(scale, softcap))[0] / temperature
+    keep = labels != ignore_index
+    label = labels * keep
+    log_probs = x.log_softmax(-1)
+    log_prob = log_probs.gather(1, label[:, None]).squeeze(1)
+    if weight is None:
+        of_label, spread = torch.ones_like(log_prob), log_probs.mean(-1)
+    else:
+        of_label, spread = weight[label].to(x.dtype), (log_probs * weight.to(x.dtype)).mean(-1)
+    per_token = -(1 - label_smoothing) * of_label * log_prob - label_smoothing * spread
+    per_token = per_token + z_loss * x.logsumexp(-1).square()
+    if dft:
+        per_token = per_token * log_prob.detach().exp()
+    if token_weight is not None:
+        per_token = per_token * token_weight
+    loss = per_token.where(keep, 0)
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / (_denominator(keep, of_label) if num_items is None else num_items)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    is_top1 = (log_prob >= log_probs.amax(-1)) & keep
+    return CrossEntropy(loss, (log_prob * keep).detach(), (entropy * keep).detach(), is_top1)
+
+
+def _denominator(keep: Tensor, of_label: Tensor) -> Tensor:
+    """What torch divides by: the weights of the labels in use; 1 if there are none, where torch gives NaN."""
+    total = (of_label * keep).sum()
+    return torch.where(total == 0, 1.0, total)
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets: Targets, denominator, options: CrossEntropyOptions, reduction: str, inplace):
+        ctx.options, ctx.reduction, ctx.inplace = options, reduction, inplace
+        out = torch.empty(len(FIELDS), logits.shape[0], dtype=stats_dtype(logits.dtype), device=logits.device)
+        ctx.ready = inplace and reduction != "none" and ctx.needs_input_grad[0]
+        if ctx.ready:
+            if denominator is not None:
+                share = denominator.reciprocal().to(out.dtype).expand(logits.shape[0]).contiguous()
+                targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
+            whole_rows(logits, None, targets, out, logits.detach(), options)
+            ctx.save_for_backward(logits.detach())
+            loss = out[0].sum()
+        else:
+            whole_rows(logits, None, targets, out, None, options)
+            if ctx.needs_input_grad[0]:
+                ctx.targets = targets
+                ctx.save_for_backward(logits, out, denominator)
+            loss = out[0].clone() if reduction == "none" else out[0].sum()
+            loss = loss if denominator is None else loss / denominator
+        ctx.mark_non_differentiable(out)
+        return loss, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        if ctx.ready:
+            return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
+        logits, out, denominator = ctx.saved_tensors
+        upstream = (grad_loss if denominator is None else grad_loss / denominator).to(out.dtype)
+        factor = gradient_factor(upstream.expand(logits.shape[0]).contiguous(), out[1], ctx.targets, ctx.options)
+        raw = logits.detach()
+        grad = raw if ctx.inplace and not graph_is_kept() else torch.empty_like(raw)
+        tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[4], factor, grad, ctx.options)
+        return grad, None, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, num_items: float | Tensor | None = None,
+    reduction: str = "mean", scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100, inplace: bool = False,
+) -> CrossEntropy:  # fmt: skip
+    """Cross-entropy of logits against labels, as F.cross_entropy, with what models and trainers add to it.
+
+    Args:
+        logits: (N, V), fp32, fp16, bf16 (fp64 on CPU).
+        labels: (N,) int64, each in [0, V) or ignore_index. On the GPU a label outside gives NaN.
+        weight: (V,), of the classes. No gradient goes to it.
+        num_items: what reduction="mean" divides by. Default, as in torch: the weights of the labels in use.
+        reduction: "mean", "sum" or "none".
+        scale, softcap, temperature: what is done to the logits first, see `linear_cross_entropy`.
+        label_smoothing: share of the target spread evenly over the vocabulary, as in torch.
+        z_loss: weight of the squared log-partition (PaLM).
+        ignore_index: tokens with this label give 0 and take no part in the mean; without any label in use that is 0.
+        inplace: let the gradient take the logits' memory: half the memory, and the logits are gone. Autograd raises an
+            error if something else needed them. torch.compile plans memory itself; there this has no effect.
+
+    Returns:
+        CrossEntropy: loss and per-token values.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+        RuntimeError: inplace with logits that are a leaf, which autograd must keep.
+    """
+    _check(logits, labels, weight, num_items, reduction)
+    if inplace and logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("inplace=True would overwrite logits that are a leaf: pass the output of a layer.")
+    options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss)
+    if torch.compiler.is_compiling():
+        return cross_entropy_reference(
+            logits, labels, weight=weight, num_items=num_items, reduction=reduction, scale=scale, softcap=softcap,
+            temperature=temperature, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index,
+        )  # fmt: skip
+    weight = None if weight is None else weight.detach().to(stats_dtype(logits.dtype)).contiguous()
+    denominator = None
+    if reduction == "mean":
+        denominator = _mean_over(labels, weight, ignore_index) if num_items is None else num_items
+        denominator = torch.as_tensor(denominator, device=logits.device)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    targets = Targets(labels.contiguous(), class_weight=weight, ignore_index=ignore_index)
+    loss, out = CrossEntropyFunction.apply(logits, targets, denominator, options, reduction, inplace)
+    return CrossEntropy(loss, out[1], out[2], out[3] > 0)
+
+
+def _mean_over(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    keep = labels != ignore_index
+    if weight is None:
+        return keep.sum().clamp(min=1)
+    return _denominator(keep, weight.gather(0, labels.where(keep, 0)))
+
+
+def _check(logits: Tensor, labels: Tensor, weight: Tensor | None, num_items, reduction: str) -> None:
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"cross_entropy needs logits (N, V) and labels (N,): "
+            f"logits is {tuple(logits.shape)}, labels is {tuple(labels.shape)}."
+        )
+    if weight is not None and weight.shape != logits.shape[1:]:
+        raise ValueError(
+            f"weight must have one entry per class: weight is {tuple(weight.shape)}, logits {tuple(logits.shape)}."
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f'num_items is what reduction="mean" divides by; with reduction="{reduction}" it has no use.')
