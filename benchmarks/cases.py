@@ -109,6 +109,22 @@ def _divergences(student: int, teacher: int, vocab: int, **options) -> list[Case
     return [Case(f"{short[kind]}-{shape}", kind, student, vocab, teacher, **options) for kind in short]
 
 
+def _sweeps() -> list[Case]:
+    """For the plots: more tokens, then larger vocabularies. By name only."""
+    pairs = (("ce", "ce", 0), ("fkl", "forward_kl", 4096))
+    tokens = [
+        Case(f"{short}-tokens-{k}k", kind, 2048, 128256, teacher, tokens=1024 * k, default=False)
+        for short, kind, teacher in pairs
+        for k in (1, 2, 4, 8, 16, 32)
+    ]
+    vocabularies = [
+        Case(f"{short}-vocab-{k}k", kind, 2048, 1024 * k, teacher, default=False)
+        for short, kind, teacher in pairs
+        for k in (4, 8, 16, 32, 64, 128, 256)
+    ]
+    return tokens + vocabularies
+
+
 CASES = (
     Case("ce-4096x128256", "ce", 4096, 128256),
     Case("ce-4096x128256-ignored60", "ce", 4096, 128256, ignored=0.6),
@@ -118,10 +134,15 @@ CASES = (
     Case("ce-2048x151936-structured", "ce", 2048, 151936, data="structured"),
     Case("ce-1024x151936-structured", "ce", 1024, 151936, data="structured"),
     Case("ce-1152x262144-structured", "ce", 1152, 262144, data="structured"),
+    Case("ce-2560x262144-structured", "ce", 2560, 262144, data="structured"),
+    Case("ce-4096x128256-ignored50", "ce", 4096, 128256, ignored=0.5, default=False),
+    Case("ce-4096x128256-ignored85", "ce", 4096, 128256, ignored=0.85, default=False),
+    Case("ce-4096x128256-grad0.5", "ce", 4096, 128256, grad_output=0.5, default=False),
     *_divergences(4096, 4096, 128256),
     *_divergences(2048, 4096, 151936),
     *_divergences(2048, 4096, 128256),
     *_divergences(2048, 4096, 151936, data="structured", default=False),
+    *_sweeps(),
 )
 
 _TINY = {"tokens": 96, "dtype": torch.float32}

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -109,8 +110,14 @@ def weigh(case: Case, loss_of: LossFunction, x: Inputs, before: int) -> Memory |
     return Memory(peak / MIB, kept / MIB)
 
 
+class Clock(Protocol):
+    """Times what it is given, in a unit of its own."""
+
+    def time(self, call: Any, /) -> float: ...
+
+
 def interleave(
-    calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rounds: int, deadline: float = float("inf")
+    calls: Mapping[str, Any], clock: Clock, rounds: int, deadline: float = float("inf")
 ) -> dict[str, list[float]]:
     """Times of every call, one each a round, in an order drawn anew each round: no provider always follows
     the one that heats the chip. After `deadline` (`time.monotonic` seconds) no round but the first starts."""
@@ -122,7 +129,7 @@ def interleave(
         order = list(calls)
         shuffle(order)
         for name in order:
-            times[name].append(stopwatch.time(calls[name]))
+            times[name].append(clock.time(calls[name]))
     return times
 
 

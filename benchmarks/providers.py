@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ class Provider:
 
     name: str
     title: str
-    build: Callable[[Case], LossFunction]
+    build: Callable[[Any], Callable[..., Any]]
     kinds: tuple[str, ...]
     default_kinds: tuple[str, ...]
     ours: bool = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,13 +25,13 @@ def loss_sum(
     teacher_weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """Sum of the per-token losses in plain torch: products in the inputs' dtype, softmax in at least fp32."""
-    logits = _at_least_fp32(hidden @ weight.T)
+    logits = at_least_fp32(hidden @ weight.T)
     if not case.is_divergence:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     assert teacher_hidden is not None and teacher_weight is not None
     log_q = logits.log_softmax(-1)
-    log_p = _at_least_fp32(teacher_hidden @ teacher_weight.T).log_softmax(-1)
-    return (_divergence(log_p, log_q, BETA[case.kind]) * (labels != IGNORE_INDEX)).sum()
+    log_p = at_least_fp32(teacher_hidden @ teacher_weight.T).log_softmax(-1)
+    return (divergence(log_p, log_q, BETA[case.kind]) * (labels != IGNORE_INDEX)).sum()
 
 
 def plain_loss(case: Case, x: Inputs) -> torch.Tensor:
@@ -37,7 +39,7 @@ def plain_loss(case: Case, x: Inputs) -> torch.Tensor:
     return loss_sum(case, *x) / (x.labels != IGNORE_INDEX).sum()
 
 
-def _divergence(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
     """Per-token KL(p || q) at beta 0, KL(q || p) at 1, else beta KL(p || m) + (1 - beta) KL(q || m) with the
     mixture m = beta p + (1 - beta) q; p is the teacher."""
 
@@ -52,7 +54,7 @@ def _divergence(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.
     return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 
-def _at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -67,11 +69,18 @@ class Gradients:
 
 def evaluate(case: Case, x: Inputs, dtype: torch.dtype, rows: int = 1024) -> Gradients:
     """Loss and gradients of `case` by autograd through plain torch in `dtype`, `rows` tokens at a time so
-    that they fit anywhere; sums over chunks are kept in at least fp32. TF32 is off, so fp32 is fp32."""
+    that they fit anywhere; sums over chunks are kept in at least fp32."""
+    with exact_products():
+        return _evaluate(case, x, dtype, rows)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """TF32 is off, so fp32 is fp32."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        return _evaluate(case, x, dtype, rows)
+        yield
     finally:
         torch.set_float32_matmul_precision(previous)
 

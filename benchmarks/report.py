@@ -90,22 +90,19 @@ def git_commit() -> str:
         return "unknown"
 
 
-def write(
-    folder: Path, header: Header, cases: Sequence[CaseResult], violations: Sequence[str], smoke: bool = False
-) -> None:
-    """Write losses-<device>.json and .md into `folder`; a smoke run's are called losses-smoke."""
-    folder.mkdir(parents=True, exist_ok=True)
-    slug = "smoke" if smoke else re.sub(r"[^a-z0-9]+", "-", header.device.lower()).strip("-")
-    data = {
-        "header": asdict(header),
-        "gate": list(violations),
-        "cases": [_case_data(case, timed=not violations) for case in cases],
-    }
-    (folder / f"losses-{slug}.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / f"losses-{slug}.md").write_text(markdown(header, cases, violations))
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def _case_data(outcome: CaseResult, timed: bool) -> dict:
+def write(path: Path, header: Header, violations: Sequence[str], cases: Sequence[dict], text: str) -> None:
+    """Write <path>.json and <path>.md."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"header": asdict(header), "gate": list(violations), "cases": list(cases)}
+    path.with_name(f"{path.name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    path.with_name(f"{path.name}.md").write_text(text)
+
+
+def case_data(outcome: CaseResult, timed: bool) -> dict:
     case = {**asdict(outcome.case), "dtype": str(outcome.case.dtype).removeprefix("torch.")}
     return {
         **case,
@@ -136,17 +133,20 @@ def _provider_data(outcome: CaseResult, result: Result, timed: bool) -> dict:
 
 
 def markdown(header: Header, cases: Sequence[CaseResult], violations: Sequence[str]) -> str:
-    sections = ["# Fused losses beside their peers", _header_lines(header), METHOD]
+    sections = ["# Fused losses beside their peers", header_lines(header), METHOD]
     if violations:
-        sections.append("**The accuracy gate refused: no times.**")
-        sections.append("\n".join(f"- {reason}" for reason in violations))
+        sections.append(refusal(violations))
     else:
         sections += [_summary(cases, divergence) for divergence in TABLES]
     sections += [_details(outcome, timed=not violations) for outcome in cases]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _header_lines(header: Header) -> str:
+def refusal(violations: Sequence[str]) -> str:
+    return "\n".join(["**The accuracy gate refused: no times.**", "", *(f"- {reason}" for reason in violations)])
+
+
+def header_lines(header: Header) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in header.packages.items())
     limits = header.roofline
     return "\n".join(
@@ -166,11 +166,11 @@ def _summary(cases: Sequence[CaseResult], divergence: bool) -> str:
     if not titles:
         return ""
     lines = [f"## {TABLES[divergence]}", "", "Median ms (ratio to ours) / peak MiB.", ""]
-    lines += _table_head(["case", "GEMM floor ms", *titles.values()])
+    lines += table_head(["case", "GEMM floor ms", *titles.values()])
     for outcome in rows:
         results = {result.provider.name: result for result in outcome.results}
         cells = [_summary_cell(results.get(name), outcome) for name in titles]
-        lines.append(_row([outcome.case.name, _number(outcome.floor_ms or None), *cells]))
+        lines.append(row([outcome.case.name, number(outcome.floor_ms or None), *cells]))
     return "\n".join(lines)
 
 
@@ -183,7 +183,7 @@ def _summary_cell(result: Result | None, outcome: CaseResult) -> str:
         return "out of memory" if result.failure == "out of memory" else "failed"
     ratio = f" ({result.ratio.median:.2f})" if result.ratio else ""
     mark = " !" if result.beyond_bound else ""
-    return f"{_number(result.ms.median)}{ratio} / {_memory(result)}{mark}"
+    return f"{number(result.ms.median)}{ratio} / {_memory(result)}{mark}"
 
 
 def _details(outcome: CaseResult, timed: bool) -> str:
@@ -193,14 +193,14 @@ def _details(outcome: CaseResult, timed: bool) -> str:
     if outcome.not_run or outcome.bound is None:
         return "\n".join([*lines, "", f"Not run: {outcome.not_run}."])
     times = ["ms (quartiles)", "ratio (quartiles)", "peak MiB", "TFLOP/s", "of GEMM limit"] if timed else []
-    lines += ["", *_table_head(["provider", *times, "loss error", "dX error", "dW error"])]
+    lines += ["", *table_head(["provider", *times, "loss error", "dX error", "dW error"])]
     for result in outcome.results:
         if result.failure:
-            lines.append(_row([result.provider.title, result.failure]))
+            lines.append(row([result.provider.title, result.failure]))
             continue
         cells = _time_cells(result, outcome) if timed else []
-        lines.append(_row([result.provider.title, *cells, *_error_cells(result.errors, outcome.bound)]))
-    lines.append(_row(["bound for ours", *[""] * len(times), *_error_cells(outcome.bound, outcome.bound)]))
+        lines.append(row([result.provider.title, *cells, *_error_cells(result.errors, outcome.bound)]))
+    lines.append(row(["bound for ours", *[""] * len(times), *_error_cells(outcome.bound, outcome.bound)]))
     return "\n".join(lines)
 
 
@@ -216,8 +216,8 @@ def _sentence(case: Case) -> str:
 def _time_cells(result: Result, outcome: CaseResult) -> list[str]:
     assert result.ms is not None
     return [
-        _spread(result.ms, ".2f"),
-        _spread(result.ratio, ".3f") if result.ratio else "",
+        spread(result.ms, ".2f"),
+        spread(result.ratio, ".3f") if result.ratio else "",
         _memory(result),
         f"{outcome.case.flops / result.ms.median / 1e9:.3g}",
         f"{outcome.floor_ms / result.ms.median:.0%}",
@@ -231,8 +231,8 @@ def _error_cells(errors: Errors | None, bound: Errors) -> list[str]:
     return ["" if error is None else f"{error:.1e}{'' if error <= limit else ' !'}" for error, limit in pairs]
 
 
-def _spread(spread: Spread, digits: str) -> str:
-    return f"{spread.median:{digits}} ({spread.p25:{digits}} to {spread.p75:{digits}})"
+def spread(of: Spread, digits: str) -> str:
+    return f"{of.median:{digits}} ({of.p25:{digits}} to {of.p75:{digits}})"
 
 
 def _memory(result: Result) -> str:
@@ -242,15 +242,15 @@ def _memory(result: Result) -> str:
     return f"{result.memory.peak:.0f}{kept}"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def _table_head(titles: Sequence[str]) -> list[str]:
-    return [_row(titles), _row(["---"] * len(titles))]
+def table_head(titles: Sequence[str]) -> list[str]:
+    return [row(titles), row(["---"] * len(titles))]
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 

@@ -1,10 +1,13 @@
-"""Fused losses: the accuracy gate, then time and memory beside the peers in one interleaved run.
+"""The accuracy gate, then time and memory beside the peers in one interleaved run: fused losses, or layers' ops.
 
-    python -m benchmarks.run                                  # both tables, on a GPU, into docs/results
+    python -m benchmarks.run                                  # the fused losses, on a GPU, into docs/results
     python -m benchmarks.run --cases 'ce-*' --providers liger,trl --rounds 15
+    python -m benchmarks.run --suite ops                      # the ops of the layers, forward and backward apart
     python -m benchmarks.run --smoke                          # tiny shapes, CPU, a few seconds
+    python -m benchmarks.run --cases '*-tokens-*,*-vocab-*' --name sweeps && \\
+        python -m benchmarks.run --plots docs/results/sweeps-<device>.json
 
-Every provider's loss, dX and dW are compared with plain torch in fp32 (fp64 on a CPU) on the same inputs.
+Every provider's outputs and gradients are compared with plain torch in high precision on the same inputs.
 Ours must be within twice the error of plain torch in the case's own dtype plus a floor, else the exit code is
 1 and no time is printed or written. Exit code 2: an option that names nothing.
 """
@@ -12,7 +15,6 @@ Ours must be within twice the error of plain torch in the case's own dtype plus 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +22,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from . import report
+from . import op_cases, op_providers, op_report, op_run, plots, report
 from .cases import CASES, SMOKE_CASES, Case, Inputs, make_inputs
+from .failures import explain, release_memory
 from .measure import (
     Memory,
     Roofline,
@@ -41,6 +46,7 @@ from .reference import Errors, Gradients, error_bound, errors, evaluate
 
 WARM_UPS = 3  # the accuracy check and the memory measurement are the first two
 SMOKE_PROVIDERS = ("ours", "ours_fp32", "eager", "trl")
+OP_SMOKE = ("ours", "ours_inplace", "ours_unfused", "eager")
 
 
 @dataclass
@@ -71,6 +77,9 @@ class CaseResult:
     results: list[Result] = field(default_factory=list)
     not_run: str = ""
 
+    def set_floor(self, roofline: Roofline) -> None:
+        self.floor_ms = roofline.floor_ms(self.case)
+
     @property
     def violations(self) -> list[str]:
         """Why the gate refuses: ours failed, or was further from the truth than allowed."""
@@ -82,8 +91,37 @@ class CaseResult:
         ]
 
 
+class Suite(NamedTuple):
+    """What `main` needs to know of a suite. `report` has `markdown` and `case_data`."""
+
+    name: str
+    cases: Sequence[Any]
+    smoke_cases: Sequence[Any]
+    providers: Sequence[Provider]
+    smoke_providers: Sequence[str]
+    run_case: Callable[..., Any]
+    result: type
+    report: ModuleType
+
+
+def losses() -> Suite:
+    return Suite("losses", CASES, SMOKE_CASES, PROVIDERS, SMOKE_PROVIDERS, run_case, CaseResult, report)
+
+
+def ops() -> Suite:
+    cases, smoke = op_cases.CASES, op_cases.SMOKE_CASES
+    return Suite("ops", cases, smoke, op_providers.PROVIDERS, OP_SMOKE, op_run.run_case, op_run.OpCaseResult, op_report)
+
+
+SUITES = {"losses": losses, "ops": ops}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.plots:
+        print("\n".join(str(path) for path in plots.draw(args.plots, args.output or args.plots.parent)))
+        return 0
+    suite: Suite = args.suite
     device = torch.device("cpu" if args.smoke else "cuda")
     torch.manual_seed(0)
     deadline = time.monotonic() + args.time_limit
@@ -91,22 +129,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     roofline = Roofline.measure(stopwatch, device)
     settle_libraries(device)
     header = report.describe(device, roofline, sys.argv[1:] if argv is None else list(argv), args.rounds)
+    name = f"{args.name or suite.name}-{'smoke' if args.smoke else report.slug(header.device)}"
 
-    case_results: list[CaseResult] = []
+    results: list[Any] = []
     violations: list[str] = []
     for case in args.cases:
         if time.monotonic() > deadline:
-            result = CaseResult(case, not_run=f"time limit of {args.time_limit:g} s reached")
+            result = suite.result(case, not_run=f"time limit of {args.time_limit:g} s reached")
         else:
             started = time.monotonic()
-            result = run_case(case, args.providers, stopwatch, device, args.rounds, deadline, not violations)
+            result = suite.run_case(case, args.providers, stopwatch, device, args.rounds, deadline, not violations)
             print(f"{case.name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-        result.floor_ms = roofline.floor_ms(case)
-        case_results.append(result)
+        result.set_floor(roofline)
+        results.append(result)
         violations += result.violations
         if args.output:  # after every case: a run that is cut off has not been for nothing
-            report.write(args.output, header, case_results, violations, smoke=args.smoke)
-    print(report.markdown(header, case_results, violations))
+            data = [suite.report.case_data(x, timed=not violations) for x in results]
+            text = suite.report.markdown(header, results, violations)
+            report.write(args.output / name, header, violations, data, text)
+    print(suite.report.markdown(header, results, violations))
     return 1 if violations else 0
 
 
@@ -187,22 +228,6 @@ def time_providers(
     x.clear_grads()
 
 
-def explain(error: Exception) -> str:
-    """One line for the table."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, ImportError):
-        return f"not available: {error}"
-    message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0][:160] if message else ''}"
-
-
-def release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.run",
@@ -211,30 +236,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--cases", help="comma-separated names or globs; default: those of the two tables")
+    add("--suite", choices=SUITES, default="losses", help="losses: fused losses (default); ops: the ops of the layers")
+    add("--cases", help="comma-separated names or globs; default: those of the suite's tables")
     add("--providers", help="comma-separated names or globs; ours is always run")
     add("--rounds", type=int, help="interleaved rounds (default 10; 3 with --smoke)")
-    add("--grad-output", type=float, help="upstream gradient of every case (default: the case's, 1)")
+    add("--grad-output", type=float, help="upstream gradient of every loss (default: the case's, 1)")
     add("--time-limit", type=float, default=float("inf"), help="seconds after which no case starts")
     add("--output", type=Path, help="folder of the JSON and Markdown (default docs/results)")
+    add("--name", help="first part of their names, before the device's (default: the suite's)")
     add("--smoke", action="store_true", help="tiny shapes on a CPU; writes only if --output is given")
+    add("--plots", type=Path, metavar="JSON", help="measure nothing: draw this file's *-tokens-* and *-vocab-* cases")
     add("--list", action="store_true", help="print the cases and providers, and stop")
     args = parser.parse_args(argv)
+    if args.plots:
+        return args
+    args.suite = suite = SUITES[args.suite]()
+    cases = suite.smoke_cases if args.smoke else suite.cases
     if args.list:
-        print(report.listing(SMOKE_CASES if args.smoke else CASES, PROVIDERS))
+        print(report.listing(cases, suite.providers))
         parser.exit()
     if not args.smoke and not torch.cuda.is_available():
         parser.error("no CUDA device; --smoke runs small shapes on a CPU")
     args.rounds = args.rounds or (3 if args.smoke else 10)
     args.output = args.output or (None if args.smoke else Path("docs/results"))
-    args.cases = choose(SMOKE_CASES if args.smoke else CASES, args.cases, parser)
+    args.cases = choose(cases, args.cases, parser)
     if args.grad_output is not None:
         args.cases = [replace(case, grad_output=args.grad_output) for case in args.cases]
     args.providers = choose_providers(args, parser)
     return args
 
 
-def choose(cases: Sequence[Case], patterns: str | None, parser: argparse.ArgumentParser) -> list[Case]:
+def choose(cases: Sequence[Any], patterns: str | None, parser: argparse.ArgumentParser) -> list[Any]:
     if patterns is None:
         return [case for case in cases if case.default]
     names = matching(patterns, [case.name for case in cases], "case", parser)
@@ -243,12 +275,13 @@ def choose(cases: Sequence[Case], patterns: str | None, parser: argparse.Argumen
 
 def choose_providers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Provider]:
     """The providers asked for, with all they can do, and `ours`; else the default ones and kinds."""
+    providers = args.suite.providers
     if args.providers is None:
         if args.smoke:
-            return [provider for provider in PROVIDERS if provider.name in SMOKE_PROVIDERS]
-        return [replace(provider, kinds=provider.default_kinds) for provider in PROVIDERS]
-    names = {"ours", *matching(args.providers, [provider.name for provider in PROVIDERS], "provider", parser)}
-    return [provider for provider in PROVIDERS if provider.name in names]
+            return [provider for provider in providers if provider.name in args.suite.smoke_providers]
+        return [replace(provider, kinds=provider.default_kinds) for provider in providers]
+    names = {"ours", *matching(args.providers, [provider.name for provider in providers], "provider", parser)}
+    return [provider for provider in providers if provider.name in names]
 
 
 def matching(patterns: str, names: Sequence[str], what: str, parser: argparse.ArgumentParser) -> set[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import run
+from benchmarks import op_cases, op_measure, op_providers, op_run, plots, run
 from benchmarks.cases import CASES, SMOKE_CASES, Case, make_inputs
 from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
 from benchmarks.providers import ALL, PROVIDERS, Provider, eager, ours
@@ -27,9 +27,13 @@ def provider(name, build, ours=False):
     return Provider(name, name, build, ALL, ALL, ours=ours)
 
 
-def smoke(tmp_path, *arguments, expect=0):
+def smoke(tmp_path, *arguments, expect=0, name="losses"):
     assert run.main(["--smoke", "--output", str(tmp_path), *arguments]) == expect
-    return json.loads((tmp_path / "losses-smoke.json").read_text())
+    return json.loads((tmp_path / f"{name}-smoke.json").read_text())
+
+
+def smoke_ops(tmp_path, *arguments, expect=0):
+    return smoke(tmp_path, "--suite", "ops", "--rounds", "2", *arguments, expect=expect, name="ops")
 
 
 def test_smoke_run_passes_the_gate_and_reports_every_case(tmp_path, capsys):
@@ -212,3 +216,137 @@ def test_spread_and_errors():
     ]
     with pytest.raises(ValueError, match="expected a tensor of shape"):
         relative_l2(torch.zeros(2), torch.zeros(3))
+
+
+def test_ops_smoke_run_measures_every_op_of_ours(tmp_path, capsys):
+    data = smoke_ops(tmp_path)
+    assert data["gate"] == []
+    assert {case["op"] for case in data["cases"]} == set(op_providers.OURS)
+    ops = {op.name: op for op in op_cases.OPS}
+    for case in data["cases"]:
+        results = {result["name"]: result for result in case["providers"]}
+        assert {"ours", "eager"} <= results.keys()
+        for result in results.values():
+            assert not result["failure"]
+            assert {f"d_{name}" for name in ops[case["op"]].leaves} | {"out0"} <= result["errors"].keys()
+            forward, backward, both = (result[name]["us"]["median"] for name in ("forward", "backward", "both"))
+            assert both == pytest.approx(forward + backward)
+            assert result["forward"]["gbs"] * forward * 1e3 == pytest.approx(case["bytes"]["forward"])
+        if "ours_inplace" in results:
+            assert results["ours_inplace"]["writes_into"] == ["logits"]
+    host = [case["op"] for case in data["cases"] if case["providers"][0]["host"]]
+    assert host == ["rms_norm"]
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "ops-smoke.md").read_text() + "\n"
+    assert "## Time of the kernels" in printed and "## Cost of calling" in printed
+
+
+def plant(monkeypatch, *providers):
+    kinds = tuple(op.name for op in op_cases.OPS)
+    planted = [Provider(name, name, build, kinds, kinds, ours=name == "ours") for name, build in providers]
+    monkeypatch.setattr(op_providers, "PROVIDERS", planted)
+
+
+@pytest.mark.parametrize("wrong", ["out0", "d_x", "d_weight"])
+def test_ops_gate_refuses_one_percent_of_an_output_or_gradient(wrong, tmp_path, monkeypatch):
+    def build(case):
+        def op(x, weight):
+            y = case.op.plain(
+                x * (1.01 if wrong == "d_x" else 1.0) - 0.01 * x.detach() * (wrong == "d_x"),
+                weight * (1.01 if wrong == "d_weight" else 1.0) - 0.01 * weight.detach() * (wrong == "d_weight"),
+            )
+            return y + 0.01 * y.detach() * (wrong == "out0")
+
+        return op
+
+    plant(monkeypatch, ("ours", build))
+    data = smoke_ops(tmp_path, "--cases", "rms_norm-40*", "--providers", "ours", expect=1)
+    assert [reason.split(" error")[0] for reason in data["gate"]] == [
+        f"{name}: ours: {wrong}" for name in ("rms_norm-40", "rms_norm-40-bf16")
+    ]
+    assert all("forward" not in result for case in data["cases"] for result in case["providers"])
+
+
+def test_an_op_of_ours_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(op_providers.OURS, "swiglu", lambda: op_providers.kernel("no_such_op"))
+    data = smoke_ops(tmp_path, "--cases", "swiglu-40", expect=1)
+    assert len(data["gate"]) == 1 and "swiglu-40: ours: not available" in data["gate"][0]
+
+
+def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(tmp_path, monkeypatch):
+    class Clobbering(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate.clone(), up.clone())
+            out = op_cases.swiglu(gate, up)
+            gate.data.zero_()
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                gate, up = (x.requires_grad_() for x in ctx.saved_tensors)
+                grads = torch.autograd.grad(op_cases.swiglu(gate, up), (gate, up), grad.clone())
+            grad.zero_()
+            return grads
+
+    plant(monkeypatch, ("clobber", lambda case: Clobbering.apply), ("ours", lambda case: case.op.plain))
+    data = smoke_ops(tmp_path, "--cases", "swiglu-40", "--providers", "*")
+    clobber, ours = data["cases"][0]["providers"]
+    assert clobber["writes_into"] == ["gate", "d_out0"] and not clobber["beyond_bound"]
+    assert ours["writes_into"] == [] and ours["forward"]["us"]["count"] == 2
+
+
+@pytest.mark.parametrize("op", [op for op in op_cases.OPS if op.is_loss], ids=lambda op: op.name)
+def test_truth_of_a_loss_is_the_same_in_parts(op, monkeypatch):
+    case = op_cases.OpCase("loss", op, 12, 10, torch.float64, grad_output=0.5)
+    operands = op_cases.make_operands(case, CPU)
+    whole = op_run.evaluate(case, operands, torch.float64)
+    monkeypatch.setattr(op_run, "ROWS_AT_ONCE", 3 * case.width)
+    parts = op_run.evaluate(case, operands, torch.float64)
+    assert whole.keys() == parts.keys()
+    for name, x in whole.items():
+        torch.testing.assert_close(parts[name], x)
+
+
+def test_traffic_is_what_any_implementation_must_move():
+    n, h, v, heads, d = 8, 40, 64, 3, op_cases.HEAD_DIM
+    expected = {
+        op_cases.RMS_NORM: (2 * n * h + h, 3 * n * h + 2 * h),
+        op_cases.ADD_RMS_NORM: (4 * n * h + h, 4 * n * h + 2 * h),
+        op_cases.SWIGLU: (3 * n * h, 5 * n * h),
+        op_cases.ROPE: ((2 * heads + 2) * n * d, (2 * heads + 2) * n * d),
+        op_cases.QK_NORM_ROPE: ((2 * heads + 2) * n * d + 2 * d, (3 * heads + 2) * n * d + 4 * d),
+        op_cases.JSD: (2 * n * h, 3 * n * h),
+    }
+    for op, elements in expected.items():
+        case = op_cases.OpCase("tiny", op, h, n, torch.float32, heads=(2, 1))
+        operands = op_cases.make_operands(case, CPU)
+        moved = op_cases.bytes_moved(case, op_run.sizes_of(operands))
+        assert (moved["forward"], moved["backward"]) == tuple(4 * x for x in elements), op.name
+    assert op_cases.OpCase("products", op_cases.GATED_LINEAR, h, n, hidden_size=v).flops("both") == 6 * n * h * v
+
+
+def test_transposed_operands_keep_their_strides_and_copies_differ():
+    case = next(case for case in op_cases.SMOKE_CASES if case.transposed)
+    first, second = (op_cases.make_operands(case, CPU, seed) for seed in (0, 1))
+    for name in ("q", "k"):
+        assert first.tensors[name].transpose(1, 2).is_contiguous() and not first.tensors[name].is_contiguous()
+    assert op_measure.bits(first) == op_measure.bits(op_cases.make_operands(case, CPU, 0)) != op_measure.bits(second)
+
+
+def test_sweeps_are_cases_by_name_and_become_plots(tmp_path, capsys, monkeypatch):
+    sweep = [case for case in CASES if case.name.startswith(("ce-tokens-", "ce-vocab-"))]
+    assert {case.tokens for case in sweep} == {1024 * 2**i for i in range(6)}
+    assert {case.vocab_size for case in sweep} >= {4096, 262144} and not any(case.default for case in sweep)
+    tiny = tuple(replace(TINY, name=f"ce-tokens-{n}", tokens=n, default=False) for n in (8, 16))
+    monkeypatch.setattr(run, "SMOKE_CASES", tiny)
+    arguments = ("--cases", "ce-tokens-*", "--providers", "eager", "--rounds", "1", "--name", "sweep")
+    data = smoke(tmp_path, *arguments, name="sweep")
+    lines = plots.series(data["cases"], "tokens")
+    assert [point[0] for point in lines["ours"]] == [8, 16] and lines["eager"][0][2] is None
+    pytest.importorskip("matplotlib")
+    capsys.readouterr()
+    assert run.main(["--plots", str(tmp_path / "sweep-smoke.json")]) == 0
+    (drawn,) = capsys.readouterr().out.split()
+    assert "torch eager" in (tmp_path / drawn).read_text()

@@ -1,0 +1,367 @@
+"""What the second suite measures: ops on given tensors. Each op is data: its inputs, its plain torch, its traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from .reference import at_least_fp32, divergence
+
+Tensors = Mapping[str, torch.Tensor]
+EPS = 1e-6
+HEAD_DIM = 128
+SEQUENCE = 2048  # tokens of one sequence; more tokens are more sequences
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on named tensors.
+
+    `plain` is the op in plain torch, as model code has it: in high precision it is the truth, in the case's dtype the
+    eager provider. `leaves` are the tensors that get a gradient. `forward` and `backward` name the tensors that must be
+    moved, whoever computes the op: inputs by name, outputs as out0, out1, ..., gradients as d_<name>. `is_loss`: the
+    output is a scalar, the mean over rows of something a row.
+    """
+
+    name: str
+    make: Callable[[OpCase, Draw], dict[str, torch.Tensor]]
+    plain: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+    leaves: tuple[str, ...]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    is_loss: bool = False
+    products: int = 0  # matrix products (tokens, width, hidden_size) of the forward; the backward has twice as many
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One op at one shape: `tokens` rows of `width` (hidden size, intermediate size or vocabulary)."""
+
+    name: str
+    op: Op
+    width: int = 0
+    tokens: int = 8192
+    dtype: torch.dtype = torch.bfloat16
+    heads: tuple[int, int] = (32, 8)  # of the queries, of the keys
+    transposed: bool = False  # heads outermost, as a view: what a projection leaves behind
+    hidden_size: int = 0
+    grad_output: float = 1.0  # of a loss
+    host: bool = False  # also the wall time of a short sequence
+    default: bool = True
+
+    @property
+    def kind(self) -> str:
+        return self.op.name
+
+    def flops(self, name: str) -> int:
+        """Operations of the matrix products in a pass, 0 for an op without any."""
+        once = 2 * self.op.products * self.tokens * self.width * self.hidden_size
+        return once * {"forward": 1, "backward": 2, "both": 3}[name]
+
+
+@dataclass
+class Draw:
+    """Draws tensors of a case: the same for the same case, device and seed."""
+
+    dtype: torch.dtype
+    generator: torch.Generator = field(repr=False)
+
+    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+        x = torch.empty(shape, dtype=self.dtype, device=self.generator.device)
+        return x.normal_(mean, std, generator=self.generator)
+
+    def labels(self, tokens: int, vocabulary: int) -> torch.Tensor:
+        return torch.randint(vocabulary, (tokens,), device=self.generator.device, generator=self.generator)
+
+
+@dataclass
+class Operands:
+    """Inputs by name, and a gradient for each output."""
+
+    tensors: dict[str, torch.Tensor]
+    upstream: list[torch.Tensor]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Everything that a provider could write into; the gradient of output i is d_out<i>."""
+        return {**self.tensors, **{f"d_out{i}": x for i, x in enumerate(self.upstream)}}
+
+
+def make_operands(case: OpCase, device: torch.device, seed: int = 0) -> Operands:
+    """Draw the inputs of `case`, of which the leaves require grad, and the gradients of its outputs."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = case.op.make(case, Draw(case.dtype, generator))
+    if case.op.is_loss:
+        upstream = [torch.tensor(case.grad_output, device=device)]
+    else:
+        with torch.no_grad():
+            shapes = outputs_of(case.op.plain(**tensors))
+        upstream = [torch.empty_like(x).normal_(generator=generator) for x in shapes]
+    for name in case.op.leaves:
+        tensors[name].requires_grad_()
+    return Operands(tensors, upstream)
+
+
+def outputs_of(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def bytes_moved(case: OpCase, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What each pass must read and write, from the bytes of every input and output; both, if one pass may help the
+    other: a loss can make its gradient while it reads its inputs."""
+
+    def total(names: tuple[str, ...]) -> int:
+        return sum(sizes[name.removeprefix("d_")] for name in names)
+
+    op = case.op
+    forward, backward = total(op.forward), total(op.backward)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "both": forward + (total(op.leaves) if op.is_loss else backward),
+    }
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Llama's and Qwen3's: the normalised x is rounded before the weight."""
+    wide = at_least_fp32(x)
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    summed = x + residual
+    return rms_norm(summed, weight), summed
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos[:, None], sin[:, None]  # the same for every head
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+    return turn(q), turn(k)
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen3's: q and k come as (B, S, heads, D) and leave as (B, heads, S, D)."""
+    return rope(rms_norm(q, q_weight).transpose(1, 2), rms_norm(k, k_weight).transpose(1, 2), cos, sin)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+def gated_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(swiglu(gate, up), weight)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(at_least_fp32(logits), labels)
+
+
+def kl_div(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """target holds probabilities."""
+    return F.kl_div(input, target, reduction="batchmean")
+
+
+def jsd(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Both hold log-probabilities."""
+    return divergence(target, input, beta=0.5).mean()
+
+
+def tvd(input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Both hold probabilities."""
+    return 0.5 * (input - target).abs().sum(-1).mean()
+
+
+def _rows(case: OpCase, draw: Draw, *names: str) -> dict[str, torch.Tensor]:
+    return {name: draw.normal(1, case.tokens, case.width) for name in names}
+
+
+def _weights(width: int, draw: Draw, *names: str) -> dict[str, torch.Tensor]:
+    return {name: draw.normal(width, mean=float("bias" not in name), std=0.1) for name in names}
+
+
+def _norm(*rows: str, weights: tuple[str, ...] = ("weight",)) -> Callable:
+    return lambda case, draw: {**_rows(case, draw, *rows), **_weights(case.width, draw, *weights)}
+
+
+def _positions(case: OpCase, draw: Draw, length: int) -> dict[str, torch.Tensor]:
+    """cos and sin (1, S, D) as transformers' rotary embeddings return them."""
+    device = draw.generator.device
+    frequency = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    angle = torch.outer(torch.arange(length, device=device), frequency).repeat(1, 2)[None]
+    return {"cos": angle.cos().to(case.dtype), "sin": angle.sin().to(case.dtype)}
+
+
+def _heads(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    """q and k as (B, S, heads, D)."""
+    length = min(case.tokens, SEQUENCE)
+    shape = (case.tokens // length, length)
+    return {name: draw.normal(*shape, heads, HEAD_DIM) for name, heads in zip("qk", case.heads, strict=True)}
+
+
+def _rope_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    views = {name: x.transpose(1, 2) for name, x in _heads(case, draw).items()}
+    tensors = views if case.transposed else {name: x.contiguous() for name, x in views.items()}
+    return {**tensors, **_positions(case, draw, tensors["q"].shape[2])}
+
+
+def _qk_norm_rope_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    tensors = _heads(case, draw) | _weights(HEAD_DIM, draw, "q_weight", "k_weight")
+    return {**tensors, **_positions(case, draw, tensors["q"].shape[1])}
+
+
+def _gated_linear_inputs(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    weight = draw.normal(case.hidden_size, case.width, std=case.width**-0.5)
+    return {**_rows(case, draw, "gate", "up"), "weight": weight}
+
+
+def _logits_and_labels(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+    """Logits like a trained model's: a standard deviation of 2, and a loss of about 5 nats."""
+    labels = draw.labels(case.tokens, case.width)
+    logits = draw.normal(case.tokens, case.width, std=2.0)
+    logits[torch.arange(case.tokens, device=labels.device), labels] += math.log(case.width) + 2.0 - 5.0
+    return {"logits": logits, "labels": labels}
+
+
+def _distributions(log_input: bool, log_target: bool) -> Callable:
+    """Two rows of distributions, a student's and a teacher's."""
+
+    def make(case: OpCase, draw: Draw) -> dict[str, torch.Tensor]:
+        raw = {name: draw.normal(case.tokens, case.width, std=2.0) for name in ("input", "target")}
+        logs = {"input": log_input, "target": log_target}
+        return {name: x.log_softmax(-1) if logs[name] else x.softmax(-1) for name, x in raw.items()}
+
+    return make
+
+
+def _glu(name: str, plain: Callable) -> Op:
+    rows, gate_up = _norm("gate", "up", weights=()), ("gate", "up")
+    return Op(name, rows, plain, gate_up, (*gate_up, "out0"), ("d_out0", *gate_up, "d_gate", "d_up"))
+
+
+def _loss(name: str, make: Callable, plain: Callable, leaf: str, given: str, backward: tuple[str, ...]) -> Op:
+    return Op(name, make, plain, (leaf,), (leaf, given), (*backward, f"d_{leaf}"), is_loss=True)
+
+
+_NORM_BACKWARD = ("d_out0", "x", "weight", "d_x", "d_weight")
+_ROPE_INPUTS = ("q", "k", "cos", "sin")
+_QK_WEIGHTS = ("q_weight", "k_weight")
+
+RMS_NORM = Op("rms_norm", _norm("x"), rms_norm, ("x", "weight"), ("x", "weight", "out0"), _NORM_BACKWARD)
+ADD_RMS_NORM = Op(
+    "add_rms_norm",
+    _norm("x", "residual"),
+    add_rms_norm,
+    leaves=("x", "residual", "weight"),
+    forward=("x", "residual", "weight", "out0", "out1"),
+    backward=("d_out0", "d_out1", "out1", "weight", "d_x", "d_weight"),  # d_residual is d_x
+)
+LAYER_NORM = Op(
+    "layer_norm",
+    _norm("x", weights=("weight", "bias")),
+    layer_norm,
+    leaves=("x", "weight", "bias"),
+    forward=("x", "weight", "bias", "out0"),
+    backward=(*_NORM_BACKWARD, "d_bias"),
+)
+ROPE = Op(
+    "rope",
+    _rope_inputs,
+    rope,
+    leaves=("q", "k"),
+    forward=(*_ROPE_INPUTS, "out0", "out1"),
+    backward=("d_out0", "d_out1", "cos", "sin", "d_q", "d_k"),
+)
+QK_NORM_ROPE = Op(
+    "qk_norm_rope",
+    _qk_norm_rope_inputs,
+    qk_norm_rope,
+    leaves=("q", "k", *_QK_WEIGHTS),
+    forward=(*_ROPE_INPUTS, *_QK_WEIGHTS, "out0", "out1"),
+    backward=(*_ROPE_INPUTS, *_QK_WEIGHTS, "d_out0", "d_out1", "d_q", "d_k", "d_q_weight", "d_k_weight"),
+)
+SWIGLU = _glu("swiglu", swiglu)
+GEGLU = _glu("geglu", geglu)
+RELU2 = Op("relu2", _norm("x", weights=()), relu2, ("x",), ("x", "out0"), ("d_out0", "x", "d_x"))
+GATED_LINEAR = Op(
+    "gated_linear",
+    _gated_linear_inputs,
+    gated_linear,
+    leaves=("gate", "up", "weight"),
+    forward=("gate", "up", "weight", "out0"),
+    backward=("d_out0", "gate", "up", "weight", "d_gate", "d_up", "d_weight"),
+    products=1,
+)
+CROSS_ENTROPY = _loss("cross_entropy", _logits_and_labels, cross_entropy, "logits", "labels", ("logits",))
+KL_DIV = _loss("kl_div", _distributions(True, False), kl_div, "input", "target", ("target",))
+JSD = _loss("jsd", _distributions(True, True), jsd, "input", "target", ("input", "target"))
+TVD = _loss("tvd", _distributions(False, False), tvd, "input", "target", ("input", "target"))
+OPS = (
+    RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ROPE, QK_NORM_ROPE, SWIGLU, GEGLU, RELU2, GATED_LINEAR, CROSS_ENTROPY, KL_DIV,
+    JSD, TVD,
+)  # fmt: skip
+
+_FP32 = {"tokens": 4096, "dtype": torch.float32}
+CASES = (
+    OpCase("rms_norm-4096", RMS_NORM, 4096, host=True),
+    OpCase("rms_norm-2048", RMS_NORM, 2048),
+    OpCase("rms_norm-1024", RMS_NORM, 1024),
+    OpCase("swiglu-14336", SWIGLU, 14336, host=True),
+    OpCase("swiglu-3072", SWIGLU, 3072),
+    OpCase("cross_entropy-128256", CROSS_ENTROPY, 128256, host=True),
+    OpCase("rope-32+8", ROPE, host=True),
+    OpCase("rope-32+8-transposed", ROPE, transposed=True),
+    OpCase("qk_norm_rope-32+8", QK_NORM_ROPE, host=True),
+    OpCase("qk_norm_rope-16+8", QK_NORM_ROPE, heads=(16, 8)),
+    *(OpCase(f"jsd-{v}", JSD, v, **_FP32, host=v == 32768) for v in (4096, 8192, 32768, 128256, 262144)),
+    *(OpCase(f"kl_div-{v}", KL_DIV, v, **_FP32, host=v == 32768) for v in (4096, 32768, 128256)),
+    OpCase("add_rms_norm-4096", ADD_RMS_NORM, 4096, host=True),
+    OpCase("add_rms_norm-1024", ADD_RMS_NORM, 1024),
+    OpCase("layer_norm-4096", LAYER_NORM, 4096, host=True),
+    OpCase("layer_norm-1024", LAYER_NORM, 1024),
+    OpCase("geglu-14336", GEGLU, 14336, host=True),
+    OpCase("geglu-3072", GEGLU, 3072),
+    OpCase("relu2-14336", RELU2, 14336, host=True),
+    OpCase("gated_linear-14336", GATED_LINEAR, 14336, hidden_size=4096, host=True),
+    OpCase("gated_linear-3072", GATED_LINEAR, 3072, hidden_size=1024),
+    OpCase("tvd-128256", TVD, 128256, **_FP32, host=True),
+    *(OpCase(f"jsd-{v}", JSD, v, **_FP32, default=False) for v in (16384, 65536)),
+    *(OpCase(f"kl_div-{v}", KL_DIV, v, **_FP32, default=False) for v in (8192, 16384, 65536, 262144)),
+    *(
+        OpCase(f"{op.name}-128256-grad0.5", op, 128256, 4096, grad_output=0.5, default=False)
+        for op in (CROSS_ENTROPY, JSD)
+    ),
+)
+
+_TINY = {"tokens": 24, "dtype": torch.float32}
+SMOKE_CASES = (
+    *(OpCase(f"{op.name}-40", op, 40, **_TINY, hidden_size=16, heads=(4, 2), host=op is RMS_NORM) for op in OPS),
+    OpCase("rms_norm-40-bf16", RMS_NORM, 40, tokens=24),
+    OpCase("rope-transposed", ROPE, **_TINY, heads=(4, 2), transposed=True),
+    OpCase("cross_entropy-40-grad0.5", CROSS_ENTROPY, 40, **_TINY, grad_output=0.5),
+)

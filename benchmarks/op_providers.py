@@ -1,0 +1,129 @@
+"""Who computes the ops of the second suite: a provider turns an op into a function of its tensors, importing then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .op_cases import EPS, OPS, OpCase
+from .providers import Provider
+
+Function = Callable[..., Any]
+
+
+def kernel(name: str) -> Function:
+    """Our op of that name, from the file of that name."""
+    return getattr(import_module(f"liger_trainer.kernels.{name}"), name)
+
+
+def liger(name: str) -> Function:
+    return getattr(import_module("liger_kernel.transformers.functional"), f"liger_{name}")
+
+
+def our_norm(name: str) -> Function:
+    return partial(kernel(name), eps=EPS, cast_before_weight=True)
+
+
+def our_cross_entropy() -> Function:
+    op = kernel("cross_entropy")
+    return lambda logits, labels: op(logits, labels).loss
+
+
+def our_cross_entropy_in_place() -> Function:
+    """A view, since autograd keeps leaves and the op refuses them: in a model the logits are a layer's output."""
+    op = kernel("cross_entropy")
+    return lambda logits, labels: op(logits.view_as(logits), labels, inplace=True).loss
+
+
+def norm_then_rope(norm: Function, rope: Function) -> Function:
+    def unfused(q, k, q_weight, k_weight, cos, sin):
+        return rope(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin)
+
+    return unfused
+
+
+def liger_gated_linear() -> Function:
+    """As LigerSwiGLUMLP does."""
+    swiglu = liger("swiglu")
+    return lambda gate, up, weight: F.linear(swiglu(gate, up), weight)
+
+
+def liger_norm() -> Function:
+    norm = liger("rms_norm")
+    return lambda x, weight: norm(x, weight, EPS)
+
+
+def liger_add_rms_norm() -> Function:
+    norm = liger("fused_add_rms_norm")
+    return lambda x, residual, weight: norm(x, residual, weight, EPS)
+
+
+def liger_layer_norm() -> Function:
+    norm = liger("layer_norm")
+    return lambda x, weight, bias: norm(x, weight, bias, EPS)
+
+
+OURS: Mapping[str, Callable[[], Function]] = {
+    "rms_norm": partial(our_norm, "rms_norm"),
+    "add_rms_norm": partial(our_norm, "add_rms_norm"),
+    "layer_norm": lambda: partial(kernel("layer_norm"), eps=EPS),
+    "rope": partial(kernel, "rope"),
+    "qk_norm_rope": partial(our_norm, "qk_norm_rope"),
+    "swiglu": partial(kernel, "swiglu"),
+    "geglu": partial(kernel, "geglu"),
+    "relu2": partial(kernel, "relu2"),
+    "gated_linear": partial(kernel, "gated_linear"),
+    "cross_entropy": our_cross_entropy,
+    "kl_div": lambda: partial(kernel("kl_div"), reduction="batchmean"),
+    "jsd": lambda: partial(kernel("jsd"), reduction="batchmean"),
+    "tvd": lambda: partial(kernel("tvd"), reduction="batchmean"),
+}
+LIGER: Mapping[str, Callable[[], Function]] = {
+    "rms_norm": liger_norm,
+    "add_rms_norm": liger_add_rms_norm,
+    "layer_norm": liger_layer_norm,
+    "rope": partial(liger, "rope"),
+    "qk_norm_rope": lambda: norm_then_rope(liger_norm(), liger("rope")),
+    "swiglu": partial(liger, "swiglu"),
+    "geglu": partial(liger, "geglu"),
+    "relu2": partial(liger, "relu_squared"),
+    "gated_linear": liger_gated_linear,
+    "cross_entropy": partial(liger, "cross_entropy"),
+    "kl_div": lambda: partial(liger("kl_div"), reduction="batchmean"),
+    "jsd": partial(liger, "jsd"),
+    "tvd": lambda: partial(liger("tvd"), reduction="batchmean"),
+}
+IN_PLACE = {"cross_entropy": our_cross_entropy_in_place}
+UNFUSED = {"qk_norm_rope": lambda: norm_then_rope(our_norm("rms_norm"), kernel("rope"))}
+
+
+def eager(case: OpCase) -> Function:
+    return case.op.plain
+
+
+def compiled(case: OpCase) -> Function:
+    return torch.compile(case.op.plain, dynamic=False)
+
+
+def _provider(name: str, title: str, builders: Mapping[str, Callable[[], Function]], ours: bool = False) -> Provider:
+    kinds = tuple(builders)
+    return Provider(name, title, lambda case: builders[case.kind](), kinds, kinds, ours=ours)
+
+
+COMPILED = ("rms_norm", "swiglu")  # seconds each; the rest if --providers asks
+ALL = tuple(op.name for op in OPS)
+PROVIDERS = (
+    _provider("ours", "ours", OURS, ours=True),
+    _provider("ours_inplace", "ours, in place", IN_PLACE, ours=True),
+    _provider("ours_unfused", "ours, norm then rope", UNFUSED, ours=True),
+    Provider("eager", "torch eager", eager, ALL, ALL),
+    Provider(
+        "compile", "torch.compile", compiled, ALL, ("rms_norm", "swiglu")
+    ),  # the rest by --providers: compiling is slow
+    _provider("liger", "Liger", LIGER),
+)
