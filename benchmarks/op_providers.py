@@ -53,6 +53,16 @@ def liger_gated_linear() -> Function:
     return lambda gate, up, weight: F.linear(swiglu(gate, up), weight)
 
 
+def liger_glu(name: str) -> Function:
+    op = liger(name)
+    return lambda gate, up: op(gate, up)
+
+
+def liger_cross_entropy() -> Function:
+    op = liger("cross_entropy")
+    return lambda logits, labels: op(logits, labels)
+
+
 def liger_norm() -> Function:
     norm = liger("rms_norm")
     return lambda x, weight: norm(x, weight, EPS)
@@ -89,11 +99,11 @@ LIGER: Mapping[str, Callable[[], Function]] = {
     "layer_norm": liger_layer_norm,
     "rope": partial(liger, "rope"),
     "qk_norm_rope": lambda: norm_then_rope(liger_norm(), liger("rope")),
-    "swiglu": partial(liger, "swiglu"),
-    "geglu": partial(liger, "geglu"),
+    "swiglu": partial(liger_glu, "swiglu"),
+    "geglu": partial(liger_glu, "geglu"),
     "relu2": partial(liger, "relu_squared"),
     "gated_linear": liger_gated_linear,
-    "cross_entropy": partial(liger, "cross_entropy"),
+    "cross_entropy": liger_cross_entropy,
     "kl_div": lambda: partial(liger("kl_div"), reduction="batchmean"),
     "jsd": partial(liger, "jsd"),
     "tvd": lambda: partial(liger("tvd"), reduction="batchmean"),

@@ -297,6 +297,35 @@ def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(tmp_pat
     assert ours["writes_into"] == [] and ours["forward"]["us"]["count"] == 2
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_op_of_ours_that_waits_for_the_device_is_refused(where, monkeypatch):
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return Waiting.pass_through(x, "forward")
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Waiting.pass_through(grad, "backward")
+
+        @staticmethod
+        def pass_through(x, name):
+            if modes[-1] == "error" and name == where:
+                raise RuntimeError("called a synchronizing CUDA operation")
+            return x.clone()
+
+    case = op_cases.OpCase("relu2", op_cases.RELU2, 8, 4, torch.float32)
+    step = op_measure.Step(Waiting.apply, op_cases.make_operands(case, CPU), ["x"])
+    waits = op_measure.passes_that_wait(step)
+    assert waits == [where] and modes[-1] == "default"
+    results = [op_run.OpResult(provider(name, eager, ours=name == "ours"), waits=waits) for name in ("ours", "peer")]
+    reason = f"relu2: ours: the host waits for the device in the {where}"
+    assert op_run.OpCaseResult(case, results=results).violations == [reason]
+
+
 @pytest.mark.parametrize("op", [op for op in op_cases.OPS if op.is_loss], ids=lambda op: op.name)
 def test_truth_of_a_loss_is_the_same_in_parts(op, monkeypatch):
     case = op_cases.OpCase("loss", op, 12, 10, torch.float64, grad_output=0.5)
