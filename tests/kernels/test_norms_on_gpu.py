@@ -1,8 +1,9 @@
 """What only a GPU shows of the normalizations: bf16, the launch configuration of each size, offsets beyond 2^31."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import Place
 from elementwise_checks import check_op
 from norm_checks import random_tensors
 
@@ -21,13 +22,17 @@ NAMES = {
 SHAPES = [(2048, 4096), (2047, 1024), (333, 2560), (4099, 128), (77, 576), (512, 8192), (130, 20000), (3, 65536)]
 
 
+def inputs(op, shape, dtype, weight_dtype=None):
+    return random_tensors(shape, SimpleNamespace(device="cuda", dtype=dtype), NAMES[op][1], weight_dtype)
+
+
 @pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_sizes(op, shape, dtype, frozen):
     reference, names = NAMES[op]
-    tensors = random_tensors(shape, Place("triton", "cuda", dtype), names)
+    tensors = inputs(op, shape, dtype)
     check_op(op, reference, tensors, [k for k in names if k not in ("weight", "bias")] if frozen else names)
 
 
@@ -35,13 +40,13 @@ def test_sizes(op, shape, dtype, frozen):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cast_before_weight(op, weight_dtype):
     reference, names = NAMES[op]
-    tensors = random_tensors((1024, 2048), Place("triton", "cuda", torch.bfloat16), names, weight_dtype)
+    tensors = inputs(op, (1024, 2048), torch.bfloat16, weight_dtype)
     check_op(op, reference, tensors, names, cast_before_weight=True, offset=0.5)
 
 
 def test_bf16_is_rounded_where_the_models_round_it():
     """All but the entries at which rstd's last bit decides."""
-    x, weight = random_tensors((2048, 4096), Place("triton", "cuda", torch.bfloat16)).values()
+    x, weight = inputs(rms_norm, (2048, 4096), torch.bfloat16).values()
     for cast in (False, True):
         expected = rms_norm_reference(x, weight, cast_before_weight=cast)
         assert (rms_norm(x, weight, cast_before_weight=cast) == expected).float().mean() > 0.999
@@ -51,19 +56,19 @@ def test_bf16_is_rounded_where_the_models_round_it():
 def test_offsets_beyond_32_bits(op):
     """The last rows alone must give what they give among the others."""
     _, names = NAMES[op]
-    H, rows = 8192, 2**18 + 3
+    H, N = 8192, 2**18 + 3
     tensors = {k: torch.rand(H, device="cuda", dtype=torch.bfloat16) for k in names if k in ("weight", "bias")}
     tail = {k: torch.randn(5, H, device="cuda", dtype=torch.bfloat16) for k in names if k not in tensors}
-    whole = {k: torch.zeros(rows, H, device="cuda", dtype=torch.bfloat16) for k in tail}
+    whole = {k: torch.zeros(N, H, device="cuda", dtype=torch.bfloat16) for k in tail}
     assert whole["x"].numel() > 2**31
     for k, x in whole.items():
         x[-5:] = tail[k]
 
-    def run(inputs):
-        inputs = {k: (inputs | tensors)[k].requires_grad_() for k in names}
-        outputs = op(**inputs)
+    def run(rows):
+        leaves = {k: (rows | tensors)[k].requires_grad_() for k in names}
+        outputs = op(**leaves)
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        grads = torch.autograd.grad([y[-5:].float().square().sum() for y in outputs], list(inputs.values()))
+        grads = torch.autograd.grad([y[-5:].float().square().sum() for y in outputs], list(leaves.values()))
         return [t[-5:] if t.dim() == 2 else t for t in (*outputs, *grads)]
 
     torch.testing.assert_close(run(whole), run(tail))
@@ -71,13 +76,11 @@ def test_offsets_beyond_32_bits(op):
 
 @pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
 def test_host_never_waits(op):
-    _, names = NAMES[op]
-    tensors = random_tensors((512, 1024), Place("triton", "cuda", torch.bfloat16), names)
-    inputs = {k: x.requires_grad_() for k, x in tensors.items()}
+    tensors = {k: x.requires_grad_() for k, x in inputs(op, (512, 1024), torch.bfloat16).items()}
     for mode in ("default", "error"):  # the first run compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            outputs = op(**inputs)
+            outputs = op(**tensors)
             outputs = outputs if isinstance(outputs, torch.Tensor) else sum(outputs)
             outputs.backward(torch.ones_like(outputs))
         finally:
