@@ -178,7 +178,7 @@ def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(linear) is nn.Linear
         and "forward" not in vars(linear)
-        and type(linear.weight) is nn.Parameter
+        and type(linear.weight) in (nn.Parameter, Tensor)
         and not (linear._forward_hooks or linear._forward_pre_hooks)
         and not (linear._backward_hooks or linear._backward_pre_hooks)
     )

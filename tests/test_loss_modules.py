@@ -222,6 +222,7 @@ def test_fused_linear_cross_entropy_sums_in_fp32(monkeypatch):
     assert errors[torch.float32] < 0.7 * errors[None]
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("log_target", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum", "none"])
 def test_kl_div_is_torchs(reduction, log_target):
@@ -329,6 +330,43 @@ def test_fused_linear_divergence_is_the_op():
     )  # fmt: skip
     assert got._fields == wanted._fields
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_without_any_label_the_loss_is_zero():
+    none = torch.full((N,), -100)
+    log_q, log_p = random(N, V).log_softmax(-1), random(N, V, seed=1).log_softmax(-1)
+    more = dict(return_z_loss=True, return_token_accuracy=True)
+    outputs = [
+        LigerCrossEntropyLoss(torch.ones(V), **more)(log_q.requires_grad_(), none),
+        LigerFusedLinearCrossEntropyLoss(torch.ones(V), **more)(random(V, H).requires_grad_(), random(N, H), none),
+    ]
+    assert all(x.loss == x.z_loss == x.token_accuracy == 0 for x in outputs)
+    losses = [LigerJSD()(log_q, log_p, none), LigerTVDLoss()(log_q.exp(), log_p.exp(), none)]
+    losses.append(LigerFusedLinearJSD()(**heads(), shift_labels=none))
+    assert all(x == 0 for x in losses)
+
+
+def test_losses_are_fp32():
+    x, log_p, target = random(N, V).bfloat16(), random(N, V, seed=1).log_softmax(-1).bfloat16(), labels()
+    log_q = x.log_softmax(-1)
+    given = [LigerCrossEntropyLoss()(x, target), LigerKLDIVLoss()(log_q, log_p.exp()), LigerJSD()(log_q, log_p)]
+    given.append(LigerTVDLoss()(log_q.exp(), log_p.exp()))
+    inputs = {k: v.bfloat16() for k, v in heads().items()}
+    fused = LigerFusedLinearCrossEntropyLoss()(inputs["student_weight"], inputs["student_input"], target)
+    assert all(loss.dtype == torch.float32 for loss in [*given, fused, LigerFusedLinearJSD()(**inputs)])
+
+
+def test_a_target_may_have_a_gradient():
+    log_q, log_p = random(N, V).log_softmax(-1), random(N, V, seed=1).log_softmax(-1)
+    assert_same(
+        value_and_grads(LigerKLDIVLoss(reduction="sum"), log_q, log_p.exp()),
+        value_and_grads(nn.KLDivLoss(reduction="sum"), log_q, log_p.exp()),
+    )
+    for loss, formula, sides in (
+        (LigerJSD(0.3), lambda q, p: jsd_of(q, p, 0.3).mean(), (log_q, log_p)),
+        (LigerTVDLoss(), lambda q, p: (q - p).abs().sum() / (2 * N), (log_q.exp(), log_p.exp())),
+    ):
+        assert_same(value_and_grads(loss, *sides), value_and_grads(formula, *sides))
 
 
 def test_losses_of_given_logits_compile_whole():
