@@ -63,7 +63,16 @@ def test_launch_configurations_as_shipped(place, monkeypatch):
         check_op(swiglu, swiglu_reference, packed(*shape, like=like(place)), ["gate"])
 
 
-@pytest.mark.parametrize("columns, expected", [(4096, (1024, 4, True)), (1500, (1024, 4, False)), (1, (32, 1, False))])
+@pytest.mark.parametrize(
+    "columns, expected",
+    [
+        (4096, (1024, 4, True)),
+        (1500, (1024, 4, False)),
+        (512, (512, 2, True)),
+        (100, (128, 1, False)),
+        (1, (32, 1, False)),
+    ],
+)
 def test_blocks_shrink_with_the_row(columns, expected):
     assert _gated._tile(columns, (1024, 4)) == expected
 
