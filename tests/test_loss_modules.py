@@ -113,20 +113,23 @@ def test_cross_entropy_in_place(reduction):
     assert torch.equal(output.predicted_tokens, expected.predicted_tokens)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_cross_entropy_returns_more(reduction, smoothing, softcap):
+def test_cross_entropy_returns_more(reduction, smoothing, softcap, weighted):
+    weight = random(V, seed=4).abs() if weighted else None
     logits, target = 3 * random(N, V), labels()
     best = logits.argmax(-1)
     target[1:6:2] = best[1:6:2]
     keep = target != -100
     output = LigerCrossEntropyLoss(
-        reduction=reduction, lse_square_scale=1e-2, label_smoothing=smoothing, softcap=softcap, return_z_loss=True,
-        return_token_accuracy=True, return_predicted_tokens=True,
+        weight, reduction=reduction, lse_square_scale=1e-2, label_smoothing=smoothing, softcap=softcap,
+        return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
     )(logits.requires_grad_(), target)  # fmt: skip
-    plain = torch_cross_entropy(logits, target, label_smoothing=smoothing, softcap=softcap, reduction=reduction)
-    whole = torch_cross_entropy(logits, target, label_smoothing=smoothing, softcap=softcap, reduction=reduction, z=1e-2)
+    options = dict(label_smoothing=smoothing, softcap=softcap, reduction=reduction, weight=weight)
+    whole = torch_cross_entropy(logits, target, z=1e-2, **options)
+    plain = torch_cross_entropy(logits, target, **options)
     right = ((best == target) & keep).float()
     assert_same([output.loss], [whole])
     torch.testing.assert_close(output.z_loss, (whole - plain).detach(), rtol=1e-4, atol=1e-5)
