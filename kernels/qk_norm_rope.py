@@ -303,7 +303,7 @@ def _backward(upstream, saved, needs: list[bool], strides, angles: Angles, norm:
     T = B * S
     config = _config(hq, hk, D, angles, norm, BACKWARD_TILE, BACKWARD_PER_WARP)
     dy = [None if x is None else dense_columns(x) for x in upstream]
-    dx = [q.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
+    dx = [x.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
     widths = [w.shape[0] if needs[2 + i] else 0 for i, w in enumerate((q_weight, k_weight))]
     tiles = [n if needs[i] or needs[2 + i] else 0 for i, n in enumerate(_blocks(T, config))]
     trains = needs[2] or needs[3]

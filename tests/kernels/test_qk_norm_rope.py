@@ -185,6 +185,11 @@ def test_mixed_dtypes(fp32, options, dtypes):
     assert got["out1"].dtype == (torch.float32 if wide else torch.float16)
 
 
+def test_queries_and_keys_of_two_dtypes(fp32):
+    given = tensors(fp32)
+    check(given | {name: given[name].half() for name in ("q", "q_weight")})
+
+
 def test_cast_before_weight_rounds_there(fp32):
     """To the last bit, without a rotation: the product of two fp16 numbers, rounded once, or of three."""
     given = {name: x.half() for name, x in tensors(fp32).items()}

@@ -154,6 +154,11 @@ def test_mixed_dtypes(fp32, dtypes):
     assert got["out0"].dtype == dtypes[0]
 
 
+def test_queries_and_keys_of_two_dtypes(fp32):
+    given = tensors(fp32)
+    check(given | {"q": given["q"].half()})
+
+
 def test_angles_are_constants(fp32):
     given = tensors(fp32)
     for x in given.values():
