@@ -1,8 +1,18 @@
 import pytest
 import torch
 from elementwise_checks import check_op, outputs_and_grads
-from norm_checks import EMPTY, SHAPES, STRIDED, USES, random_tensors, set_small_tiles, strided
+from norm_checks import (
+    EMPTY,
+    SHAPES,
+    STRIDED,
+    USES,
+    check_stays_inside,
+    random_tensors,
+    set_small_tiles,
+    strided,
+)
 
+from liger_trainer.kernels import _norm
 from liger_trainer.kernels import add_rms_norm as module
 from liger_trainer.kernels import rms_norm as rms_norm_module
 from liger_trainer.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
@@ -50,6 +60,10 @@ def test_options(place, tiles, options, weight):
 def test_empty_batch(place, shape):
     got = check(inputs(shape, place))
     assert not got["d_weight"].any()
+
+
+def test_stays_inside_its_tensors(fp32, tiles, monkeypatch):
+    check_stays_inside(monkeypatch, add_rms_norm, add_rms_norm_reference, fp32, ALL, module, rms_norm_module, _norm)
 
 
 def test_norm_is_that_of_the_rounded_sum(place):

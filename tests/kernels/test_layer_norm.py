@@ -2,8 +2,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from elementwise_checks import check_op, outputs_and_grads
-from norm_checks import EMPTY, SHAPES, STRIDED, USES, random_tensors, set_small_tiles, strided
+from norm_checks import (
+    EMPTY,
+    SHAPES,
+    STRIDED,
+    USES,
+    check_stays_inside,
+    random_tensors,
+    set_small_tiles,
+    strided,
+)
 
+from liger_trainer.kernels import _norm
 from liger_trainer.kernels import layer_norm as module
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 
@@ -39,6 +49,10 @@ def test_options(place, tiles, options, absent):
 def test_empty_batch(place, shape):
     got = check(inputs(shape, place))
     assert not got["d_weight"].any() and not got["d_bias"].any()
+
+
+def test_stays_inside_its_tensors(fp32, tiles, monkeypatch):
+    check_stays_inside(monkeypatch, layer_norm, layer_norm_reference, fp32, ALL, module, _norm)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,16 @@
 import pytest
 import torch
 from elementwise_checks import check_op, outputs_and_grads
-from norm_checks import EMPTY, SHAPES, STRIDED, USES, random_tensors, set_small_tiles, strided
+from norm_checks import (
+    EMPTY,
+    SHAPES,
+    STRIDED,
+    USES,
+    check_stays_inside,
+    random_tensors,
+    set_small_tiles,
+    strided,
+)
 
 from liger_trainer.kernels import _norm
 from liger_trainer.kernels import rms_norm as module
@@ -43,6 +52,10 @@ def test_options(place, tiles, options, weight):
 def test_empty_batch(place, shape):
     got = check(random_tensors(shape, place))
     assert not got["d_weight"].any()
+
+
+def test_stays_inside_its_tensors(fp32, tiles, monkeypatch):
+    check_stays_inside(monkeypatch, rms_norm, rms_norm_reference, fp32, BOTH, module, _norm)
 
 
 @pytest.mark.parametrize("leaves", [("x",), ("weight",)], ids=" ".join)
