@@ -16,6 +16,7 @@ from ._triton import tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
 TILE_ROWS = 256
+LAUNCH_BYTES = 3e8  # what an H100 moves while the host launches the work of a tile
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # to choose from where logits are recomputed
 
 
@@ -142,20 +143,22 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
 
 
 def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "Needs", how: "Execution") -> Plan:
-    """The chunks and tiles that move the least memory within the workspace, where logits are computed twice.
+    """The chunks and tiles that cost least within the workspace, where logits are computed twice.
 
     A chunk reads the weight three times, and reads and writes its gradient; a tile reads and writes an fp32 sum of the
-    hidden states' gradient, which lies in the workspace too. Default workspace: the size of the hidden states.
+    hidden states' gradient, which lies in the workspace too, and costs the host its launches. Default workspace: a bit
+    less than the size of the hidden states, the rest is for what else is held for each row.
     """
-    budget = max(16 * 2**20, count * hidden_size * itemsize) if how.workspace_mb is None else how.workspace_bytes
+    budget = max(16, 0.97 * count * hidden_size * itemsize / 2**20) * 2**20
+    budget = int(budget if how.workspace_mb is None else how.workspace_bytes)
     plans = []
     for rows in CHUNK_ROWS:
         left = budget - 4 * rows * hidden_size * needs.hidden
         columns = _whole_tiles(max(left, 0) // (rows * itemsize), down=True)
         if columns >= TILE_ROWS:
             columns = min(columns, vocab)
-            moved = (6 + 4 * needs.weight) / rows + 8 * needs.hidden / columns
-            plans.append((moved, Plan(rows, columns)))
+            moved = (6 + 4 * needs.weight) / rows + 8 * needs.hidden / columns  # bytes for each count * vocab * hidden
+            plans.append((moved + LAUNCH_BYTES / (rows * columns * hidden_size), Plan(rows, columns)))
     return min(plans)[1] if plans else Plan(TILE_ROWS, min(TILE_ROWS, vocab))
 
 
@@ -223,14 +226,15 @@ class HeadGradients:
 
     The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
     low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
-    gradient again.
+    gradient again. A scalar that only the device knows (factor, see `upstream_rows`) multiplies them in the end; until
+    then the weight's sum over all tokens may lie beyond fp16, and is kept in fp32.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int,
-        how: Execution, alpha: float,
+        how: Execution, alpha: float, factor: Tensor | None = None,
     ):  # fmt: skip
-        self._alpha, self._vocab = alpha, vocab
+        self._alpha, self._factor, self._vocab = alpha, factor, vocab
         self._hidden_sum = self.hidden = self.weight = self.bias = None
         if needs.hidden:
             over = how.overwrite_hidden and rows.index is None
@@ -239,7 +243,8 @@ class HeadGradients:
         if needs.weight:
             whole = vocab == weight.shape[0] and rows.count > 0
             make = torch.empty_like if whole else torch.zeros_like
-            self.weight = make(weight, dtype=how.accumulate_dtype, memory_format=torch.contiguous_format)
+            dtype = how.accumulate_dtype if factor is None else torch.float32
+            self.weight = make(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if needs.bias:
             assert bias is not None
             self.bias = torch.zeros(bias.shape[0], dtype=stats_dtype(bias.dtype), device=bias.device)
@@ -269,6 +274,8 @@ class HeadGradients:
         self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: Execution
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """d hidden (total, H), d weight (V, H) and d bias (V,), each in its input's dtype, None where not needed."""
+        if self._factor is not None:
+            multiply_([self.hidden, self.weight, self.bias], self._factor)
         dhidden = self.hidden
         if dhidden is not None and rows.index is not None:
             into = hidden.detach().zero_() if how.overwrite_hidden else torch.zeros_like(hidden)
@@ -303,13 +310,23 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def refuse_second_derivatives() -> None:
+    """In a backward: raise where its own graph is wanted (create_graph=True)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The fused losses have no second derivatives: use backward or grad without create_graph=True."
+        )
+
+
 @triton.jit
-def _rescale_kernel(x_ptr, numel, factor_ptr, BLOCK: tl.constexpr):
+def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < numel)
-        tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=offsets < numel)
+        program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(columns, BLOCK)
+        cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        x_ptr += program // blocks * stride_row + cols * stride_column
+        x = tl.load(x_ptr, mask=cols < columns)
+        tl.store(x_ptr, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
 
 
 def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
@@ -318,10 +335,7 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
     In place. Where the factor is 1 (a loss used as it is), a kernel finds out there and leaves, so nothing is moved and
     the host does not wait. A graph kept for another backward keeps its gradients too, and hands out copies.
     """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The fused losses have no second derivatives: use backward or grad without create_graph=True."
-        )
+    refuse_second_derivatives()
     if graph_is_kept():
         gradients = [None if x is None else x.clone() for x in gradients]
     multiply_(gradients, factor)
@@ -329,13 +343,14 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
 
 
 def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply in place by a scalar on the tensors' device; where it is 1, nothing is moved."""
+    """Multiply (n,) or (n, m) in place by a scalar on their device; where it is 1, nothing is moved."""
     for x in tensors:
         if x is None or not x.numel():
             continue
         if use_triton(x):
-            grid = (triton.cdiv(x.numel(), 4096),)
-            _rescale_kernel[grid](x, x.numel(), factor, BLOCK=4096, num_warps=8)
+            shape, strides = ((1, x.numel()), (0, 1)) if x.is_contiguous() else (x.shape, x.stride())
+            grid = (shape[0] * triton.cdiv(shape[1], 4096),)
+            _rescale_kernel[grid](x, shape[1], *strides, factor, BLOCK=4096, num_warps=8)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ._chunks import stats_dtype
-from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, load_label_logit, load_logits, transform
 from ._triton import tl, triton, use_triton
 
-BLOCK, WARPS = 4096, 16
+BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
 CARRY = ("top", "total", "weighted", "plain", "x_label")  # sums of e^(x - top), of that times x, and of c x
 
@@ -72,8 +72,10 @@ class Tile:
 
 def new_carry(rows: int, like: Tensor) -> Tensor:
     """(len(CARRY), rows) before the first tile: no logit seen, the label's NaN until its tile comes."""
-    start = like.new_tensor([-1e30, 0.0, 0.0, 0.0, float("nan")], dtype=stats_dtype(like.dtype))
-    return start[:, None].expand(-1, rows).contiguous()
+    carry = like.new_zeros(len(CARRY), rows, dtype=stats_dtype(like.dtype))
+    carry[0].fill_(-1e30)
+    carry[4].fill_(float("nan"))
+    return carry
 
 
 def finish(carry: Tensor, targets: Targets, vocab: int, o: CrossEntropyOptions) -> Tensor:
@@ -110,11 +112,18 @@ def _known(targets: Targets) -> Tensor:
 
 
 @triton.jit
+def _rounded(z, inv_temperature):
+    """z / temperature by way of powers of two, as `_statistics` goes: a label that is the maximum equals it exactly."""
+    return z * (inv_temperature * 1.4426950408889634) * 0.6931471805599453
+
+
+@triton.jit
 def _statistics(
     logits_ptr, bias_ptr, class_weight_ptr, V, scale, softcap, inv_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    READ_AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """(top, total, weighted, plain) of a row, see CARRY. One maximum a lane, and no reduction until the row ends."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -123,17 +132,26 @@ def _statistics(
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
-        x, _ = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x = x * inv_temperature
-        top, total, weighted = fold(x, top, total, weighted, x)
+        x, _ = load_logits(
+            logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last" if READ_AGAIN else ""
+        )
+        x = x * (inv_temperature * 1.4426950408889634)  # powers of two are what the hardware has
+        higher = tl.maximum(top, x)
+        keep = tl.exp2(top - higher)
+        e = tl.exp2(x - higher)
+        total = total * keep + e
+        weighted = weighted * keep + e * x
+        top = higher
         if HAS_SMOOTHING:
             share = 1.0
             if HAS_CLASS_WEIGHT:
                 share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
             plain += tl.where(mask, share * x, 0.0)
     highest = tl.max(top, 0)
-    share = tl.exp(top - highest)
-    return highest, tl.sum(total * share, 0), tl.sum(weighted * share, 0), tl.sum(plain, 0)
+    share = tl.exp2(top - highest)
+    total = tl.sum(total * share, 0)
+    weighted = tl.sum(weighted * share, 0)
+    return highest * 0.6931471805599453, total, weighted * 0.6931471805599453, tl.sum(plain, 0) * 0.6931471805599453
 
 
 @triton.jit
@@ -147,28 +165,28 @@ def _write_gradient(
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
-        x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        grad = tl.exp(x * inv_temperature - lse) * softmax_weight
+        x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first")
+        grad = tl.exp2(x * (inv_temperature * 1.4426950408889634) - lse * 1.4426950408889634) * softmax_weight
         grad = tl.where(cols == label, grad - label_weight, grad)
         if HAS_SMOOTHING:
             share = 1.0
             if HAS_CLASS_WEIGHT:
                 share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
             grad -= even_weight * share
-        tl.store(grad_ptr + cols, (grad * slope * factor).to(grad_ptr.dtype.element_ty), mask=mask)
+        grad = (grad * slope * factor).to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + cols, grad, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def _label_weights(
-    label, label_class, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """The gradient's weights of softmax, label and every class; label_class is a label that can be looked up."""
+    label, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT: tl.constexpr
+):
+    """The gradient's weights of softmax, label and every class."""
     label_weight = 1.0 - smoothing
     even_weight = smoothing / vocab
     softmax_weight = 1.0 + 2.0 * z_loss * lse
     if HAS_CLASS_WEIGHT:
-        label_weight *= tl.load(class_weight_ptr + label_class)
+        label_weight *= tl.load(class_weight_ptr + label, mask=(label >= 0) & (label < vocab), other=0.0)
         softmax_weight = label_weight + even_weight * tl.load(class_weight_sum_ptr) + 2.0 * z_loss * lse
     return softmax_weight, label_weight, even_weight
 
@@ -185,19 +203,19 @@ def _whole_rows_kernel(
     logits_ptr += row * stride_row
     grad_ptr += row * stride_grad
     label = tl.load(labels_ptr + row)
-    used, label_class = V, label
+    used = V
     if HAS_IGNORED:
         used = tl.where(label == ignore_index, 0, V)
-        label_class = tl.where(label == ignore_index, 0, label)
-    x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP) * inv_temperature
+    z_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    x_label = _rounded(z_label, inv_temperature)
     top, total, weighted, plain = _statistics(
         logits_ptr, bias_ptr, class_weight_ptr, used, scale, softcap, inv_temperature,
-        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WRITE_GRAD, BLOCK,
     )  # fmt: skip
     lse = top + tl.log(total)
     nll = lse - x_label
     softmax_weight, label_weight, even_weight = _label_weights(
-        label, label_class, lse, V, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
+        label, lse, V, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
     )
     loss = label_weight * nll + z_loss * lse * lse
     if HAS_SMOOTHING:
@@ -250,7 +268,7 @@ def _tile_statistics_kernel(
         columns = tl.where(label == ignore_index, 0, columns)
     top, total, weighted, plain = _statistics(
         logits_ptr, bias_ptr, class_weight_ptr, columns, scale, softcap, inv_temperature,
-        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, False, BLOCK,
     )  # fmt: skip
     before = tl.load(carry_ptr)
     highest = tl.maximum(top, before)
@@ -263,7 +281,7 @@ def _tile_statistics_kernel(
     place = label - first
     if (place >= 0) & (place < columns):
         x = load_label_logit(logits_ptr, bias_ptr, place, columns, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        tl.store(carry_ptr + 4 * stride_carry, x * inv_temperature)
+        tl.store(carry_ptr + 4 * stride_carry, _rounded(x, inv_temperature))
 
 
 @triton.jit
@@ -277,14 +295,13 @@ def _tile_gradient_kernel(
     logits_ptr += row * stride_row
     grad_ptr += row * stride_grad
     label = tl.load(labels_ptr + row)
-    used, label_class = columns, label
+    used = columns
     if HAS_IGNORED:
         used = tl.where(label == ignore_index, 0, columns)
-        label_class = tl.where(label == ignore_index, 0, label)
     lse = tl.load(lse_ptr + row)
     factor = tl.load(factor_ptr + row)
     softmax_weight, label_weight, even_weight = _label_weights(
-        label, label_class, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
+        label, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
     )
     _write_gradient(
         logits_ptr, grad_ptr, bias_ptr, class_weight_ptr + first, used, label - first, lse, softmax_weight,
@@ -295,8 +312,13 @@ def _tile_gradient_kernel(
         _write_zeros(grad_ptr, used, columns, BLOCK)
 
 
-def _flags(bias, targets: Targets, o: CrossEntropyOptions) -> dict[str, bool]:
+def _launch(logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntropyOptions) -> dict:
+    """The constants that every kernel of this file takes."""
+    plain = bias is None and targets.class_weight is None and o.transform.softcap is None and not o.label_smoothing
+    block = min(BLOCK if plain else BLOCK // 2, triton.next_power_of_2(logits.shape[1]))  # half: registers would spill
     return {
+        "BLOCK": block,
+        "num_warps": min(32, max(4, block // 256)),
         "HAS_BIAS": bias is not None,
         "HAS_SOFTCAP": o.transform.softcap is not None,
         "HAS_SMOOTHING": o.label_smoothing > 0,
@@ -320,8 +342,8 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_flags(bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None, DFT=o.dft,
-        WRITE_GRAD=grad is not None, BLOCK=BLOCK, num_warps=WARPS,
+        **_launch(logits, bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None, DFT=o.dft,
+        WRITE_GRAD=grad is not None,
     )  # fmt: skip
 
 
@@ -349,7 +371,7 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
         logits, logits if tile.bias is None else tile.bias, targets.labels,
         logits if class_weight is None else class_weight, carry, logits.stride(0), carry.stride(0),
         logits.shape[1], tile.first, *_scalars(o), targets.ignore_index or 0,
-        **_flags(tile.bias, targets, o), BLOCK=BLOCK, num_warps=WARPS,
+        **_launch(logits, tile.bias, targets, o),
     )  # fmt: skip
 
 
@@ -381,7 +403,7 @@ def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, gra
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
         class_weight_sum, lse, logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_flags(tile.bias, targets, o), BLOCK=BLOCK, num_warps=WARPS,
+        **_launch(logits, tile.bias, targets, o),
     )  # fmt: skip
 
 

@@ -51,12 +51,18 @@ class DivergenceOptions:
 
 @triton.jit
 def _log_ratios(log_q, log_p, beta):
-    """(log q/m, log p/m), m = (1 - beta) q + beta p. Exactly 0 where log_q == log_p, finite where q or p underflows."""
+    """(q, p, log q/m, log p/m), m = (1 - beta) q + beta p.
+
+    The ratios are exactly 0 where log_q == log_p, and finite where q or p underflows.
+    """
     d = log_p - log_q
     e = tl.exp(-tl.abs(d))
     share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
     log_m = tl.log(1.0 + share * (e - 1.0))  # over the larger of the two
-    return tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
+    larger = tl.exp(tl.maximum(log_q, log_p))
+    q = tl.where(d > 0, larger * e, larger)
+    p = tl.where(d > 0, larger, larger * e)
+    return q, p, tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
 
 
 @triton.jit
@@ -68,7 +74,8 @@ def _divergence_kernel(
     HAS_BIAS: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, HAS_JSD: tl.constexpr, HAS_REVERSE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, HAS_JSD: tl.constexpr, HAS_FORWARD: tl.constexpr,
+    HAS_REVERSE: tl.constexpr,
     WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
@@ -183,9 +190,9 @@ def _divergence_kernel(
             )
             log_q = s * inv_t - s_lse_T
             log_p = t * inv_t - t_lse_T
-            q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
-            q_sum += tl.where(mask, tl.exp(log_q) * q_ratio, 0.0)
-            p_sum += tl.where(mask, tl.exp(log_p) * p_ratio, 0.0)
+            q, p, q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
+            q_sum += tl.where(mask, q * q_ratio, 0.0)
+            p_sum += tl.where(mask, p * p_ratio, 0.0)
         kl_qm = tl.sum(q_sum, 0)
         divergence += jsd * (beta * tl.sum(p_sum, 0) + (1.0 - beta) * kl_qm)
 
@@ -225,13 +232,18 @@ def _divergence_kernel(
                 tl.debug_barrier()
             log_q = s * inv_t - s_lse_T
             log_p = t * inv_t - t_lse_T
-            q = tl.exp(log_q)
-            grad = forward_kl * (q - tl.exp(log_p))
+            grad = tl.zeros_like(s)
+            if HAS_JSD:
+                q, p, q_ratio, _ = _log_ratios(log_q, log_p, beta)
+                grad += jsd * (1.0 - beta) * q * (q_ratio - kl_qm)
+            else:
+                q = tl.exp(log_q)
+            if HAS_FORWARD:
+                if not HAS_JSD:
+                    p = tl.exp(log_p)
+                grad += forward_kl * (q - p)
             if HAS_REVERSE:
                 grad += reverse_kl * q * (log_q - log_p - reverse_T)
-            if HAS_JSD:
-                q_ratio, _ = _log_ratios(log_q, log_p, beta)
-                grad += jsd * (1.0 - beta) * q * (q_ratio - kl_qm)
             grad = grad * coefficient
             if HAS_CE:
                 if HAS_TEMPERATURE:
@@ -278,7 +290,7 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
         HAS_SOFTCAP=o.student.softcap is not None, HAS_TEACHER_SOFTCAP=o.teacher.softcap is not None,
         HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
         HAS_TEMPERATURE=o.temperature != 1.0, HAS_SMOOTHING=o.label_smoothing > 0,
-        HAS_CE=o.ce_weight != 0, HAS_JSD=o.jsd != 0, HAS_REVERSE=o.reverse_kl != 0,
+        HAS_CE=o.ce_weight != 0, HAS_JSD=o.jsd != 0, HAS_FORWARD=o.forward_kl != 0, HAS_REVERSE=o.reverse_kl != 0,
         WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from ._triton import tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
-FORWARD = (1024, 4)  # elements a program, warps: 16 bytes a lane and tensor in bf16
-BACKWARD = (1024, 4)
+FORWARD = BACKWARD = (512, 4)  # elements a program, warps
 
 
 def activation_reference(x: Tensor, activation: str) -> Tensor:

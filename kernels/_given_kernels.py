@@ -100,7 +100,7 @@ def _given_kernel(
     mask = inside
     factor = scale
     if HAS_COUNT:
-        factor = scale / tl.maximum(tl.load(count_ptr).to(tl.float32), 1.0)
+        factor = scale / tl.load(count_ptr).to(tl.float32)  # 0 only where no row is live
     if HAS_LABELS:  # what is masked loads as 0 on both sides, which has value 0 in every kind
         live = tl.load(labels_ptr + row) != ignore_index
         mask = cols < tl.where(live, V, 0)
@@ -182,7 +182,7 @@ def _logits_kernel(
             return
     factor = scale
     if HAS_COUNT:
-        factor = scale / tl.maximum(tl.load(count_ptr).to(tl.float32), 1.0)
+        factor = scale / tl.load(count_ptr).to(tl.float32)
 
     if WRITE_SUM:
         s_top, t_top = zero - 1e30, zero - 1e30

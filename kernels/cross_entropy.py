@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
-from ._chunks import graph_is_kept, rescale, stats_dtype
+from ._chunks import graph_is_kept, refuse_second_derivatives, rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -53,12 +53,12 @@ def cross_entropy_reference(
     label = labels * keep
     log_probs = x.log_softmax(-1)
     log_prob = log_probs.gather(1, label[:, None]).squeeze(1)
-    if weight is None:
-        of_label, spread = torch.ones_like(log_prob), log_probs.mean(-1)
-    else:
-        of_label, spread = weight[label].to(x.dtype), (log_probs * weight.to(x.dtype)).mean(-1)
-    per_token = -(1 - label_smoothing) * of_label * log_prob - label_smoothing * spread
-    per_token = per_token + z_loss * x.logsumexp(-1).square()
+    weight = None if weight is None else weight.to(x.dtype)
+    per_token = -(1 - label_smoothing) * (log_prob if weight is None else weight[label] * log_prob)
+    if label_smoothing:
+        per_token = per_token - label_smoothing * (log_probs if weight is None else log_probs * weight).mean(-1)
+    if z_loss:
+        per_token = per_token + z_loss * x.logsumexp(-1).square()
     if dft:
         per_token = per_token * log_prob.detach().exp()
     if token_weight is not None:
@@ -67,16 +67,28 @@ def cross_entropy_reference(
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
-        loss = loss / (_denominator(keep, of_label) if num_items is None else num_items)
+        loss = loss / _denominator(labels, weight, ignore_index, num_items, loss.dtype)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     is_top1 = (log_prob >= log_probs.amax(-1)) & keep
     return CrossEntropy(loss, (log_prob * keep).detach(), (entropy * keep).detach(), is_top1)
 
 
-def _denominator(keep: Tensor, of_label: Tensor) -> Tensor:
-    """What torch divides by: the weights of the labels in use; 1 if there are none, where torch gives NaN."""
-    total = (of_label * keep).sum()
-    return torch.where(total == 0, 1.0, total)
+def _denominator(labels, weight, ignore_index: int, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the sum is divided by, on its device: num_items, or as in torch the weights of the labels in use.
+
+    1 where that is 0, so that a batch without labels gives 0; torch gives NaN. A number is filled in there: a copy
+    would wait for the device.
+    """
+    if isinstance(num_items, Tensor):
+        total = num_items.to(labels.device, dtype).reshape(())
+    elif num_items is not None:
+        return torch.full((), num_items or 1.0, dtype=dtype, device=labels.device)
+    elif weight is None:
+        return (labels != ignore_index).sum(dtype=dtype).clamp(min=1)
+    else:
+        keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
+        total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
+    return total.where(total != 0, 1)
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -84,12 +96,14 @@ class CrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, logits, targets: Targets, denominator, options: CrossEntropyOptions, reduction: str, inplace):
         ctx.options, ctx.reduction, ctx.inplace = options, reduction, inplace
         out = torch.empty(len(FIELDS), logits.shape[0], dtype=stats_dtype(logits.dtype), device=logits.device)
-        ctx.ready = inplace and reduction != "none" and ctx.needs_input_grad[0]
+        # In fp16 the gradient of a mean underflows before the loss's own gradient, a scaler's, can lift it.
+        ctx.ready = inplace and reduction != "none" and logits.dtype != torch.float16
         if ctx.ready:
             if denominator is not None:
-                share = denominator.reciprocal().to(out.dtype).expand(logits.shape[0]).contiguous()
+                share = denominator.reciprocal().expand(logits.shape[0]).contiguous()
                 targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
             whole_rows(logits, None, targets, out, logits.detach(), options)
+            increment_version(logits)  # which a kernel does not
             ctx.save_for_backward(logits.detach())
             loss = out[0].sum()
         else:
@@ -103,16 +117,19 @@ class CrossEntropyFunction(torch.autograd.Function):
         return loss, out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss, _):
+        refuse_second_derivatives()
         if ctx.ready:
             return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
         logits, out, denominator = ctx.saved_tensors
         upstream = (grad_loss if denominator is None else grad_loss / denominator).to(out.dtype)
         factor = gradient_factor(upstream.expand(logits.shape[0]).contiguous(), out[1], ctx.targets, ctx.options)
         raw = logits.detach()
-        grad = raw if ctx.inplace and not graph_is_kept() else torch.empty_like(raw)
+        over = ctx.inplace and not graph_is_kept()
+        grad = raw if over else torch.empty_like(raw)
         tile_gradient(Tile(raw, None, 0, raw.shape[1]), ctx.targets, out[4], factor, grad, ctx.options)
+        if over:
+            increment_version(raw)
         return grad, None, None, None, None, None
 
 
@@ -144,7 +161,8 @@ def cross_entropy(
         RuntimeError: inplace with logits that are a leaf, which autograd must keep.
     """
     _check(logits, labels, weight, num_items, reduction)
-    if inplace and logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
+    inplace = inplace and logits.requires_grad and torch.is_grad_enabled()
+    if inplace and logits.is_leaf:
         raise RuntimeError("inplace=True would overwrite logits that are a leaf: pass the output of a layer.")
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss)
     if torch.compiler.is_compiling():
@@ -155,19 +173,12 @@ def cross_entropy(
     weight = None if weight is None else weight.detach().to(stats_dtype(logits.dtype)).contiguous()
     denominator = None
     if reduction == "mean":
-        denominator = _mean_over(labels, weight, ignore_index) if num_items is None else num_items
-        denominator = torch.as_tensor(denominator, device=logits.device)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        denominator = _denominator(labels, weight, ignore_index, num_items, stats_dtype(logits.dtype))
+    if logits.stride(1) != 1 or (inplace and logits.stride(0) < logits.shape[1]):  # the latter: rows share memory
+        logits = logits.contiguous()
     targets = Targets(labels.contiguous(), class_weight=weight, ignore_index=ignore_index)
     loss, out = CrossEntropyFunction.apply(logits, targets, denominator, options, reduction, inplace)
     return CrossEntropy(loss, out[1], out[2], out[3] > 0)
-
-
-def _mean_over(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    keep = labels != ignore_index
-    if weight is None:
-        return keep.sum().clamp(min=1)
-    return _denominator(keep, weight.gather(0, labels.where(keep, 0)))
 
 
 def _check(logits: Tensor, labels: Tensor, weight: Tensor | None, num_items, reduction: str) -> None:

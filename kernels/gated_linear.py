@@ -31,7 +31,7 @@ class GatedLinearFunction(torch.autograd.Function):
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
         gate, up = halves(gate, up)
         dtype = torch.promote_types(gate.dtype, up.dtype)
-        if torch.is_autocast_enabled(gate.device.type):
+        if torch.is_autocast_enabled(gate.device.type):  # left to F.linear, the casts would be cached without a graph
             dtype = torch.get_autocast_dtype(gate.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         return F.linear(forward(gate, up, activation, dtype), weight, bias)
@@ -51,7 +51,7 @@ class GatedLinearFunction(torch.autograd.Function):
         elif need_weight:
             h = forward(*halves(gate, up), ctx.activation, dout.dtype)
         if h is not None:
-            dweight = (dout.t() @ h.view(-1, weight.shape[1])).to(weight.dtype)
+            dweight = dout.t() @ h.view(-1, weight.shape[1])  # autograd casts it to weight's dtype
         dbias = dout.sum(0, dtype=ctx.bias_dtype) if need_bias else None
         return dgate, dup, dweight, dbias, None
 

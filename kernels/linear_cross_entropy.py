@@ -24,7 +24,6 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._chunks import (
     Execution,
@@ -35,9 +34,9 @@ from ._chunks import (
     check_execution,
     compute_dtype,
     labelled_weight,
-    multiply_,
     project,
     put,
+    refuse_second_derivatives,
     rescale,
     row_plan,
     selected_rows,
@@ -133,11 +132,13 @@ def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, ws: Te
     return Tile(logits, None if bias is None else bias[columns].contiguous(), columns.start, weight.shape[0])
 
 
-def _recomputed_gradients(hidden, weight, bias, targets, rows: Rows, needs: Needs, dtype, o, how, out, upstream):
-    """(d hidden, d weight, d bias) from the gradient (rows.count,) of each row's loss."""
+def _recomputed_gradients(
+    hidden, weight, bias, targets, rows: Rows, needs: Needs, dtype, o, how, out, upstream, largest
+):  # fmt: skip
+    """(d hidden, d weight, d bias) from the gradient (rows.count,) of each row's loss: see `upstream_rows`."""
     x_rows, vocab = take(hidden, rows).to(dtype), weight.shape[0]
     factor = gradient_factor(upstream, out[1], targets, o)
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha=1.0)
+    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha=1.0, factor=largest)
     plan = tile_plan(rows.count, vocab, hidden.shape[1], dtype.itemsize, needs, how)
     ws = workspace(min(plan.rows, rows.count), plan.columns, dtype, hidden.device)
     for chunk in plan.chunks(rows.count):
@@ -166,8 +167,8 @@ class RecomputedCrossEntropyFunction(torch.autograd.Function):
         return per_token[0].clone() if per_token_loss else out[0].sum() * ctx.alpha, per_token
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss, _):
+        refuse_second_derivatives()
         hidden, weight, bias, out = ctx.saved_tensors
         targets, rows, options, how = ctx.call
         upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * ctx.alpha
@@ -175,10 +176,8 @@ class RecomputedCrossEntropyFunction(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _recomputed_gradients(
-                hidden, weight, bias, targets, rows, needs, ctx.dtype, options, how, out, upstream
+                hidden, weight, bias, targets, rows, needs, ctx.dtype, options, how, out, upstream, largest
             )
-            if largest is not None:
-                multiply_(gradients, largest)
         return *gradients, None, None, None, None, None
 
 

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._chunks import (
     Execution,
@@ -39,9 +38,9 @@ from ._chunks import (
     check_execution,
     compute_dtype,
     labelled_weight,
-    multiply_,
     project,
     put,
+    refuse_second_derivatives,
     rescale,
     row_plan,
     selected_rows,
@@ -249,8 +248,8 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
         return per_token[0].clone() if per_token_loss else out[0].sum() * pair.alpha, per_token
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss, _):
+        refuse_second_derivatives()
         hidden, weight, bias = ctx.saved_tensors
         pair, rows = ctx.pair, ctx.pair.rows
         upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * pair.alpha
@@ -258,11 +257,9 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
         token_weight = upstream if pair.token_weight is None else upstream * pair.token_weight
         needs = Needs(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = HeadGradients(hidden, weight, bias, needs, rows, pair.vocab, pair.how, alpha=1.0)
+            gradients = HeadGradients(hidden, weight, bias, needs, rows, pair.vocab, pair.how, 1.0, largest)
             _walk(LinearHead(hidden, weight, bias, ctx.dtype), pair, token_weight, gradients)
             result = gradients.finish(rows, hidden, weight, bias, pair.how)
-            if largest is not None:
-                multiply_(result, largest)
         return *result, None, None
 
 

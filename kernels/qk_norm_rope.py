@@ -40,7 +40,7 @@ from .rope import (
     take_angles,
 )
 
-FORWARD_TILE, FORWARD_PER_WARP = 4096, 1024  # elements of a program's tile, and of a warp's part
+FORWARD_TILE, FORWARD_PER_WARP = 1024, 512  # elements of a program's tile, and of a warp's part
 BACKWARD_TILE, BACKWARD_PER_WARP = 2048, 512
 PROGRAMS = 4  # per multiprocessor, in the backward of trainable weights
 STAGES = 1  # of that backward's loop

@@ -47,8 +47,9 @@ def forward_config(H: int) -> tuple[int, int, int]:
 def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of the backward."""
     block = triton.next_power_of_2(H)
-    stages = 2 if block * itemsize <= 16384 else 1  # prefetched tiles take shared memory
-    return block, max(1, 4096 // block), 8 if block <= 4096 else 32, 2 if block <= 4096 else 1, stages
+    if block <= 8192:
+        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
+    return block, 1, 32, 1, 1
 
 
 @triton.jit

@@ -1,0 +1,264 @@
+"""Row kernels of linear_sparse_divergence.py: a chunk of logits in, per-token values and their gradient out.
+
+What the teacher named is taken out of the row first: its K logits go to registers, and -inf takes their places. One
+pass over the row then sees the rest of the vocabulary alone, so the rest's mass is a sum of its own, not 1 minus the
+others, which would lose every digit where a student is sure. A second pass writes the rest's gradient over the logits,
+and the K entries are filled in last. The Triton kernel and its torch twin take the same arguments. Formulas:
+linear_sparse_divergence.py.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._triton import tl, triton, use_triton
+
+BLOCK, WARPS = 4096, 16
+FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass")
+TAILS = ("bucket", "none")
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """Scalars of one call. See `linear_sparse_divergence`."""
+
+    tail: str = "bucket"
+    transform: LogitTransform = field(default_factory=LogitTransform)
+    temperature: float = 1.0
+    ce_weight: float = 0.0
+    scale_by_temperature_squared: bool = True
+
+    def __post_init__(self):
+        if self.tail not in TAILS:
+            raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+
+    @property
+    def divergence_scale(self) -> float:
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+
+@dataclass(frozen=True)
+class SparseTargets:
+    """What rows of logits are held against."""
+
+    ids: Tensor  # (n, K) int64 or int32, contiguous
+    log_probs: Tensor  # (n, K), contiguous
+    labels: Tensor | None = None  # (n,) int64
+    token_weight: Tensor | None = None  # (n,) fp32
+
+    def rows(self, chunk: slice) -> "SparseTargets":
+        labels, token_weight = (None if x is None else x[chunk] for x in (self.labels, self.token_weight))
+        return replace(
+            self, ids=self.ids[chunk], log_probs=self.log_probs[chunk], labels=labels, token_weight=token_weight
+        )
+
+
+@triton.jit
+def _load_rest(raw_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """`load_logits` of the entries that were not taken out, and which those are."""
+    z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+    rest = z != float("-inf")
+    z = tl.where(rest, z, 0.0)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+    z = z * scale
+    slope = tl.zeros_like(z) + scale
+    if HAS_SOFTCAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
+        z = softcap * tanh
+        slope = (1.0 - tanh * tanh) * scale
+    return tl.where(rest, z, -1e30), slope, rest
+
+
+@triton.jit
+def _rest_statistics(
+    logits_ptr, bias_ptr, V, scale, softcap, inv_t,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the rest: maximum, sum of e^(x - maximum), that times x, the sum at the temperature, number of entries."""
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    total_T = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        x, _, rest = _load_rest(logits_ptr, bias_ptr, start + lanes, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        count += rest.to(tl.int32)
+        if HAS_TEMPERATURE:
+            _, total_T, _ = fold(x * inv_t, top * inv_t, total_T, total_T, 1.0)
+        top, total, weighted = fold(x, top, total, weighted, x)
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)
+    total_sum = tl.sum(total * share, 0)
+    total_T_sum = total_sum
+    if HAS_TEMPERATURE:
+        total_T_sum = tl.sum(total_T * tl.exp((top - highest) * inv_t), 0)
+    return highest, total_sum, tl.sum(weighted * share, 0), total_T_sum, tl.sum(count, 0)
+
+
+@triton.jit
+def _sparse_kernel(
+    logits_ptr, grad_ptr, bias_ptr, ids_ptr, log_probs_ptr, labels_ptr, token_weight_ptr, out_ptr,
+    stride_row, stride_grad, stride_out, V, K, scale, softcap, temperature, divergence_scale, ce_weight,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr, HAS_CE: tl.constexpr, HAS_BUCKET: tl.constexpr, WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride_row passes 2^31
+    logits_ptr += row * stride_row
+    grad_ptr += row * stride_grad
+    inv_t = 1.0 / temperature
+
+    # What the teacher named, and what the student makes of it. NaN for an id beyond the vocabulary.
+    entries = tl.arange(0, K_BLOCK)
+    ids = tl.load(ids_ptr + row * K + entries, mask=entries < K, other=-1).to(tl.int64)
+    log_p = tl.load(log_probs_ptr + row * K + entries, mask=entries < K, other=float("-inf")).to(tl.float32)
+    known = (ids >= 0) & (log_p != float("-inf"))
+    inside = known & (ids < V)
+    log_p = tl.where(known, log_p, 0.0)
+    p = tl.where(known, tl.exp(log_p), 0.0)
+    x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    x_k = tl.where(known & (ids >= V), float("nan"), x_k)
+    if HAS_LABELS:
+        label = tl.load(labels_ptr + row)
+        x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.debug_barrier()  # all have read before any writes
+    taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
+    tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+
+    top_rest, total_rest, weighted_rest, total_rest_T, count = _rest_statistics(
+        logits_ptr, bias_ptr, V, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, BLOCK
+    )
+    top = tl.maximum(top_rest, tl.max(x_k, 0))
+    keep = tl.exp(top_rest - top)
+    e_k = tl.where(known, tl.exp(x_k - top), 0.0)
+    total = total_rest * keep + tl.sum(e_k, 0)
+    if count + tl.sum(inside.to(tl.int32), 0) > V:  # an id came twice
+        total = float("nan")
+    lse = top + tl.log(total)
+    entropy = lse - (weighted_rest * keep + tl.sum(e_k * x_k, 0)) / total
+    e_k_T, total_T = e_k, total
+    if HAS_TEMPERATURE:
+        e_k_T = tl.where(known, tl.exp((x_k - top) * inv_t), 0.0)
+        total_T = total_rest_T * tl.exp((top_rest - top) * inv_t) + tl.sum(e_k_T, 0) + (total - total)
+
+    # The divergence. Without a rest, what p lacks to 1 is rounding.
+    mass = tl.sum(p, 0)
+    log_rest_q = (top_rest - top) * inv_t + tl.log(total_rest_T / total_T)
+    divergence = tl.sum(p * (log_p - (x_k - top) * inv_t + tl.log(total_T)), 0)
+    rest_p = 0.0
+    if HAS_BUCKET:
+        rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
+        log_rest_p = tl.log(tl.where(rest_p > 0.0, rest_p, 1.0))
+        divergence += tl.where(rest_p > 0.0, rest_p * (log_rest_p - log_rest_q), 0.0)
+    divergence = divergence * divergence_scale
+    loss = divergence
+    log_prob, is_top1 = 0.0, 0.0
+    if HAS_LABELS:
+        log_prob, is_top1 = x_label - lse, (x_label >= top).to(tl.float32)
+    if HAS_CE:
+        loss -= ce_weight * log_prob
+    token_weight = 1.0
+    if HAS_TOKEN_WEIGHT:
+        token_weight = tl.load(token_weight_ptr + row)
+    tl.store(out_ptr + row, loss * token_weight)
+    tl.store(out_ptr + stride_out + row, divergence)
+    tl.store(out_ptr + 2 * stride_out + row, log_prob)
+    tl.store(out_ptr + 3 * stride_out + row, entropy)
+    tl.store(out_ptr + 4 * stride_out + row, is_top1)
+    tl.store(out_ptr + 5 * stride_out + row, mass)
+
+    if WRITE_GRAD:
+        all_p = mass + rest_p
+        coefficient = divergence_scale * inv_t
+        rest_q = tl.exp(log_rest_q)
+        rest_weight = coefficient * (all_p * rest_q - rest_p)
+        if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
+            rest_weight += ce_weight * rest_q
+        lse_rest_T = top_rest * inv_t + tl.log(total_rest_T)
+        lanes = tl.arange(0, BLOCK)
+        for start in range(0, V, BLOCK):
+            cols = start + lanes
+            x, slope, _ = _load_rest(logits_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            grad = rest_weight * tl.exp(x * inv_t - lse_rest_T)
+            if HAS_CE:
+                if HAS_TEMPERATURE:
+                    grad += ce_weight * tl.exp(x - lse)
+                grad = tl.where(cols == label, grad - ce_weight, grad)
+            grad = grad * slope * token_weight
+            tl.store(grad_ptr + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < V)
+        tl.debug_barrier()  # the pass wrote over the taken entries too
+        grad_k = coefficient * (all_p * e_k_T / total_T - p)
+        if HAS_CE:
+            grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))
+        grad_k = grad_k * slope_k * token_weight
+        tl.store(grad_ptr + ids, grad_k.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+def sparse_rows(
+    logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
+) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may be logits itself. Overwrites logits."""
+    (_rows_triton if use_triton(logits) else _rows_torch)(logits, bias, targets, out, grad, o)
+
+
+def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
+    K = targets.ids.shape[1]
+    _sparse_kernel[(logits.shape[0],)](
+        logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
+        logits if targets.labels is None else targets.labels,
+        logits if targets.token_weight is None else targets.token_weight, out,
+        logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
+        float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
+        float(o.ce_weight),
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
+        HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TEMPERATURE=o.temperature != 1.0,
+        HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket", WRITE_GRAD=grad is not None,
+        BLOCK=BLOCK, K_BLOCK=triton.next_power_of_2(K), num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
+    x, slope = transform(logits, bias, o.transform)
+    ids, log_p, labels = targets.ids.long(), targets.log_probs.to(x.dtype), targets.labels
+    known = (ids >= 0) & (log_p != -torch.inf)
+    index = ids.where(known, 0)
+    x_k = x.gather(1, index)  # before the scatter, which has a column more: an id outside is an error
+    taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool).scatter_(1, ids.where(known, x.shape[1]), True)
+    taken = taken[:, :-1]
+    log_q = x.log_softmax(-1).masked_fill((taken.sum(-1) < known.sum(-1))[:, None], torch.nan)  # an id came twice
+    log_q_T = log_q if o.temperature == 1.0 else log_q.div(o.temperature).log_softmax(-1)
+
+    log_p, p = log_p.where(known, 0), log_p.exp().where(known, 0)
+    mass, log_q_k = p.sum(-1), log_q_T.gather(1, index)
+    log_rest_q = log_q_T.masked_fill(taken, -torch.inf).logsumexp(-1)
+    divergence, rest_p = torch.linalg.vecdot(p, log_p - log_q_k), torch.zeros_like(mass)
+    if o.tail == "bucket":
+        rest_p = (1 - mass).clamp(min=0).where(~taken.all(-1), 0)
+        divergence += (rest_p * (rest_p.log() - log_rest_q)).where(rest_p > 0, 0)
+    out[0] = out[1] = divergence * o.divergence_scale
+    out[2] = out[4] = 0
+    out[3], out[5] = -torch.linalg.vecdot(log_q.exp(), log_q), mass
+    if labels is not None:
+        out[2] = log_q.gather(1, labels[:, None]).squeeze(1)
+        out[4] = x.gather(1, labels[:, None]).squeeze(1) >= x.amax(-1)
+    out[0] -= o.ce_weight * out[2]
+    factor = torch.ones_like(mass) if targets.token_weight is None else targets.token_weight
+    out[0] *= factor
+    if grad is None:
+        return
+    all_p = mass + rest_p
+    rest_weight = all_p * log_rest_q.exp() - rest_p
+    dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(rest_weight[:, None]).masked_fill_(taken, 0)
+    dx.scatter_add_(1, index, (all_p[:, None] * log_q_k.exp() - p).where(known, 0))
+    dx *= o.divergence_scale / o.temperature
+    if o.ce_weight:
+        dx += o.ce_weight * log_q.exp()
+        dx.scatter_add_(1, labels[:, None], torch.full_like(mass, -o.ce_weight)[:, None])
+    grad.copy_(dx.mul_(slope).mul_(factor[:, None]))
