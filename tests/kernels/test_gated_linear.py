@@ -85,8 +85,8 @@ def test_weight_and_gradient_of_any_layout(fp32, layout):
 @pytest.mark.parametrize(
     "leaves", [LEAVES[:2], LEAVES[:1], LEAVES[1:2], LEAVES[2:3], LEAVES[3:], LEAVES[1:3], LEAVES[:3]], ids="-".join
 )
-def test_frozen(fp32, leaves):
-    check(inputs(5, 37, like=like(fp32)), leaves)
+def test_frozen(place, leaves):
+    check(inputs(5, 37, like=like(place)), leaves)
 
 
 @pytest.mark.parametrize("leaf", LEAVES[:1] + LEAVES[2:])
@@ -109,8 +109,9 @@ def test_saves_gate_up_and_weight_alone(backward_calls, split):
 
 
 @on_triton
-def test_saves_no_cast_weight(backward_calls):
-    tensors, saved = inputs(5, 37, like={}), []
+def test_autocast_makes_one_h_and_saves_no_cast_weight(backward_calls, monkeypatch):
+    tensors, saved, made = inputs(5, 37, like={}), [], []
+    monkeypatch.setattr(module, "forward", lambda *args: (made.append(args[-1]), _gated.forward(*args))[1])
     for x in tensors.values():
         x.requires_grad_()
     with (
@@ -119,6 +120,7 @@ def test_saves_no_cast_weight(backward_calls):
     ):
         gated_linear(**tensors)
     assert [x.data_ptr() for x in saved] == [tensors[k].data_ptr() for k in LEAVES[:3]]
+    assert made == [torch.float16]
 
 
 @on_triton
@@ -162,6 +164,19 @@ def test_autocast(fp32, inside, split):
         assert got[name].dtype == plain[name].dtype
         # computed in fp16, whatever dtype it comes back in
         assert_within_plain_error(name, got[name].half(), plain[name].half(), truth[name], torch.float16)
+    if fp32.path == "triton":  # a sum of fp16 numbers, not rounded to fp16
+        torch.testing.assert_close(got["d_bias"], truth["d_bias"].float())
+
+
+def test_autocast_leaves_shared_weights_their_graph(fp32):
+    """Autocast casts a weight once and hands the copy to every layer: one made where no graph is recorded has none."""
+    tensors = inputs(5, 37, like=like(fp32))
+    weight, bias = (tensors[k].requires_grad_() for k in ("weight", "bias"))
+    with torch.autocast(fp32.device, torch.float16):
+        gated_linear(**tensors)
+        out = F.linear(tensors["up"], weight, bias)
+    out.sum().backward()
+    assert weight.grad is not None and bias.grad is not None
 
 
 def test_mixed_dtypes_are_refused_as_by_linear(fp32):
