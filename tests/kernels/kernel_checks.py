@@ -18,7 +18,10 @@ if INSTALLED and (CUDA or INTERPRETED):  # the interpreter computes in numpy, wh
     PATHS["triton"] = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
 
 LEAVES = ("hidden", "weight", "bias")
-ONLY_OURS = ("workspace_mb", "logits_dtype", "rows")  # options that a reference does not take
+# Options that a reference does not take.
+ONLY_OURS = (
+    "workspace_mb", "logits_dtype", "rows", "recompute", "accumulate_dtype", "overwrite_hidden", "inplace",
+)  # fmt: skip
 
 
 def set_path(monkeypatch, path: str, block: int = 16) -> str:
@@ -76,14 +79,18 @@ def random_pair(
 
 
 def evaluate(
-    op: Callable, tensors: Mapping[str, Any], upstream: float = 1.0, frozen=(), **options
+    op: Callable, tensors: Mapping[str, Any], upstream: float | Tensor = 1.0, frozen=(), leaves=LEAVES, **options
 ) -> dict[str, Tensor]:
-    """Every field of the op's result by name, and the gradient of each leaf as d_<name>."""
-    tensors = {k: x.detach().requires_grad_(k in LEAVES and k not in frozen) for k, x in tensors.items()}
+    """Every field of the op's result by name, and the gradient of each leaf as d_<name>.
+
+    upstream is the loss's own gradient, (N,) or one for all.
+    """
+    tensors = {k: x.detach().requires_grad_(k in leaves and k not in frozen) for k, x in tensors.items()}
     result = op(**tensors, **options)
-    leaves = {f"d_{k}": x for k, x in tensors.items() if x.requires_grad}
-    grads = torch.autograd.grad(result.loss, list(leaves.values()), torch.full_like(result.loss, upstream))
-    return {k: x.detach() for k, x in result._asdict().items()} | dict(zip(leaves, grads, strict=True))
+    inputs = {f"d_{k}": x for k, x in tensors.items() if x.requires_grad}
+    upstream = torch.as_tensor(upstream).to(result.loss).expand(result.loss.shape)
+    grads = torch.autograd.grad(result.loss, list(inputs.values()), upstream)
+    return {k: x.detach() for k, x in result._asdict().items()} | dict(zip(inputs, grads, strict=True))
 
 
 def error(got: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -122,6 +129,8 @@ def assert_within_plain_error(
 
 def largest_logit(tensors: Mapping[str, Tensor], scale=1.0, teacher_scale=1.0, temperature=1.0, **_) -> float:
     logits = [torch.zeros(1)]
+    if "logits" in tensors and tensors["logits"].numel():
+        logits.append((tensors["logits"] * scale).abs().amax()[None])
     for side, factor in (("", scale), ("teacher_", teacher_scale)):
         if f"{side}hidden" in tensors and tensors["hidden"].numel():
             logits.append((tensors[f"{side}hidden"] @ tensors[f"{side}weight"].t() * factor).abs().amax()[None])
@@ -129,16 +138,17 @@ def largest_logit(tensors: Mapping[str, Tensor], scale=1.0, teacher_scale=1.0, t
 
 
 def check(
-    op: Callable, reference: Callable, tensors: Mapping[str, Any], upstream: float = 1.0, frozen=(), **options
-) -> dict:
+    op: Callable, reference: Callable, tensors: Mapping[str, Any], upstream: float | Tensor = 1.0, frozen=(),
+    leaves=LEAVES, **options,
+) -> dict:  # fmt: skip
     """Compare every field and gradient of op with its reference in fp64; return what op gave."""
     plain_options = {k: v for k, v in options.items() if k not in ONLY_OURS}
     double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-    got = evaluate(op, tensors, upstream, frozen, **options)
-    plain = evaluate(reference, tensors, upstream, frozen, **plain_options)
-    truth = evaluate(reference, double, upstream, frozen, **plain_options)
+    got = evaluate(op, tensors, upstream, frozen, leaves, **options)
+    plain = evaluate(reference, tensors, upstream, frozen, leaves, **plain_options)
+    truth = evaluate(reference, double, upstream, frozen, leaves, **plain_options)
     assert got.keys() == truth.keys()
-    compute, logits = tensors["hidden"].dtype, largest_logit(double, **options)
+    compute, logits = tensors[leaves[0]].dtype, largest_logit(double, **options)
     for name in truth:
         expected = tensors[name[2:]].dtype if name[:2] == "d_" else plain[name].dtype
         assert got[name].dtype == expected, f"{name} is {got[name].dtype}, expected {expected}"
