@@ -79,11 +79,9 @@ def reduced(
     return total / max(input.shape[:-1].numel() if batch is None else batch, 1)
 
 
-def _early(input: Tensor, target: Tensor, needs: tuple[bool, bool], o: Call) -> bool:
+def _early(input: Tensor, target: Tensor, o: Call) -> bool:
     """Whether the gradients are written by the forward, see the top of this file."""
-    if o.reduction == "none" or torch.float16 in [
-        y.dtype for y, need in zip((input, target), needs, strict=True) if need
-    ]:
+    if o.reduction == "none" or torch.float16 in (input.dtype, target.dtype):
         return False
     row_bytes = input.shape[-1] * (input.element_size() + target.element_size())
     return not o.from_logits or row_bytes <= EARLY_ROW_BYTES
@@ -114,7 +112,7 @@ class GivenRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, target, labels, count, needs, o: Call):
         x = Tensors(input, target, labels, count)
-        ctx.call, ctx.needs, ctx.early = o, needs, _early(input, target, needs, o)
+        ctx.call, ctx.needs, ctx.early = o, needs, _early(input, target, o)
         if ctx.early:
             grads = _empty_grads(x, needs)
             ctx.save_for_backward(*grads)

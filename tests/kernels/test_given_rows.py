@@ -72,10 +72,11 @@ def test_labels(fp32, form, reduction):
 
 def test_labels_of_any_layout_and_index(fp32, form):
     labels = some_labels(4, 6, ignore_index=1, device=fp32.device)[:, ::2]
-    tensors = sides(form, 3, 4, 20, **like(fp32)) | {"labels": labels.t()}
-    check_form(form, tensors, ignore_index=1)
+    check_form(form, sides(form, 3, 4, 20, **like(fp32)) | {"labels": labels.t()}, ignore_index=1)
+    check_form(form, sides(form, 4, 20, **like(fp32)) | {"labels": labels[:, 1]}, ignore_index=1)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero encountered")  # numpy's: a mean over no rows, which no row takes
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_rows_ignored(fp32, form, reduction):
     tensors = sides(form, 3, 20, **like(fp32)) | {"labels": some_labels(3, ignored=1.0, device=fp32.device)}
@@ -171,9 +172,9 @@ def test_launch_configurations_as_shipped(place, form, monkeypatch):
 
 
 def test_gradients_are_written_in_the_forward_where_that_is_cheaper():
-    def early(vocab, needs=(True, False), dtype=torch.float32, **options):
+    def early(vocab, dtype=torch.float32, **options):
         x = torch.empty(2, vocab, dtype=dtype)
-        return _given_rows._early(x, x, needs, _given_kernels.Call("jsd", **options))
+        return _given_rows._early(x, x, _given_kernels.Call("jsd", **options))
 
     given: dict[str, Any] = {"from_logits": False}
     logits: dict[str, Any] = {"from_logits": True}
