@@ -65,9 +65,9 @@ def _given_terms(x, t, beta, KIND: tl.constexpr):
     elif KIND == "jsd":
         x = tl.where(x < -1e30, -1e30, x)  # -inf, made so that differences stay numbers; NaN passes
         t = tl.where(t < -1e30, -1e30, t)
-        q_ratio, p_ratio = _log_ratios(x, t, beta)
-        dx = (1.0 - beta) * tl.exp(x) * q_ratio
-        dt = beta * tl.exp(t) * p_ratio
+        q, p, q_ratio, p_ratio = _log_ratios(x, t, beta)
+        dx = (1.0 - beta) * q * q_ratio
+        dt = beta * p * p_ratio
         value = dx + dt
     else:
         if KIND == "kl":
@@ -138,14 +138,14 @@ def _load_logits(ptr, cols, mask, inv_temperature):
 @triton.jit
 def _softmax_terms(log_q, log_p, beta, KIND: tl.constexpr):
     """(q, p, r of the input, r of the target, value) of entries, see the top of this file."""
-    q = tl.exp(log_q)
-    p = tl.exp(log_p)
     if KIND == "jsd":
-        q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
+        q, p, q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
         r = (1.0 - beta) * q_ratio
         r_target = beta * p_ratio
         value = q * r + p * r_target
     else:
+        q = tl.exp(log_q)
+        p = tl.exp(log_p)
         d = q - p
         r = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))
         r_target = -r

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
+@pytest.fixture(params=FORMS.values(), ids=list(FORMS))
 def form(request):
     return request.param
 
