@@ -21,6 +21,8 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
           softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025, arXiv:2508.05629
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,6 +61,7 @@ from ._cross_entropy_rows import (
     whole_rows,
 )
 from ._rows import LogitTransform, transform
+from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
 
@@ -181,6 +184,33 @@ class RecomputedCrossEntropyFunction(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
+@torch.library.custom_op("liger_trainer::linear_cross_entropy", mutates_args=())
+def _traced_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None,
+    num_items: Tensor | None, scale: float, softcap: float | None, temperature: float, label_smoothing: float,
+    z_loss: float, ignore_index: int, dft: bool, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
+    dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
+    rows = selected_rows(labels, None, num_items, ignore_index)
+    targets = Targets(take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype))
+    options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
+    how = Execution(workspace_mb, accumulate_dtype)
+    loss, per_token, *gradients = _with_gradients(
+        hidden, weight, bias, targets, rows, Needs(*needs), dtype, options, how
+    )
+    return traced_outputs(loss, per_token, gradients)  # pyright: ignore[reportReturnType]
+
+
+@_traced_op.register_fake
+def _(hidden, weight, bias, *options):
+    *_, dtype, needs = options
+    return fake_outputs(hidden, weight, bias, dtype, len(FIELDS), needs)
+
+
+_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None,
     token_weight: Tensor | None = None, num_items: float | Tensor | None = None, reduction: str = "mean",
@@ -228,6 +258,15 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, labels, bias)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
+    if torch.compiler.is_compiling():
+        check_traceable(rows, recompute, overwrite_hidden)
+        needs = Needs.of(hidden, weight, bias)
+        loss, per_token, *_ = _traced_op(
+            hidden, weight, bias, labels, token_weight, None if num_items is None else torch.as_tensor(num_items),
+            scale, softcap, temperature, label_smoothing, z_loss, ignore_index, dft, workspace_mb, accumulate_dtype,
+            compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
+        )  # fmt: skip
+        return CrossEntropy(loss, per_token[1], per_token[2], per_token[3] > 0)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
     selected = selected_rows(labels, rows, num_items, ignore_index)

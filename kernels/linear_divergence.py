@@ -20,12 +20,10 @@ Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2
           al. 2015, arXiv:1503.02531; gradients in the forward as in linear_cross_entropy.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._chunks import (
@@ -49,103 +47,22 @@ from ._chunks import (
     upstream_rows,
     workspace,
 )
+from ._divergence_reference import (
+    KINDS,
+    LinearDivergence,
+    distillation_reference,
+    divergence_reference,
+    divergence_weights,
+    linear_divergence_reference,
+)
 from ._divergence_rows import FIELDS, DivergenceOptions, RowInputs, divergence_rows
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform
+from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
-
-
-class LinearDivergence(NamedTuple):
-    """What `linear_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), nats, 0 where ignored.
-
-    All but `divergence` are of the distributions at temperature 1. Without labels, the fields about them are 0.
-    """
-
-    loss: Tensor  # scalar, differentiable in hidden, weight and bias
-    divergence: Tensor  # (N,) sum of the weighted divergences at the loss's temperature, times T^2 if the loss is
-    log_prob: Tensor  # (N,) the student's log-probability of the label
-    entropy: Tensor  # (N,) the student's entropy
-    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
-    forward_kl: Tensor  # (N,) KL(teacher || student)
-    reverse_kl: Tensor  # (N,) KL(student || teacher)
-    agrees: Tensor  # (N,) bool, whether student and teacher have a likeliest token in common
-    teacher_log_prob: Tensor  # (N,) the teacher's log-probability of the label
-    teacher_entropy: Tensor  # (N,) the teacher's entropy
-
-
-def divergence_weights(kind: str | Mapping[str, float], beta: float) -> dict[str, float]:
-    """{kind: weight}, with the JSD at beta 0 and 1 replaced by the KL that it tends to (after division by beta)."""
-    given = {kind: 1.0} if isinstance(kind, str) else dict(kind)
-    if not given or set(given) - set(KINDS):
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
-    weights: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for name, weight in given.items():
-        limit = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta)) if name == "jsd" else None
-        weights[limit or name] += float(weight)
-    return weights
-
-
-def divergence_reference(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
-    beta: float = 0.5, temperature: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """(N,) weighted divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
-    q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
-    m = torch.logsumexp(torch.stack([q + _log(1 - beta), p + _log(beta)]), 0)
-
-    def kl(a, b):
-        return (a.exp() * (a - b)).sum(-1)
-
-    weights = divergence_weights(kind, beta)
-    total = weights["forward_kl"] * kl(p, q) + weights["reverse_kl"] * kl(q, p)
-    if weights["jsd"]:
-        total = total + weights["jsd"] * (beta * kl(p, m) + (1 - beta) * kl(q, m))
-    return total
-
-
-def _log(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).log())
-
-
-def distillation_reference(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
-    beta: float = 0.5, labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0,
-    num_items: float | Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    scale_by_temperature_squared: bool = True, ignore_index: int = -100,
-) -> LinearDivergence:  # fmt: skip
-    """The loss in plain torch, from logits (N, V) of both sides."""
-    dtype = stats_dtype(student_logits.dtype)
-    s, t = student_logits.to(dtype), teacher_logits.detach().to(dtype)
-    keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
-    has_label = keep & (labels is not None)
-    label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
-    q, p = s.log_softmax(-1), t.log_softmax(-1)
-    log_prob, teacher_log_prob = (x.gather(1, label[:, None]).squeeze(1) * has_label for x in (q, p))
-    ce = -(1 - label_smoothing) * log_prob - label_smoothing * q.mean(-1) + z_loss * s.logsumexp(-1).square()
-    divergence = divergence_reference(s, t, kind=kind, beta=beta, temperature=temperature)
-    divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
-    loss = (divergence + ce_weight * ce)[keep].sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
-    agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
-    fields = (
-        divergence, log_prob, -(q.exp() * q).sum(-1), (log_prob >= q.amax(-1)) & has_label,
-        (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), agrees, teacher_log_prob, -(p.exp() * p).sum(-1),
-    )  # fmt: skip
-    return LinearDivergence(loss, *((x * keep).detach() for x in fields))
-
-
-def linear_divergence_reference(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
-    bias: Tensor | None = None, teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0,
-    softcap: float | None = None, teacher_softcap: float | None = None, vocab_size: int | None = None, **options,
-) -> LinearDivergence:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
-    V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
-    bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
-    student = transform(F.linear(hidden, weight[:V]), bias, LogitTransform(scale, softcap))[0]
-    with torch.no_grad():
-        how = LogitTransform(teacher_scale, teacher_softcap)
-        teacher = transform(F.linear(teacher_hidden, teacher_weight[:V]), teacher_bias, how)[0]
-    return distillation_reference(student, teacher, **options)
+__all__ = [
+    "KINDS", "LinearDivergence", "distillation_reference", "divergence_reference", "divergence_weights",
+    "linear_divergence", "linear_divergence_reference",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,22 +128,27 @@ def _walk(student: LinearHead, pair: Pair, token_weight: Tensor | None, gradient
     return out
 
 
+def _with_gradients(student: LinearHead, pair: Pair, needs: Needs):
+    """(loss, per-token (10, N), (d hidden, d weight, d bias))."""
+    rows, how, inputs = pair.rows, pair.how, (student.hidden, student.weight, student.bias)
+    gradients = HeadGradients(*inputs, needs, rows, pair.vocab, how, pair.alpha) if needs.any else None
+    out = _walk(student, pair, pair.token_weight, gradients)
+    result = (None, None, None) if gradients is None else gradients.finish(rows, *inputs, how)
+    return out[0].sum() * pair.alpha, put(out.t(), rows, student.hidden.shape[0]).t(), result
+
+
 class LinearDivergenceFunction(torch.autograd.Function):
     """Gradients in the forward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, pair: Pair, needs: Needs):
-        student, rows, how = LinearHead.of(hidden, weight, bias), pair.rows, pair.how
+        student = LinearHead.of(hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = None
-            if needs.any:
-                gradients = HeadGradients(hidden, weight, bias, needs, rows, pair.vocab, how, pair.alpha)
-            out = _walk(student, pair, pair.token_weight, gradients)
-            if gradients is not None:
-                ctx.save_for_backward(*gradients.finish(rows, hidden, weight, bias, how))
-        per_token = put(out.t(), rows, hidden.shape[0]).t()
+            loss, per_token, gradients = _with_gradients(student, pair, needs)
+        if needs.any:
+            ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(per_token)
-        return out[0].sum() * pair.alpha, per_token
+        return loss, per_token
 
     @staticmethod
     def backward(ctx, grad_loss, _):
@@ -261,6 +183,40 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
             _walk(LinearHead(hidden, weight, bias, ctx.dtype), pair, token_weight, gradients)
             result = gradients.finish(rows, hidden, weight, bias, pair.how)
         return *result, None, None
+
+
+@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=())
+def _traced_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, labels: Tensor | None, token_weight: Tensor | None, num_items: Tensor | None,
+    scalars: Sequence[float], softcaps: Sequence[float], scale_by_temperature_squared: bool, ignore_index: int,
+    vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
+    teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The default mode as torch.compile sees it: scalars in the order of DivergenceOptions, a softcap of 0 is none."""
+    *scalars, scale, teacher_scale = scalars
+    softcap, teacher_softcap = (x or None for x in softcaps)
+    options = DivergenceOptions(
+        *scalars, scale_by_temperature_squared, LogitTransform(scale, softcap),
+        LogitTransform(teacher_scale, teacher_softcap), logits_dtype,
+    )  # fmt: skip
+    rows = all_rows(hidden, num_items) if labels is None else selected_rows(labels, None, num_items, ignore_index)
+    pair = Pair(
+        LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_dtype), labels,
+        labelled_weight(token_weight, rows, hidden.dtype), rows, vocab, options,
+        Execution(workspace_mb, accumulate_dtype),
+    )  # fmt: skip
+    result = _with_gradients(LinearHead(hidden, weight, bias, dtype), pair, Needs(*needs))
+    return traced_outputs(*result)  # pyright: ignore[reportReturnType]
+
+
+@_traced_op.register_fake
+def _(hidden, weight, bias, *options):
+    *_, dtype, needs = options
+    return fake_outputs(hidden, weight, bias, dtype, len(FIELDS), needs)
+
+
+_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
 
 
 def linear_divergence(
@@ -313,15 +269,28 @@ def linear_divergence(
     """
     _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
-    options = DivergenceOptions(
-        **divergence_weights(kind, beta), beta=beta, ce_weight=ce_weight, temperature=temperature,
-        label_smoothing=label_smoothing, z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
-        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
-        logits_dtype=logits_dtype,
-    )  # fmt: skip
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     vocab = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
+    weights = divergence_weights(kind, beta)
+    if torch.compiler.is_compiling():
+        check_traceable(rows, recompute, overwrite_hidden)
+        needs = Needs.of(hidden, weight, bias)
+        loss, per_token, *_ = _traced_op(
+            hidden, weight, bias, teacher_hidden.detach(), teacher_weight.detach(), teacher_bias, labels, token_weight,
+            None if num_items is None else torch.as_tensor(num_items),
+            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss, scale, teacher_scale],
+            [softcap or 0.0, teacher_softcap or 0.0], scale_by_temperature_squared, ignore_index, vocab, logits_dtype,
+            workspace_mb, accumulate_dtype, compute_dtype(teacher_hidden, teacher_weight),
+            compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
+        )  # fmt: skip
+        return _named(loss, per_token)
+    options = DivergenceOptions(
+        **weights, beta=beta, ce_weight=ce_weight, temperature=temperature, label_smoothing=label_smoothing,
+        z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
+        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
+        logits_dtype=logits_dtype,
+    )  # fmt: skip
     if labels is None:
         selected = all_rows(hidden, num_items) if rows is None else rows.wait()
     else:
@@ -337,6 +306,10 @@ def linear_divergence(
     else:
         needs = Needs.of(hidden, weight, bias)
         loss, per_token = LinearDivergenceFunction.apply(hidden, weight, bias, pair, needs)
+    return _named(loss, per_token)
+
+
+def _named(loss: Tensor, per_token: Tensor) -> LinearDivergence:
     _, divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *of_teacher = per_token.unbind(0)
     return LinearDivergence(
         loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *of_teacher
