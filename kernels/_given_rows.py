@@ -9,7 +9,7 @@ which p / N underflows before a gradient scaler can lift it.
 import torch
 from torch import Tensor
 
-from ._chunks import rescale, stats_dtype
+from ._chunks import refuse_second_derivatives, rescale, stats_dtype
 from ._given_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 from ._triton import use_triton
 
@@ -125,10 +125,7 @@ class GivenRowsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "kl_div, jsd and tvd have no second derivatives: use backward or grad without create_graph=True."
-            )
+        refuse_second_derivatives()
         if ctx.early:
             return *rescale(ctx.saved_tensors, upstream), None, None, None, None
         *x, stats = ctx.saved_tensors
