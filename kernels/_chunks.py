@@ -243,7 +243,8 @@ class HeadGradients:
         if needs.weight:
             whole = vocab == weight.shape[0] and rows.count > 0
             make = torch.empty_like if whole else torch.zeros_like
-            dtype = how.accumulate_dtype if factor is None else torch.float32
+            wide = how.accumulate_dtype if factor is None else torch.float32
+            dtype = torch.promote_types(weight.dtype, wide or weight.dtype)
             self.weight = make(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if needs.bias:
             assert bias is not None
@@ -291,6 +292,8 @@ def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) 
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif out.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
+    elif out.dtype == torch.promote_types(out.dtype, a.dtype):
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
     else:
         out.mul_(beta) if beta else out.zero_()
         out.add_(a @ b, alpha=alpha)
@@ -324,9 +327,9 @@ def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, BLOCK
     if factor != 1.0:
         program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(columns, BLOCK)
         cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        x_ptr += program // blocks * stride_row + cols * stride_column
-        x = tl.load(x_ptr, mask=cols < columns)
-        tl.store(x_ptr, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
+        at = program // blocks * stride_row + cols * stride_column
+        x = tl.load(x_ptr + at, mask=cols < columns)
+        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
 
 
 def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:

@@ -5,6 +5,7 @@ from liger_trainer.kernels import _chunks
 from liger_trainer.kernels._chunks import (
     TILE_ROWS,
     Execution,
+    Needs,
     Rows,
     RowSelection,
     addmm_into,
@@ -13,6 +14,7 @@ from liger_trainer.kernels._chunks import (
     put,
     row_plan,
     take,
+    tile_plan,
     workspace,
 )
 from liger_trainer.kernels._triton import use_triton
@@ -30,6 +32,32 @@ def test_chunks_cover_every_row_once_within_the_workspace(count, limit):
     assert all(size % TILE_ROWS == 0 for size in sizes[:-1] if size > TILE_ROWS), "whole tiles of the matrix products"
     if limit >= count:
         assert len(chunks) == (count > 0)
+
+
+@pytest.mark.parametrize("workspace_mb", [None, 0.1, 3, 40, 512])
+@pytest.mark.parametrize("count, vocab, hidden_size", [(0, 1, 1), (100, 11, 8), (2048, 49152, 576), (30000, 250, 64)])
+@pytest.mark.parametrize("needs", [Needs(True, True, False), Needs(True, False, False), Needs(False, False, False)])
+def test_tiles_cover_the_logits_once_within_the_workspace(count, vocab, hidden_size, needs, workspace_mb):
+    plan = tile_plan(count, vocab, hidden_size, 2, needs, Execution(workspace_mb))
+    tiles = list(plan.tiles(vocab))
+    assert [i for tile in tiles for i in range(tile.start, tile.stop)] == list(range(vocab))
+    assert [i for chunk in plan.chunks(count) for i in range(chunk.start, chunk.stop)] == list(range(count))
+    assert all((tile.stop - tile.start) % TILE_ROWS == 0 for tile in tiles[:-1])
+    taken = plan.rows * (2 * plan.columns + 4 * hidden_size * needs.hidden)  # logits, and the sum of d hidden
+    limit = max(16 * 2**20, 2 * count * hidden_size) if workspace_mb is None else workspace_mb * 2**20
+    assert taken <= limit or plan.rows == TILE_ROWS >= plan.columns, "no smaller tile than TILE_ROWS squared"
+
+
+def test_a_larger_workspace_moves_less_memory():
+    """Fewer chunks read the weight, or fewer tiles the sum of d hidden; without d hidden, rows are all that counts."""
+    every, weight_alone = Needs(True, True, False), Needs(False, True, False)
+
+    def plan(needs, workspace_mb):
+        return tile_plan(8192, 128256, 2048, 2, needs, Execution(workspace_mb))
+
+    small, large = plan(every, 16), plan(every, 256)
+    assert small.rows <= large.rows and small.columns <= large.columns and small != large
+    assert plan(weight_alone, 64).rows > plan(every, 64).rows
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 11, 4097])
@@ -82,7 +110,9 @@ def test_addmm_into(dtype, out_dtype, beta, alpha):
     out = before.clone()
     addmm_into(out, a, b, beta=beta, alpha=alpha)
     expected = alpha * (a.double() @ b.double()) + (before.double() if beta else 0)
-    eps = max(torch.finfo(x).eps for x in (dtype, out_dtype))
+    eps = torch.finfo(out_dtype).eps  # a wider out is as exact as products in its own dtype
+    if out_dtype != torch.promote_types(dtype, out_dtype):
+        eps = max(eps, torch.finfo(dtype).eps)
     torch.testing.assert_close(out.double(), expected, rtol=4 * eps, atol=8 * eps)
 
 
