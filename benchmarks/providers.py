@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .cases import BETA, IGNORE_INDEX, Case, Inputs
 from .reference import plain_loss
@@ -58,6 +60,16 @@ def liger_cross_entropy(case: Case) -> LossFunction:
 
     loss = LigerFusedLinearCrossEntropyLoss()
     return lambda x: loss(x.weight, x.hidden, x.labels)
+
+
+def liger_large_chunks(case: Case) -> LossFunction:
+    """Liger with chunks 16 times as large, the fastest setting its authors report."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    given = {"ignore_index": IGNORE_INDEX, "chunk_mem_const": 16}
+    parameters = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())
+    rest = [given.get(p.name, p.default) for p in parameters[4:]]  # after ctx, input, weight, target
+    return lambda x: LigerFusedLinearCrossEntropyFunction.apply(x.hidden, x.weight, x.labels, *rest)[0]
 
 
 def liger_chunked(case: Case) -> LossFunction:
@@ -112,7 +124,15 @@ def cut_cross_entropy(case: Case) -> LossFunction:
     return lambda x: linear_cross_entropy(x.hidden, x.weight, x.labels)
 
 
+def torch_native(case: Case) -> LossFunction:
+    """torch's own op, with the chunking that it chooses; from torch 2.13 on."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
+    return lambda x: F.linear_cross_entropy(x.hidden, x.weight, x.labels, ignore_index=IGNORE_INDEX)
+
+
 our_divergence_fp32 = partial(our_divergence, logits_dtype=torch.float32)
+our_recompute = partial(our_cross_entropy, recompute=True)
 
 CE = ("ce",)
 KD = tuple(BETA)
@@ -120,16 +140,19 @@ ALL = (*CE, *KD)
 PROVIDERS = (
     Provider("ours", "ours", ours, ALL, ALL, ours=True),
     Provider("ours_fp32", "ours, fp32 logits", our_divergence_fp32, KD, KD, ours=True),
+    Provider("ours_recompute", "ours, recomputed", our_recompute, CE, CE, ours=True),
     *(
-        Provider(f"ours_{mb}mb", f"ours in {mb} MiB", partial(ours, workspace_mb=mb), ALL, (), ours=True)
-        for mb in (256, 512, 1024)
+        Provider(f"ours_{mb}mb", f"ours in {mb} MiB", partial(ours, workspace_mb=mb), ALL, default, ours=True)
+        for mb, default in ((256, CE), (512, ()), (1024, ()))
     ),
     Provider("eager", "torch eager", eager, ALL, ALL),
     Provider("compile", "torch.compile", compiled, ALL, ("ce", "forward_kl")),
     Provider("liger", "Liger", liger_cross_entropy, CE, CE),
+    Provider("liger_c16", "Liger, chunk_mem_const=16", liger_large_chunks, CE, CE),
     Provider("liger_chunked", "Liger chunked loss", liger_chunked, KD, KD),
     Provider("liger_jsd", "LigerFusedLinearJSD", liger_fused_jsd, KD, KD),
     Provider("trl", "TRL", trl_cross_entropy, CE, CE),
     Provider("trl", "TRL", trl_divergence, KD, KD),
-    Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, ()),
+    Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, CE),
+    Provider("torch", "torch's linear_cross_entropy", torch_native, CE, ()),
 )
