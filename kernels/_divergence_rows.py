@@ -109,7 +109,7 @@ def _divergence_kernel(
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
-        s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
         t, _ = load_logits(
             teacher_ptr,
             teacher_bias_ptr,
@@ -119,6 +119,7 @@ def _divergence_kernel(
             teacher_softcap,
             HAS_TEACHER_BIAS,
             HAS_TEACHER_SOFTCAP,
+                "",
         )
         if HAS_SMOOTHING:
             s_plain += tl.where(mask, s, 0.0)
@@ -177,7 +178,7 @@ def _divergence_kernel(
         for start in range(0, V, BLOCK):
             cols = start + lanes
             mask = cols < V
-            s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
             t, _ = load_logits(
                 teacher_ptr,
                 teacher_bias_ptr,
@@ -187,6 +188,7 @@ def _divergence_kernel(
                 teacher_softcap,
                 HAS_TEACHER_BIAS,
                 HAS_TEACHER_SOFTCAP,
+                "",
             )
             log_q = s * inv_t - s_lse_T
             log_p = t * inv_t - t_lse_T
@@ -215,7 +217,7 @@ def _divergence_kernel(
         for start in range(0, V, BLOCK):
             cols = start + lanes
             mask = cols < V
-            s, slope = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            s, slope = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
             t, _ = load_logits(
                 teacher_ptr,
                 teacher_bias_ptr,
@@ -225,6 +227,7 @@ def _divergence_kernel(
                 teacher_softcap,
                 HAS_TEACHER_BIAS,
                 HAS_TEACHER_SOFTCAP,
+                "",
             )
             if (
                 ALIASED

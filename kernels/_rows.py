@@ -41,7 +41,7 @@ def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Te
 @triton.jit
 def load_logits(
     raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """(logits, d logits / d raw) of one block. Masked lanes are so low that they weigh nothing, yet finite."""
     z = tl.load(raw_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
