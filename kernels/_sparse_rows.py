@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, load_label_logit, load_logits, transform
 from ._triton import tl, triton, use_triton
 
-BLOCK, WARPS = 4096, 16
+BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
 FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass")
 TAILS = ("bucket", "none")
 
@@ -58,9 +58,11 @@ class SparseTargets:
 
 
 @triton.jit
-def _load_rest(raw_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _load_rest(
+    raw_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVICT: tl.constexpr
+):
     """`load_logits` of the entries that were not taken out, and which those are."""
-    z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+    z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
     rest = z != float("-inf")
     z = tl.where(rest, z, 0.0)
     if HAS_BIAS:
@@ -79,7 +81,8 @@ def _rest_statistics(
     logits_ptr, bias_ptr, V, scale, softcap, inv_t,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the rest: maximum, sum of e^(x - maximum), that times x, the sum at the temperature, number of entries."""
+    """Of the rest, with x = logit * log2(e): the maximum, the sums of 2^(x - maximum), of that times x, and of
+    2^((x - maximum) / T); the number of entries. One maximum a lane, and no reduction until the row ends."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -87,17 +90,25 @@ def _rest_statistics(
     total_T = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
-        x, _, rest = _load_rest(logits_ptr, bias_ptr, start + lanes, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        count += rest.to(tl.int32)
+        x, _, rest = _load_rest(
+            logits_ptr, bias_ptr, start + lanes, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last"
+        )
+        x = x * 1.4426950408889634
+        higher = tl.maximum(top, x)
+        keep = tl.exp2(top - higher)
+        e = tl.exp2(x - higher)
+        total = total * keep + e
+        weighted = weighted * keep + e * x
         if HAS_TEMPERATURE:
-            _, total_T, _ = fold(x * inv_t, top * inv_t, total_T, total_T, 1.0)
-        top, total, weighted = fold(x, top, total, weighted, x)
+            total_T = total_T * tl.exp2((top - higher) * inv_t) + tl.exp2((x - higher) * inv_t)
+        top = higher
+        count += rest.to(tl.int32)
     highest = tl.max(top, 0)
-    share = tl.exp(top - highest)
+    share = tl.exp2(top - highest)
     total_sum = tl.sum(total * share, 0)
     total_T_sum = total_sum
     if HAS_TEMPERATURE:
-        total_T_sum = tl.sum(total_T * tl.exp((top - highest) * inv_t), 0)
+        total_T_sum = tl.sum(total_T * tl.exp2((top - highest) * inv_t), 0)
     return highest, total_sum, tl.sum(weighted * share, 0), total_T_sum, tl.sum(count, 0)
 
 
@@ -122,11 +133,12 @@ def _sparse_kernel(
     inside = known & (ids < V)
     log_p = tl.where(known, log_p, 0.0)
     p = tl.where(known, tl.exp(log_p), 0.0)
-    x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    x_k = tl.where(known & (ids >= V), float("nan"), x_k)
+    x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
+    x_k = tl.where(known & (ids >= V), float("nan"), x_k) * 1.4426950408889634  # powers of two from here on
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
         x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x_label = x_label * 1.4426950408889634
     tl.debug_barrier()  # all have read before any writes
     taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
     tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
@@ -135,23 +147,25 @@ def _sparse_kernel(
     top_rest, total_rest, weighted_rest, total_rest_T, count = _rest_statistics(
         logits_ptr, bias_ptr, V, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, BLOCK
     )
+    twice = count + tl.sum(inside.to(tl.int32), 0) > V  # fewer places were taken than ids came
+    top_rest = tl.where(twice, float("nan"), top_rest)
     top = tl.maximum(top_rest, tl.max(x_k, 0))
-    keep = tl.exp(top_rest - top)
-    e_k = tl.where(known, tl.exp(x_k - top), 0.0)
+    keep = tl.exp2(top_rest - top)
+    e_k = tl.where(known, tl.exp2(x_k - top), 0.0)
     total = total_rest * keep + tl.sum(e_k, 0)
-    if count + tl.sum(inside.to(tl.int32), 0) > V:  # an id came twice
-        total = float("nan")
-    lse = top + tl.log(total)
+    lse = top + tl.log2(total)
     entropy = lse - (weighted_rest * keep + tl.sum(e_k * x_k, 0)) / total
     e_k_T, total_T = e_k, total
     if HAS_TEMPERATURE:
-        e_k_T = tl.where(known, tl.exp((x_k - top) * inv_t), 0.0)
-        total_T = total_rest_T * tl.exp((top_rest - top) * inv_t) + tl.sum(e_k_T, 0) + (total - total)
+        e_k_T = tl.where(known, tl.exp2((x_k - top) * inv_t), 0.0)
+        total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
     # The divergence. Without a rest, what p lacks to 1 is rounding.
     mass = tl.sum(p, 0)
-    log_rest_q = (top_rest - top) * inv_t + tl.log(total_rest_T / total_T)
-    divergence = tl.sum(p * (log_p - (x_k - top) * inv_t + tl.log(total_T)), 0)
+    total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
+    log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * 0.6931471805599453
+    log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * 0.6931471805599453
+    divergence = tl.sum(p * (log_p - log_q_k), 0)
     rest_p = 0.0
     if HAS_BUCKET:
         rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
@@ -161,7 +175,7 @@ def _sparse_kernel(
     loss = divergence
     log_prob, is_top1 = 0.0, 0.0
     if HAS_LABELS:
-        log_prob, is_top1 = x_label - lse, (x_label >= top).to(tl.float32)
+        log_prob, is_top1 = (x_label - lse) * 0.6931471805599453, (x_label >= top).to(tl.float32)
     if HAS_CE:
         loss -= ce_weight * log_prob
     token_weight = 1.0
@@ -170,7 +184,7 @@ def _sparse_kernel(
     tl.store(out_ptr + row, loss * token_weight)
     tl.store(out_ptr + stride_out + row, divergence)
     tl.store(out_ptr + 2 * stride_out + row, log_prob)
-    tl.store(out_ptr + 3 * stride_out + row, entropy)
+    tl.store(out_ptr + 3 * stride_out + row, entropy * 0.6931471805599453)
     tl.store(out_ptr + 4 * stride_out + row, is_top1)
     tl.store(out_ptr + 5 * stride_out + row, mass)
 
@@ -181,18 +195,21 @@ def _sparse_kernel(
         rest_weight = coefficient * (all_p * rest_q - rest_p)
         if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
             rest_weight += ce_weight * rest_q
-        lse_rest_T = top_rest * inv_t + tl.log(total_rest_T)
+        lse_rest_T = top_rest * inv_t + tl.log2(total_rest_T)
         lanes = tl.arange(0, BLOCK)
         for start in range(0, V, BLOCK):
             cols = start + lanes
-            x, slope, _ = _load_rest(logits_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-            grad = rest_weight * tl.exp(x * inv_t - lse_rest_T)
+            x, slope, _ = _load_rest(
+                logits_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first"
+            )
+            x = x * 1.4426950408889634
+            grad = rest_weight * tl.exp2(x * inv_t - lse_rest_T)
             if HAS_CE:
                 if HAS_TEMPERATURE:
-                    grad += ce_weight * tl.exp(x - lse)
+                    grad += ce_weight * tl.exp2(x - lse)
                 grad = tl.where(cols == label, grad - ce_weight, grad)
-            grad = grad * slope * token_weight
-            tl.store(grad_ptr + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < V)
+            grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
         tl.debug_barrier()  # the pass wrote over the taken entries too
         grad_k = coefficient * (all_p * e_k_T / total_T - p)
         if HAS_CE:
@@ -209,7 +226,7 @@ def sparse_rows(
 
 
 def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
-    K = targets.ids.shape[1]
+    K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     _sparse_kernel[(logits.shape[0],)](
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
         logits if targets.labels is None else targets.labels,
@@ -220,7 +237,7 @@ def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, ou
         HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
         HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TEMPERATURE=o.temperature != 1.0,
         HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket", WRITE_GRAD=grad is not None,
-        BLOCK=BLOCK, K_BLOCK=triton.next_power_of_2(K), num_warps=WARPS,
+        BLOCK=block, K_BLOCK=triton.next_power_of_2(K), num_warps=min(WARPS, max(4, block // 256)),
     )  # fmt: skip
 
 
@@ -229,9 +246,8 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     ids, log_p, labels = targets.ids.long(), targets.log_probs.to(x.dtype), targets.labels
     known = (ids >= 0) & (log_p != -torch.inf)
     index = ids.where(known, 0)
-    x_k = x.gather(1, index)  # before the scatter, which has a column more: an id outside is an error
-    taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool).scatter_(1, ids.where(known, x.shape[1]), True)
-    taken = taken[:, :-1]
+    taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool)  # one column more, for the padding
+    taken = taken.scatter_(1, ids.where(known, x.shape[1]), True)[:, :-1]
     log_q = x.log_softmax(-1).masked_fill((taken.sum(-1) < known.sum(-1))[:, None], torch.nan)  # an id came twice
     log_q_T = log_q if o.temperature == 1.0 else log_q.div(o.temperature).log_softmax(-1)
 
@@ -258,7 +274,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(rest_weight[:, None]).masked_fill_(taken, 0)
     dx.scatter_add_(1, index, (all_p[:, None] * log_q_k.exp() - p).where(known, 0))
     dx *= o.divergence_scale / o.temperature
-    if o.ce_weight:
+    if o.ce_weight and labels is not None:
         dx += o.ce_weight * log_q.exp()
-        dx.scatter_add_(1, labels[:, None], torch.full_like(mass, -o.ce_weight)[:, None])
+        dx.scatter_add_(1, labels[:, None], torch.full_like(dx[:, :1], -o.ce_weight))
     grad.copy_(dx.mul_(slope).mul_(factor[:, None]))

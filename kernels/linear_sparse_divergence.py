@@ -1,0 +1,314 @@
+"""Distillation of a linear head from a teacher that is known at K entries a token; no logits are stored.
+
+    s = transform(hidden @ weight.T + bias) / T,  q = softmax(s)          student
+    p_k = exp(log_probs_k) for the token ids_k, k = 1..K                  teacher, out of a cache
+    P = sum p_k,  Q = sum q_k,  R = max(0, 1 - P)                         R: what the cache says nothing about
+
+    bucket  sum p_k (log p_k - log q_k) + R (log R - log(1 - Q))   d/ds_j = (P + R) q_j - p_j        j among ids
+                                                                          (P + R) q_j - R q_j/(1 - Q)  else
+    none    sum p_k (log p_k - log q_k)                            d/ds_j = P q_j - p_j, p_j = 0 beyond ids
+    loss = sum over rows of w [T^2 D + ce_weight CE] / num_items,  CE at T = 1, w token_weight
+
+Tails     Which one is right depends on where the entries come from.
+          bucket: the teacher's likeliest K, or any other choice made without chance. The rest of the vocabulary counts
+          as one token: how much mass it has is taught, how that is spread is not. The loss is the KL divergence with
+          the rest lumped together: never above the full one, equal to it at K = V, and 0 for a student that equals
+          its teacher.
+          none: ids DRAWN from the teacher, log_probs = log(count / n) after n draws (or the logs of importance
+          weights). The expected gradient is then that of the full forward KL, and the loss estimates its
+          cross-entropy part without bias; the constant that it subtracts is the sample's own entropy. For the
+          likeliest K it is biased: the optimum gives all other tokens probability 0.
+          The likeliest K divided by their sum have that same optimum. They are not offered.
+Shapes    hidden: (N, H)  weight: (V, H)  ids, log_probs: (N, K)  labels, token_weight: (N,)  bias: (V,)
+Method    as in linear_cross_entropy.py: three products, gradients in the forward. See _sparse_rows.py for the rows.
+Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over the rest alone, so log(1 - Q)
+          holds where Q is 1 to rounding. A cache's rounding may bring P above 1: R is 0 then, and value and gradient
+          remain those of the formula. Where ids cover the whole vocabulary there is no rest, and R is 0.
+Traffic   per logit as linear_cross_entropy.py; per row K ids and log-probabilities more
+Source    draws and their lack of bias, bias of the likeliest K: Anshumann et al., ACL 2025 (RS-KD), arXiv:2503.16870;
+          caches of the likeliest K and the question of the missing mass: Arcee's DistillKit; T^2: Hinton et al. 2015,
+          arXiv:1503.02531; the bucket: KL between coarser distributions (data processing inequality)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._chunks import (
+    Execution,
+    HeadGradients,
+    Needs,
+    Rows,
+    RowSelection,
+    all_rows,
+    check_execution,
+    compute_dtype,
+    labelled_weight,
+    project,
+    put,
+    rescale,
+    row_plan,
+    selected_rows,
+    stats_dtype,
+    take,
+    workspace,
+)
+from ._rows import LogitTransform, transform
+from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
+from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+
+MAX_ENTRIES = 1024  # of a token: they lie in the registers of one program
+
+
+class LinearSparseDivergence(NamedTuple):
+    """What `linear_sparse_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
+
+    Without labels, the fields about them are 0.
+    """
+
+    loss: Tensor  # scalar, differentiable in hidden, weight and bias
+    divergence: Tensor  # (N,) nats, at the loss's temperature, times T^2 if the loss is
+    log_prob: Tensor  # (N,) the student's log-probability of the label, at temperature 1
+    entropy: Tensor  # (N,) the student's entropy, at temperature 1
+    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
+    teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
+
+
+def sparse_divergence_reference(
+    student_logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", temperature: float = 1.0
+) -> Tensor:
+    """(N,) divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
+    log_q = (student_logits / temperature).log_softmax(-1)
+    known = (ids >= 0) & (log_probs != -torch.inf)
+    log_p = log_probs.to(log_q.dtype)
+    p, log_p = log_p.exp().where(known, 0), log_p.where(known, 0)
+    index = ids.long().where(known, 0)
+    divergence = (p * (log_p - log_q.gather(1, index))).sum(-1)
+    if tail == "none":
+        return divergence
+    named = torch.zeros_like(log_q).scatter_add(1, index, known.to(log_q.dtype)) > 0
+    covered = named.all(-1)
+    rest = (1 - p.sum(-1)).clamp(min=0).where(~covered, 0)
+    log_rest_q = log_q.masked_fill(named & ~covered[:, None], -torch.inf).logsumexp(-1)
+    return divergence + torch.special.xlogy(rest, rest) - rest * log_rest_q
+
+
+def linear_sparse_divergence_reference(
+    hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket",
+    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
+    scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
+    token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
+) -> LinearSparseDivergence:  # fmt: skip
+    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    V = min(weight.shape[0], vocab_size or weight.shape[0])
+    s = transform(F.linear(hidden, weight[:V]), None if bias is None else bias[:V], LogitTransform(scale, softcap))[0]
+    keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
+    has_label = keep & (labels is not None)
+    label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
+    log_q = s.log_softmax(-1)
+    log_prob = log_q.gather(1, label[:, None]).squeeze(1) * has_label
+    divergence = sparse_divergence_reference(s, ids, log_probs, tail=tail, temperature=temperature)
+    divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
+    each = (divergence - ce_weight * log_prob) * (1.0 if token_weight is None else token_weight)
+    loss = each[keep].sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+    mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
+    is_top1 = (log_prob >= log_q.amax(-1)) & has_label
+    fields = divergence, log_prob, -(log_q.exp() * log_q).sum(-1), is_top1, mass
+    return LinearSparseDivergence(loss, *((x * keep).detach() for x in fields))
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """Everything of a call that has no gradient of its own. targets: of the rows that take part."""
+
+    targets: SparseTargets
+    rows: Rows
+    vocab: int
+    options: SparseOptions
+    how: Execution
+
+    @classmethod
+    def of(cls, hidden, ids, log_probs, labels, token_weight, rows: Rows, vocab: int, options, how) -> "SparseCall":
+        targets = SparseTargets(
+            take(ids, rows).contiguous(), take(log_probs.detach(), rows).contiguous(),
+            None if labels is None else take(labels, rows).contiguous(),
+            labelled_weight(token_weight, rows, hidden.dtype),
+        )  # fmt: skip
+        return cls(targets, rows, vocab, options, how)
+
+
+def _with_gradients(hidden, weight, bias, call: SparseCall, needs: Needs, dtype: torch.dtype):
+    """(loss, per-token (6, N), d hidden, d weight, d bias). dtype: of the products."""
+    rows, vocab, how = call.rows, call.vocab, call.how
+    x_rows, w = take(hidden, rows).to(dtype), weight[:vocab].to(dtype)
+    row_bias = None if bias is None else bias[:vocab].contiguous()
+    out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
+    alpha = 1.0 / rows.num_items if rows.num_items else 0.0
+    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha)
+    plan = row_plan(rows.count, vocab, dtype.itemsize, how)
+    ws = workspace(min(plan.rows, rows.count), vocab, dtype, hidden.device)
+    for chunk in plan.chunks(rows.count):
+        x = x_rows[chunk]
+        logits = project(x, w, ws[: x.shape[0]])
+        targets = call.targets.rows(chunk)
+        sparse_rows(logits, row_bias, targets, out[:, chunk], logits if needs.any else None, call.options)
+        if needs.any:
+            gradients.add(logits, x, w, chunk, slice(0, vocab))
+    per_token = put(out.t(), rows, hidden.shape[0]).t()
+    return out[0].sum() * alpha, per_token, *gradients.finish(rows, hidden, weight, bias, how)
+
+
+class LinearSparseDivergenceFunction(torch.autograd.Function):
+    """Gradients in the forward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: SparseCall, needs: Needs):
+        dtype = compute_dtype(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, per_token, *gradients = _with_gradients(hidden, weight, bias, call, needs, dtype)
+        if needs.any:
+            ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(per_token)
+        return loss, per_token
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        return *rescale(ctx.saved_tensors, grad_loss), None, None
+
+
+@torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=())
+def _traced_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, log_probs: Tensor, labels: Tensor | None,
+    token_weight: Tensor | None, num_items: Tensor | None, tail: str, scale: float, softcap: float | None,
+    temperature: float, ce_weight: float, scale_by_temperature_squared: bool, ignore_index: int, vocab: int,
+    workspace_mb: float | None, accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The op as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
+    rows = all_rows(hidden, num_items) if labels is None else selected_rows(labels, None, num_items, ignore_index)
+    shape = LogitTransform(scale, softcap)
+    options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
+    how = Execution(workspace_mb, accumulate_dtype)
+    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, rows, vocab, options, how)
+    loss, per_token, *gradients = _with_gradients(hidden, weight, bias, call, Needs(*needs), dtype)
+    return traced_outputs(loss, per_token, gradients)  # pyright: ignore[reportReturnType]
+
+
+@_traced_op.register_fake
+def _(hidden, weight, bias, *options):
+    *_, dtype, needs = options
+    return fake_outputs(hidden, weight, bias, dtype, len(FIELDS), needs)
+
+
+_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+
+
+def linear_sparse_divergence(
+    hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", kind: str = "forward_kl",
+    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
+    scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
+    token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, rows: RowSelection | None = None,
+    vocab_size: int | None = None, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
+    overwrite_hidden: bool = False,
+) -> LinearSparseDivergence:  # fmt: skip
+    """Distillation of a student's head from a teacher known at K tokens a row, mixed with hard cross-entropy.
+
+    The formulas, and which tail is right for which cache, are at the top of this file. No gradient goes to the teacher.
+
+    Args:
+        hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU).
+        weight: (V, H). Frozen if it does not require a gradient: its product is skipped.
+        ids: (N, K) int64 or int32, K from 1 to 1024, those of a row distinct: repeated draws are one entry with their
+            count. An id that comes twice in a row gives NaN. Negative: padding, ignored. Beyond the vocabulary: NaN on
+            the GPU, an error on the CPU.
+        log_probs: (N, K) float, the teacher's natural log-probabilities of ids, taken as they are: with a temperature
+            they must be of that temperature. -inf: padding, ignored.
+        tail: "bucket" for the likeliest K, the rest of the vocabulary being one more outcome; "none" for ids drawn from
+            the teacher, log_probs being log(count / draws). "none" is biased for the likeliest K.
+        kind: "forward_kl", which alone a sparse teacher determines.
+        labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
+        ce_weight: weight of the cross-entropy against labels, at temperature 1.
+        temperature: divides the student's logits in the divergence.
+        bias: (V,), added to the logits.
+        scale, softcap: what the model does to its logits, see `linear_cross_entropy`.
+        num_items: what the sum over tokens is divided by; default the number of rows that take part.
+        token_weight, rows, accumulate_dtype, overwrite_hidden: see `linear_cross_entropy`.
+        scale_by_temperature_squared: multiply the divergence, value and gradient, by temperature^2.
+        vocab_size: the real vocabulary, where the head is padded beyond it.
+        workspace_mb: MiB for the chunk of logits, see `linear_cross_entropy`.
+
+    Returns:
+        LinearSparseDivergence: loss and per-token values.
+
+    Raises:
+        ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
+    """
+    _check_head(hidden, weight, bias, vocab_size)
+    _check_targets(hidden, ids, log_probs, kind, labels, ce_weight)
+    check_execution(hidden, token_weight, "mean", num_items, False, overwrite_hidden)
+    vocab, needs = min(weight.shape[0], vocab_size or weight.shape[0]), Needs.of(hidden, weight, bias)
+    if torch.compiler.is_compiling():
+        check_traceable(rows, False, overwrite_hidden)
+        loss, per_token, *_ = _traced_op(
+            hidden, weight, bias, ids, log_probs.detach(), labels, token_weight,
+            None if num_items is None else torch.as_tensor(num_items), tail, scale, softcap, temperature, ce_weight,
+            scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype,
+            compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
+        )  # fmt: skip
+        return _named(loss, per_token)
+    shape = LogitTransform(scale, softcap)
+    options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
+    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+    if labels is None:
+        selected = all_rows(hidden, num_items) if rows is None else rows.wait()
+    else:
+        selected = selected_rows(labels, rows, num_items, ignore_index)
+    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, selected, vocab, options, how)
+    return _named(*LinearSparseDivergenceFunction.apply(hidden, weight, bias, call, needs))
+
+
+def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:
+    _, divergence, log_prob, entropy, is_top1, teacher_mass = per_token.unbind(0)
+    return LinearSparseDivergence(loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass)
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden (N, H) and weight (V, H) must share H: "
+            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias must be one per row of weight: bias is {tuple(bias.shape)}, weight {tuple(weight.shape)}."
+        )
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
+
+
+def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str, labels: Tensor | None, ce_weight) -> None:
+    if ids.dim() != 2 or ids.shape != log_probs.shape or ids.shape[0] != hidden.shape[0]:
+        raise ValueError(
+            f"ids and log_probs must be (N, K), a row for each of hidden: ids is {tuple(ids.shape)}, "
+            f"log_probs {tuple(log_probs.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if not 1 <= ids.shape[1] <= MAX_ENTRIES:
+        raise ValueError(f"K must lie in 1 to {MAX_ENTRIES}, ids and log_probs have K = {ids.shape[1]}.")
+    if ids.dtype not in (torch.int64, torch.int32) or not log_probs.is_floating_point():
+        raise ValueError(
+            f"ids must be int64 or int32 and log_probs float: ids is {ids.dtype}, log_probs {log_probs.dtype}."
+        )
+    if kind != "forward_kl":
+        raise ValueError(
+            f"kind must be forward_kl, got {kind!r}: others need the teacher's probability of tokens that a sparse "
+            f"teacher does not name. See linear_divergence."
+        )
+    if labels is not None and labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if labels is None and ce_weight:
+        raise ValueError(f"ce_weight is {ce_weight}, but cross-entropy needs labels and none were given.")
