@@ -153,6 +153,6 @@ PROVIDERS = (
     Provider("liger_jsd", "LigerFusedLinearJSD", liger_fused_jsd, KD, KD),
     Provider("trl", "TRL", trl_cross_entropy, CE, CE),
     Provider("trl", "TRL", trl_divergence, KD, KD),
-    Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, CE),
+    Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, ()),
     Provider("torch", "torch's linear_cross_entropy", torch_native, CE, ()),
 )

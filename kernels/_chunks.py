@@ -321,15 +321,20 @@ def refuse_second_derivatives() -> None:
         )
 
 
+RESCALED = 2**16  # numbers a program: most often it finds out that there is nothing to do, and even that takes time
+
+
 @triton.jit
-def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, BLOCK: tl.constexpr):
+def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(columns, BLOCK)
-        cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        at = program // blocks * stride_row + cols * stride_column
-        x = tl.load(x_ptr + at, mask=cols < columns)
-        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
+        program, spans = tl.program_id(0).to(tl.int64), tl.cdiv(columns, SPAN)
+        first = program % spans * SPAN
+        for start in range(0, SPAN, BLOCK):
+            cols = first + start + tl.arange(0, BLOCK)
+            at = program // spans * stride_row + cols * stride_column
+            x = tl.load(x_ptr + at, mask=cols < columns)
+            tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
 
 
 def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
@@ -352,8 +357,8 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
             continue
         if use_triton(x):
             shape, strides = ((1, x.numel()), (0, 1)) if x.is_contiguous() else (x.shape, x.stride())
-            grid = (shape[0] * triton.cdiv(shape[1], 4096),)
-            _rescale_kernel[grid](x, shape[1], *strides, factor, BLOCK=4096, num_warps=8)
+            grid = (shape[0] * triton.cdiv(shape[1], RESCALED),)
+            _rescale_kernel[grid](x, shape[1], *strides, factor, SPAN=RESCALED, BLOCK=4096, num_warps=8)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
 

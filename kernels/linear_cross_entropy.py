@@ -125,14 +125,15 @@ def _statistics(hidden, weight, bias, targets, rows: Rows, dtype, o: CrossEntrop
         x, chunk_targets = x_rows[chunk], targets.rows(chunk)
         carry = new_carry(x.shape[0], ws)
         for columns in plan.tiles(vocab):
-            tile_statistics(_tile(x, weight, bias, columns, ws), chunk_targets, carry, o)
+            tile = _tile(x, weight[columns].to(dtype), bias, columns, ws, vocab)
+            tile_statistics(tile, chunk_targets, carry, o)
         out[:, chunk] = finish(carry, chunk_targets, vocab, o)
     return out
 
 
-def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, ws: Tensor) -> Tile:
-    logits = project(x, weight[columns].to(x.dtype), ws[: x.shape[0], : columns.stop - columns.start])
-    return Tile(logits, None if bias is None else bias[columns].contiguous(), columns.start, weight.shape[0])
+def _tile(x: Tensor, w: Tensor, bias: Tensor | None, columns: slice, ws: Tensor, vocab: int) -> Tile:
+    logits = project(x, w, ws[: x.shape[0], : w.shape[0]])
+    return Tile(logits, None if bias is None else bias[columns].contiguous(), columns.start, vocab)
 
 
 def _recomputed_gradients(
@@ -145,11 +146,12 @@ def _recomputed_gradients(
     plan = tile_plan(rows.count, vocab, hidden.shape[1], dtype.itemsize, needs, how)
     ws = workspace(min(plan.rows, rows.count), plan.columns, dtype, hidden.device)
     for chunk in plan.chunks(rows.count):
-        x = x_rows[chunk]
+        x, chunk_targets, lse, chunk_factor = x_rows[chunk], targets.rows(chunk), out[4, chunk], factor[chunk]
         for columns in plan.tiles(vocab):
-            tile = _tile(x, weight, bias, columns, ws)
-            tile_gradient(tile, targets.rows(chunk), out[4, chunk], factor[chunk], tile.logits, o)
-            gradients.add(tile.logits, x, weight[columns].to(dtype), chunk, columns)
+            w = weight[columns].to(dtype)
+            tile = _tile(x, w, bias, columns, ws, vocab)
+            tile_gradient(tile, chunk_targets, lse, chunk_factor, tile.logits, o)
+            gradients.add(tile.logits, x, w, chunk, columns)
     return gradients.finish(rows, hidden, weight, bias, how)
 
 
