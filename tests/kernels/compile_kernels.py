@@ -1,0 +1,267 @@
+"""Compile every Triton kernel for an H100, as the ops launch it, on any machine: no GPU, nothing runs.
+
+    python tests/kernels/compile_kernels.py [bfloat16] [float16] [float32]
+
+Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is an H100 and each
+launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it. What
+kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not be:
+file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
+All options in bf16; in fp16 and fp32, one way through each kernel.
+
+test_compiles.py runs this in a process of its own: Triton reads TRITON_INTERPRET, which tests set, once.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, where it is not installed
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from liger_trainer.kernels import _triton
+
+_triton.use_triton = lambda x: True  # before the ops import it
+
+from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
+from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
+from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
+from liger_trainer.kernels.geglu import geglu  # noqa: E402
+from liger_trainer.kernels.jsd import jsd  # noqa: E402
+from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
+from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from liger_trainer.kernels.linear_divergence import linear_divergence  # noqa: E402
+from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
+from liger_trainer.kernels.relu2 import relu2  # noqa: E402
+from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
+from liger_trainer.kernels.rope import rope  # noqa: E402
+from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
+from liger_trainer.kernels.tvd import tvd  # noqa: E402
+
+V = 32003  # longer than any kernel's block, and no multiple of one
+N = 32
+
+
+class H100:
+    """As much of a Triton driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Stands in for JITFunction.run: compiles, reports, launches nothing."""
+
+    def __init__(self):
+        self.dtype = ""
+        self._run, self._seen = JITFunction.run, set()
+
+    def __call__(self, function: JITFunction, *args, grid, warmup, **kwargs) -> None:
+        line = {"file": function.__module__.rpartition(".")[2], "kernel": function.__name__, "dtype": self.dtype}
+        try:
+            kernel: Any = self._run(function, *args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:
+            constants = {k: x for k, x in kwargs.items() if not isinstance(x, Tensor)}
+            return self._print(line | {"constants": constants, "error": f"{type(error).__name__}: {error}"})
+        names = list(kernel.src.signature)
+        constants = {names[i[0]]: x for i, x in kernel.src.constants.items()}
+        types = {name: x for name, x in kernel.src.signature.items() if x != "constexpr"}
+        found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+        self._print(line | {"types": types, "constants": constants} | found)
+
+    def _print(self, line: dict) -> None:
+        text = json.dumps(line, default=str)
+        if text not in self._seen:
+            self._seen.add(text)
+            print(text, flush=True)
+
+
+def leaf(*shape: int, dtype: torch.dtype, frozen: bool = False) -> Tensor:
+    return torch.rand(shape).to(dtype).requires_grad_(not frozen)
+
+
+def step(op: Callable, *args, **options) -> None:
+    """Forward and backward, with a gradient of its own for each output."""
+    result = op(*args, **options)
+    outputs = [x for x in ([result] if isinstance(result, Tensor) else result) if x.requires_grad]
+    torch.autograd.backward(outputs, [torch.rand_like(x) for x in outputs])
+
+
+def norms(dtype: torch.dtype) -> None:
+    x, w, b = leaf(N + 1, 1000, dtype=dtype), leaf(1000, dtype=dtype), leaf(1000, dtype=dtype)  # tiles with masks
+    step(rms_norm, x, w)
+    step(add_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
+    step(layer_norm, x, w, b)
+    if dtype != torch.bfloat16:
+        return
+    wide, frozen = leaf(16384, dtype=torch.float32), leaf(4096, dtype=dtype, frozen=True)
+    x_4096, x_16384 = leaf(N, 4096, dtype=dtype), leaf(N, 16384, dtype=dtype)  # no masks; one row a tile
+    step(rms_norm, x_4096, frozen)
+    step(rms_norm, x_16384, wide)
+    step(rms_norm, x_16384.detach(), wide, cast_before_weight=True)
+    step(rms_norm, leaf(N, 2000, dtype=dtype)[:, :1000])  # strided, no weight
+    step(add_rms_norm, x, x.detach().float(), w.float(), cast_before_weight=True)
+    step(lambda *given: add_rms_norm(*given)[0], x_4096, x_4096.detach(), frozen)  # the sum is not used
+    step(layer_norm, x_4096, frozen, leaf(4096, dtype=dtype))
+    step(layer_norm, x.detach(), w, b.detach())
+    step(layer_norm, x)
+
+
+def rotary(dtype: torch.dtype) -> None:
+    B, S, D = 2, 33, 128
+    q, k = leaf(B, S, 6, D, dtype=dtype), leaf(B, S, 2, D, dtype=dtype)
+    q_rows, k_rows = q.transpose(1, 2), k.transpose(1, 2)
+    weights = leaf(D, dtype=dtype), leaf(D, dtype=dtype)
+    angles = torch.rand(1, S, D).to(dtype), torch.rand(1, S, D).to(dtype)
+    step(rope, q_rows, k_rows, *angles)
+    step(qk_norm_rope, q, k, *weights, *angles, cast_before_weight=True)  # Qwen 3
+    if dtype != torch.bfloat16:
+        return
+    step(rope, q_rows, k_rows.detach(), *angles)
+    for shape, options in (
+        ((B, S, D), dict(interleaved=True)),
+        ((B, S, D // 2), {}),  # the rest of the columns does not turn
+        ((3, B, S, D), dict(mrope_section=(16, 24, 24))),
+        ((1, S, D // 2), dict(half_width=True)),
+        ((1, S, D // 4), dict(half_width=True, interleaved=True)),
+    ):
+        step(rope, q_rows, k_rows, torch.rand(shape), torch.rand(shape), **options)
+    turns = torch.rand(B, S, D), torch.rand(B, S, D)
+    step(qk_norm_rope, q, k, *(w.detach() for w in weights), *turns, interleaved=True, offset=1.0)
+    partial_turns = turns[0][..., :64], turns[1][..., :64]
+    step(qk_norm_rope, q.detach(), k, *(w.float() for w in weights), *partial_turns, cast_before_weight=True)
+    over_heads = leaf(6 * D, dtype=dtype), leaf(2 * D, dtype=dtype)  # OLMo 2
+    of_axes = torch.rand(3, B, S, D), torch.rand(3, B, S, D)
+    step(qk_norm_rope, q, k, *over_heads, *of_axes, norm_over_heads=True, mrope_section=(16, 24, 24))
+
+
+def gated(dtype: torch.dtype) -> None:
+    width = 1000
+    gate, up, packed = (leaf(N, columns, dtype=dtype) for columns in (width, width, 2 * width))
+    weight, bias = leaf(48, width, dtype=dtype), leaf(48, dtype=dtype)
+    step(swiglu, gate, up)
+    step(swiglu, packed)
+    if dtype != torch.bfloat16:
+        return
+    step(swiglu, gate[:-1, :512], up[:-1, :512])  # whole blocks
+    step(swiglu, packed[:, :width], up.detach())
+    step(swiglu, gate.detach(), up.float())
+    for approximate in ("tanh", "none"):
+        step(geglu, gate, up, approximate=approximate)
+        step(geglu, packed, approximate=approximate)
+    for x in (gate, packed[:, :width]):
+        step(relu2, x)
+        step(relu2, x.half())
+    for activation in ("gelu", "relu2"):
+        step(gated_linear, gate, up, weight, bias, activation=activation)
+    step(gated_linear, packed, None, weight)
+    step(gated_linear, gate, up, weight.detach())
+    step(gated_linear, gate.detach(), up.detach(), weight)
+
+
+def distributions(dtype: torch.dtype) -> None:
+    x, t = leaf(2, N, V, dtype=dtype), leaf(2, N, V, dtype=dtype)
+    for from_logits in (False, True):
+        step(kl_div, x, t, from_logits=from_logits)
+    if dtype != torch.bfloat16:
+        return
+    frozen, labels = t.detach(), torch.randint(-100, V, (2, N))
+    for op, options in (
+        (kl_div, {}),
+        (kl_div, dict(log_target=True)),
+        (kl_div, dict(from_logits=True, temperature=2.0)),
+        (jsd, {}),
+        (jsd, dict(from_logits=True, temperature=2.0)),
+        (tvd, {}),
+        (tvd, dict(from_logits=True)),
+    ):
+        step(op, x, t, **options)
+    for from_logits in (False, True):
+        step(kl_div, x, frozen, labels=labels, from_logits=from_logits)
+        step(jsd, x, frozen, labels=labels, reduction="none", from_logits=from_logits)
+    step(kl_div, x[:, 1:], t[:, 1:].float(), reduction="sum")
+    with torch.no_grad():
+        kl_div(x, t)
+        kl_div(x, t, from_logits=True)
+
+
+def cross_entropies(dtype: torch.dtype) -> None:
+    logits, labels = leaf(N, V, dtype=dtype), torch.randint(V, (N,))
+    for inplace in (False, True):
+        step(loss_of(cross_entropy), logits * 1, labels, inplace=inplace)
+    if dtype != torch.bfloat16:
+        return
+    every = dict(weight=torch.rand(V), label_smoothing=0.1, z_loss=0.1, softcap=5.0, temperature=2.0)
+    for reduction, inplace in product(("mean", "none"), (False, True)):
+        step(loss_of(cross_entropy), logits * 1, labels, reduction=reduction, inplace=inplace, **every)
+    step(loss_of(cross_entropy), leaf(N, 101, dtype=dtype), labels % 101)
+
+
+def heads(dtype: torch.dtype) -> None:
+    hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
+    labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
+    head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
+    teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
+    divergence = partial(step, loss_of(linear_divergence), hidden, weight, *teacher)
+    recompute = dict(recompute=True, workspace_mb=0.5)
+    cache = torch.stack([torch.randperm(V)[:50] for _ in range(N)]), torch.full((N, 50), -5.0)
+    sparse = partial(step, loss_of(linear_sparse_divergence), hidden, weight, *cache)
+    head()
+    head(**recompute)
+    divergence()
+    sparse()
+    if dtype != torch.bfloat16:
+        return
+    every = dict(softcap=5.0, scale=1.5, temperature=2.0, label_smoothing=0.1, z_loss=0.1, token_weight=torch.rand(N))
+    head(bias=bias, dft=True, **every)
+    head(bias=bias, reduction="none", **every, **recompute)
+    divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
+    divergence(kind="jsd", logits_dtype=torch.float32)
+    divergence(reduction="none", **recompute)
+    mix = {"forward_kl": 0.5, "reverse_kl": 0.4, "jsd": 0.3}
+    every |= dict(kind=mix, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
+    divergence(bias=bias, **every)
+    sparse(tail="none", labels=labels, ce_weight=0.5)
+    options = dict(softcap=5.0, scale=1.5, temperature=2.0, token_weight=torch.rand(N))
+    sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, labels)
+        linear_divergence(hidden, weight, *teacher)
+        linear_sparse_divergence(hidden, weight, *cache)
+
+
+def loss_of(op: Callable) -> Callable:
+    return lambda *args, **options: op(*args, **options).loss
+
+
+def main() -> None:
+    driver: Any = H100()
+    triton.runtime.driver.set_active(driver)
+    compiler, jit = Compiler(), cast(Any, JITFunction)
+    jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
+    for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
+        compiler.dtype = name
+        for group in (norms, rotary, gated, distributions, cross_entropies, heads):
+            group(getattr(torch, name))
+
+
+if __name__ == "__main__":
+    main()

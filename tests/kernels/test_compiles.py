@@ -1,0 +1,70 @@
+"""Every Triton kernel compiles for an H100, in each dtype, with what the ops launch it with; no GPU is needed.
+
+Triton's interpreter, which runs the other tests, accepts what its compiler refuses: a pointer that an `if` defines
+anew with another shape, a string as the default of an argument that is no constexpr, a Python helper in a kernel.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if "nvidia" not in triton.backends.backends:
+    pytest.skip("this Triton has no NVIDIA backend", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+KERNELS = Path(__file__).parents[2] / "kernels"
+IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """The script's lines. In a process without TRITON_INTERPRET, which triton.jit obeys once and for all."""
+    environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def launched_kernels() -> set[tuple[str, str]]:
+    """(file, name) of each function under @triton.jit that no other such function calls."""
+    functions = {
+        (path.stem, node.name): node
+        for path in KERNELS.glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(x) for x in node.decorator_list)
+    }
+    calls = (x.func for node in functions.values() for x in ast.walk(node) if isinstance(x, ast.Call))
+    called = {x.id for x in calls if isinstance(x, ast.Name)}
+    return {(file, name) for file, name in functions if name not in called}
+
+
+def test_every_launch_compiles(compiled):
+    failed = [line for line in compiled if "error" in line]
+    assert not failed, "\n\n".join(
+        f"{x['file']}.py: {x['kernel']} in {x['dtype']} with {x['constants']}\n{x['error']}" for x in failed
+    )
+
+
+@pytest.mark.parametrize("dtype", IN_TRITON)
+def test_every_kernel_is_compiled(compiled, dtype):
+    """A kernel is launched by the script at least once with a tensor of that dtype."""
+    known = launched_kernels()
+    assert ("rms_norm", "_backward_kernel") in known and ("_rows", "fold") not in known
+    lines = [x for x in compiled if x["dtype"] == dtype and ("error" in x or IN_TRITON[dtype] in x["types"].values())]
+    missing = known - {(x["file"], x["kernel"]) for x in lines}
+    assert not missing, (
+        f"Never compiled in {dtype}: {', '.join(f'{name} of kernels/{file}.py' for file, name in sorted(missing))}. "
+        f"Call the op that launches it in tests/kernels/{SCRIPT.name}, in each dtype and with the options that change "
+        f"the kernel's constants; if nothing launches it, delete it."
+    )
+
+
+def test_no_launch_exceeds_shared_memory(compiled):
+    """227 KB a block, on an H100; a launch with more fails there."""
+    assert max(x.get("shared", 0) for x in compiled) <= 227 * 1024
