@@ -160,7 +160,7 @@ def _sparse_kernel(
         e_k_T = tl.where(known, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
-    # The divergence. Without a rest, what p lacks to 1 is rounding.
+    # The divergence. Without a rest, what p lacks to 1 is rounding, and log_rest_q any finite number.
     mass = tl.sum(p, 0)
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
     log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * 0.6931471805599453
@@ -169,8 +169,7 @@ def _sparse_kernel(
     rest_p = 0.0
     if HAS_BUCKET:
         rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
-        log_rest_p = tl.log(tl.where(rest_p > 0.0, rest_p, 1.0))
-        divergence += tl.where(rest_p > 0.0, rest_p * (log_rest_p - log_rest_q), 0.0)
+        divergence += rest_p * (tl.log(tl.where(rest_p > 0.0, rest_p, 1.0)) - log_rest_q)
     divergence = divergence * divergence_scale
     loss = divergence
     log_prob, is_top1 = 0.0, 0.0

@@ -73,7 +73,7 @@ def double(tensors):
     return {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 1), (5, 3, 16, 4), (7, 24, 101, 13), (2, 7, 33, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2, 1), (5, 3, 24, 4), (7, 24, 101, 13), (2, 7, 33, 32)], ids=str)
 @pytest.mark.parametrize("tail", TAILS)
 def test_odd_sizes(place, shape, tail):
     check_sparse(random_sparse(*shape, dtype=place.dtype, device=place.device), tail=tail)
@@ -212,7 +212,7 @@ def test_extreme_logits(place, size, temperature, tail):
     weight = torch.tensor([[1.0], [-1.0], [0.0], [0.5], [0.25]], dtype=place.dtype, device=place.device) * size
     ids = torch.tensor([[0, 3]] * 3, device=place.device)
     tensors = {"hidden": hidden, "weight": weight, "ids": ids}
-    for p in (0.5, 0.2, 1e-20, 1.0):
+    for p in (0.2, 1e-20):
         tensors["log_probs"] = torch.tensor([[p, 1 - p]] * 3, device=place.device).log()
         options = {"temperature": temperature, "tail": tail}
         got = evaluate(linear_sparse_divergence, tensors, **options)
@@ -235,18 +235,21 @@ def test_twice_the_same_id_gives_nan(fp32, tail, options):
 
 
 @pytest.mark.parametrize("what", ["ids", "labels"])
-@pytest.mark.parametrize("value", [20, 21, 2**40])
+@pytest.mark.parametrize("value", [24, 25, 2**40])
 def test_ids_and_labels_outside_the_vocabulary(fp32, what, value):
-    tensors = random_sparse(4, 6, 20, 5, device=fp32.device)
+    """V is a multiple of 8, so that a row's end is where the next begins in the workspace."""
+    tensors = random_sparse(4, 6, 24, 5, device=fp32.device)
+    expected = linear_sparse_divergence(**tensors, ce_weight=0.1)
     tensors[what][2] = value
     if fp32.path == "torch":
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
             linear_sparse_divergence(**tensors)
         return
     got = linear_sparse_divergence(**tensors, ce_weight=0.1)
-    for x in [got.log_prob] + [got.divergence] * (what == "ids"):
-        assert x.isnan().tolist() == [False, False, True, False]
     assert got.loss.isnan()
+    for name in ["log_prob"] + ["divergence"] * (what == "ids"):
+        x, others = getattr(got, name), [0, 1, 3]
+        assert x[2].isnan() and torch.equal(x[others], getattr(expected, name)[others]), name
 
 
 @pytest.mark.parametrize("k", [3, 12])
@@ -502,10 +505,13 @@ def test_accumulated_in_fp32(monkeypatch):
     assert wide < 0.8 * narrow
 
 
-@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
-@pytest.mark.parametrize("case", ["likeliest", "drawn", "over 1", "whole"])
+@pytest.mark.parametrize(
+    "case, options",
+    [("likeliest", x) for x in ({}, *OPTIONS.values())] + [(x, ALL) for x in ("drawn", "over 1", "whole")],
+    ids=str,
+)
 @pytest.mark.parametrize("tail", TAILS)
-def test_gradcheck(options, case, tail, monkeypatch):
+def test_gradcheck(case, options, tail, monkeypatch):
     """Value and gradient belong together, also where the entries sum to more than 1."""
     set_path(monkeypatch, "torch")
     tensors = random_sparse(3, 3, 7, 7 if case == "whole" else 4, cache=drawn if case == "drawn" else likeliest,
@@ -557,8 +563,7 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
 
 
-@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen"])
-@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("labels, frozen", [(True, ()), (False, ("weight", "bias"))])
 def test_compiles_as_one_graph(labels, frozen):
     tensors = random_sparse(7, 6, 20, 4, bias=True, ignored=0.3, labels=labels)
     options = ALL | {"num_items": torch.tensor(7.0), "tail": "none"} if labels else {}
