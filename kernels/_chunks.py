@@ -313,14 +313,6 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def refuse_second_derivatives() -> None:
-    """In a backward: raise where its own graph is wanted (create_graph=True)."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The fused losses have no second derivatives: use backward or grad without create_graph=True."
-        )
-
-
 RESCALED = 2**16  # numbers a program: most often it finds out that there is nothing to do, and even that takes time
 
 
@@ -343,7 +335,6 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
     In place. Where the factor is 1 (a loss used as it is), a kernel finds out there and leaves, so nothing is moved and
     the host does not wait. A graph kept for another backward keeps its gradients too, and hands out copies.
     """
-    refuse_second_derivatives()
     if graph_is_kept():
         gradients = [None if x is None else x.clone() for x in gradients]
     multiply_(gradients, factor)

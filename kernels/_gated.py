@@ -15,13 +15,13 @@ Source    Shazeer 2020, arXiv:2002.05202; SiLU: Elfwing et al. 2017, arXiv:1702.
           arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._autograd import first_order
 from ._triton import tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
@@ -262,21 +262,6 @@ def input_gradients(
     dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
     backward(dh, gate, up, dgate, dup, activation, h)
     return dgate, dup
-
-
-def first_order(backward: Callable) -> Callable:
-    """A backward that refuses create_graph=True: what a kernel returns has no graph, and would count as a constant."""
-
-    @functools.wraps(backward)
-    def checked(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "This op can be differentiated once. Differentiate it without create_graph=True, or, for second "
-                "derivatives, call its reference (swiglu_reference for swiglu)."
-            )
-        return backward(ctx, grad)
-
-    return checked
 
 
 class GatedFunction(torch.autograd.Function):

@@ -9,7 +9,8 @@ which p / N underflows before a gradient scaler can lift it.
 import torch
 from torch import Tensor
 
-from ._chunks import refuse_second_derivatives, rescale, stats_dtype
+from ._autograd import first_order
+from ._chunks import rescale, stats_dtype
 from ._given_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 from ._triton import use_triton
 
@@ -124,8 +125,8 @@ class GivenRowsFunction(torch.autograd.Function):
         return _values(x, (None, None), stats, o)
 
     @staticmethod
+    @first_order
     def backward(ctx, upstream):
-        refuse_second_derivatives()
         if ctx.early:
             return *rescale(ctx.saved_tensors, upstream), None, None, None, None
         *x, stats = ctx.saved_tensors

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._autograd import first_order
 from ._chunks import RowSelection, stats_dtype
 
 
@@ -42,6 +43,7 @@ def save_gradients(ctx, inputs, output) -> None:
     ctx.inputs = len(inputs)
 
 
+@first_order
 def scaled_gradients(ctx, grad_loss: Tensor, *_) -> tuple[Tensor | None, ...]:
     """Backward of an opaque op whose first three inputs are hidden, weight and bias."""
     gradients = (x * grad_loss if x.dim() and x.shape[0] else None for x in ctx.saved_tensors)

@@ -14,8 +14,8 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._autograd import first_order
 from ._norm import check_columns, rows_of, tile_mask
 from ._triton import tl, triton, use_triton
 from .rms_norm import rms_norm_backward, rms_norm_reference
@@ -95,7 +95,7 @@ class AddRMSNormFunction(torch.autograd.Function):
         return y, summed
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy, dsummed):
         summed, weight, rstd = ctx.saved_tensors
         needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]

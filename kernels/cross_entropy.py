@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ._chunks import graph_is_kept, refuse_second_derivatives, rescale, stats_dtype
+from ._autograd import first_order
+from ._chunks import graph_is_kept, rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -117,8 +118,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         return loss, out
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
-        refuse_second_derivatives()
         if ctx.ready:
             return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
         logits, out, denominator = ctx.saved_tensors

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._gated import ACTIVATIONS, check_gated, first_order, forward, gated_reference, halves, input_gradients, runs_plain
+from ._autograd import first_order
+from ._gated import ACTIVATIONS, check_gated, forward, gated_reference, halves, input_gradients, runs_plain
 
 
 def gated_linear_reference(

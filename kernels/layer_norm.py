@@ -15,8 +15,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._autograd import first_order
 from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
 from ._triton import tl, triton, use_triton
 
@@ -156,7 +156,7 @@ class LayerNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         rows, weight, stats = ctx.saved_tensors
         return *_backward(dy, rows, weight, stats, ctx.needs_input_grad[0], ctx.sums), None

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._autograd import first_order
 from ._chunks import (
     Execution,
     HeadGradients,
@@ -38,7 +39,6 @@ from ._chunks import (
     labelled_weight,
     project,
     put,
-    refuse_second_derivatives,
     rescale,
     row_plan,
     selected_rows,
@@ -111,6 +111,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return loss, per_token
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
         return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
 
@@ -172,8 +173,8 @@ class RecomputedCrossEntropyFunction(torch.autograd.Function):
         return per_token[0].clone() if per_token_loss else out[0].sum() * ctx.alpha, per_token
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
-        refuse_second_derivatives()
         hidden, weight, bias, out = ctx.saved_tensors
         targets, rows, options, how = ctx.call
         upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * ctx.alpha

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._autograd import first_order
 from ._chunks import (
     Execution,
     HeadGradients,
@@ -38,7 +39,6 @@ from ._chunks import (
     labelled_weight,
     project,
     put,
-    refuse_second_derivatives,
     rescale,
     row_plan,
     selected_rows,
@@ -151,6 +151,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
         return loss, per_token
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
         return *rescale(ctx.saved_tensors, grad_loss), None, None
 
@@ -170,8 +171,8 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
         return per_token[0].clone() if per_token_loss else out[0].sum() * pair.alpha, per_token
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
-        refuse_second_derivatives()
         hidden, weight, bias = ctx.saved_tensors
         pair, rows = ctx.pair, ctx.pair.rows
         upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * pair.alpha

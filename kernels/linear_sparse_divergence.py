@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._autograd import first_order
 from ._chunks import (
     Execution,
     HeadGradients,
@@ -176,6 +177,7 @@ class LinearSparseDivergenceFunction(torch.autograd.Function):
         return loss, per_token
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_loss, _):
         return *rescale(ctx.saved_tensors, grad_loss), None, None
 

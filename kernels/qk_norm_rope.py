@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._autograd import first_order
 from ._chunks import stats_dtype
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import tl, triton, use_triton
@@ -345,7 +345,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *upstream):
         needs = [needed and upstream[i % 2] is not None for i, needed in enumerate(ctx.needs_input_grad[:4])]
         gradients = [None] * 4

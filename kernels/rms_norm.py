@@ -15,8 +15,8 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._autograd import first_order
 from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
 from ._triton import tl, triton, use_triton
 
@@ -157,7 +157,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         rows, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]

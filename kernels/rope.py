@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._autograd import first_order
 from ._chunks import stats_dtype
 from ._triton import tl, triton, use_triton
 
@@ -243,7 +243,7 @@ class RopeFunction(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *grad_outputs):
         grads: list[Tensor | None] = [None, None]
         sides = []

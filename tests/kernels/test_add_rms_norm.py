@@ -158,13 +158,13 @@ def test_writing_over_the_saved_sum_is_noticed(fp32):
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32):
     tensors = {k: x.requires_grad_() for k, x in inputs((3, 8), fp32).items()}
-    loss = add_rms_norm(**tensors)[0].square().sum()
-    (dx,) = torch.autograd.grad(loss, tensors["x"], create_graph=True)
+    loss = add_rms_norm(**tensors)[0].sum()
     if fp32.path == "torch":
+        (dx,) = torch.autograd.grad(loss, tensors["x"], create_graph=True)
         dx.sum().backward()
     else:
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            dx.sum().backward()
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(loss, tensors["x"], create_graph=True)
 
 
 def test_compiles_into_one_graph(fp32):

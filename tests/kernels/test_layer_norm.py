@@ -119,12 +119,12 @@ def test_saves_its_input_and_two_numbers_per_row(fp32):
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32):
     tensors = {k: x.requires_grad_() for k, x in inputs((3, 8), fp32).items()}
-    (dx,) = torch.autograd.grad(layer_norm(**tensors).square().sum(), tensors["x"], create_graph=True)
     if fp32.path == "torch":
+        (dx,) = torch.autograd.grad(layer_norm(**tensors).sum(), tensors["x"], create_graph=True)
         dx.sum().backward()
     else:
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            dx.sum().backward()
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(layer_norm(**tensors).sum(), tensors["x"], create_graph=True)
 
 
 def test_compiles_into_one_graph(fp32):

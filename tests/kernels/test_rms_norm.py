@@ -158,12 +158,12 @@ def test_saves_its_input_and_one_number_per_row(fp32):
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32):
     x, weight = (t.requires_grad_() for t in random_tensors((3, 8), fp32).values())
-    (dx,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
     if fp32.path == "torch":
+        (dx,) = torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
         dx.sum().backward()
     else:
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            dx.sum().backward()
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
 
 
 def test_compiles_into_one_graph(fp32):
