@@ -80,7 +80,7 @@ class Compiler:
             kernel: Any = self._run(function, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:
             constants = {k: x for k, x in kwargs.items() if not isinstance(x, Tensor)}
-            return self._print(line | {"constants": constants, "error": f"{type(error).__name__}: {error}"})
+            return self._print(line | {"constants": constants, "error": _reasons(error)})
         names = list(kernel.src.signature)
         constants = {names[i[0]]: x for i, x in kernel.src.constants.items()}
         types = {name: x for name, x in kernel.src.signature.items() if x != "constexpr"}
@@ -92,6 +92,15 @@ class Compiler:
         if text not in self._seen:
             self._seen.add(text)
             print(text, flush=True)
+
+
+def _reasons(error: BaseException | None) -> str:
+    """The compiler's error, and of those in functions that the kernel calls, from the outside inwards."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(texts)
 
 
 def leaf(*shape: int, dtype: torch.dtype, frozen: bool = False) -> Tensor:
