@@ -256,16 +256,14 @@ def _write_zeros(grad_ptr, first, V, BLOCK: tl.constexpr):
 @triton.jit
 def _tile_statistics_kernel(
     logits_ptr, bias_ptr, labels_ptr, class_weight_ptr, carry_ptr, stride_row, stride_carry, columns, first,
-    scale, softcap, inv_temperature, ignore_index,
+    scale, softcap, inv_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     carry_ptr += row
     label = tl.load(labels_ptr + row)
-    if HAS_IGNORED:
-        columns = tl.where(label == ignore_index, 0, columns)
     top, total, weighted, plain = _statistics(
         logits_ptr, bias_ptr, class_weight_ptr, columns, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, False, BLOCK,
@@ -323,7 +321,6 @@ def _launch(logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntro
         "HAS_SOFTCAP": o.transform.softcap is not None,
         "HAS_SMOOTHING": o.label_smoothing > 0,
         "HAS_CLASS_WEIGHT": targets.class_weight is not None,
-        "HAS_IGNORED": targets.ignore_index is not None,
     }
 
 
@@ -342,8 +339,8 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None, DFT=o.dft,
-        WRITE_GRAD=grad is not None,
+        **_launch(logits, bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
+        HAS_IGNORED=targets.ignore_index is not None, DFT=o.dft, WRITE_GRAD=grad is not None,
     )  # fmt: skip
 
 
@@ -370,7 +367,7 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
     _tile_statistics_kernel[(logits.shape[0],)](
         logits, logits if tile.bias is None else tile.bias, targets.labels,
         logits if class_weight is None else class_weight, carry, logits.stride(0), carry.stride(0),
-        logits.shape[1], tile.first, *_scalars(o), targets.ignore_index or 0,
+        logits.shape[1], tile.first, *_scalars(o),
         **_launch(logits, tile.bias, targets, o),
     )  # fmt: skip
 
@@ -403,7 +400,7 @@ def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, gra
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
         class_weight_sum, lse, logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, tile.bias, targets, o),
+        **_launch(logits, tile.bias, targets, o), HAS_IGNORED=targets.ignore_index is not None,
     )  # fmt: skip
 
 
