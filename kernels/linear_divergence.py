@@ -186,20 +186,23 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
         return *result, None, None
 
 
+SCALARS = (*KINDS, "beta", "ce_weight", "temperature", "label_smoothing", "z_loss")
+
+
 @torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=())
 def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor | None, labels: Tensor | None, token_weight: Tensor | None, num_items: Tensor | None,
-    scalars: Sequence[float], softcaps: Sequence[float], scale_by_temperature_squared: bool, ignore_index: int,
-    vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
-    teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
+    scalars: Sequence[float], scales: Sequence[float], softcaps: Sequence[float], scale_by_temperature_squared: bool,
+    ignore_index: int, vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it: scalars in the order of DivergenceOptions, a softcap of 0 is none."""
-    *scalars, scale, teacher_scale = scalars
-    softcap, teacher_softcap = (x or None for x in softcaps)
+    """The default mode as torch.compile sees it. Scales and softcaps: the student's, the teacher's; 0 is no softcap."""
+    student, teacher = (LogitTransform(scale, softcap or None) for scale, softcap in zip(scales, softcaps, strict=True))
+    values = dict(zip(SCALARS, scalars, strict=True))
     options = DivergenceOptions(
-        *scalars, scale_by_temperature_squared, LogitTransform(scale, softcap),
-        LogitTransform(teacher_scale, teacher_softcap), logits_dtype,
+        **values, scale_by_temperature_squared=scale_by_temperature_squared, student=student, teacher=teacher,
+        logits_dtype=logits_dtype,
     )  # fmt: skip
     rows = all_rows(hidden, num_items) if labels is None else selected_rows(labels, None, num_items, ignore_index)
     pair = Pair(
@@ -280,7 +283,7 @@ def linear_divergence(
         loss, per_token, *_ = _traced_op(
             hidden, weight, bias, teacher_hidden.detach(), teacher_weight.detach(), teacher_bias, labels, token_weight,
             None if num_items is None else torch.as_tensor(num_items),
-            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss, scale, teacher_scale],
+            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss], [scale, teacher_scale],
             [softcap or 0.0, teacher_softcap or 0.0], scale_by_temperature_squared, ignore_index, vocab, logits_dtype,
             workspace_mb, accumulate_dtype, compute_dtype(teacher_hidden, teacher_weight),
             compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
