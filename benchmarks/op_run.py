@@ -249,12 +249,15 @@ def time_passes(
     """
     copies = [operands]
     copies += [make_operands(case, device, seed) for seed in range(1, number_of_copies(operands))]
+    # Each pass starts from what the case drew, whoever wrote into it before.
+    restore = Restorer(case, copies, sorted({name for result in results for name in result.writes_into}))
     clock = PassClock(stopwatch)
     calls: dict[str, Pass] = {}
     for result in results:
         if result.step is not None:
             try:
-                passes = {f"{result.provider.name} {name}": x for name, x in passes_of(case, result, copies).items()}
+                found = passes_of(case, result, copies, restore)
+                passes = {f"{result.provider.name} {name}": x for name, x in found.items()}
                 interleave(passes, clock, WARM_UPS)
                 calls |= passes
             except Exception as error:
@@ -263,7 +266,7 @@ def time_passes(
     working = [result for result in results if result.step is not None and not result.failure]
     ours = next((result for result in working if result.provider.name == "ours"), None)
     if ours and len({call.method for call in calls.values()}) > 1 and calls["ours forward"].method == "graph":
-        calls |= {f"base {name}": x for name, x in _launches(case, ours, copies).items()}
+        calls |= {f"base {name}": x for name, x in _launches(case, ours, copies, restore).items()}
     interleave(calls, clock, 1)
     times = interleave(calls, clock, rounds, deadline)
     for who in {key.split()[0] for key in calls}:
@@ -283,23 +286,22 @@ def timing(method: str, us: list[float], ours: list[float] | None) -> Timing:
     return Timing(method, Spread.of(us), ratio)
 
 
-def _launches(case: OpCase, result: OpResult, copies: Sequence[Operands]) -> dict[str, Pass]:
+def _launches(case: OpCase, result: OpResult, copies: Sequence[Operands], restore: Restorer) -> dict[str, Pass]:
     assert result.step is not None
-    steps = [Step(result.step.function, operands, case.op.leaves) for operands in copies]
-    return passes_by_launches(steps, Restorer(case, copies, result.writes_into))
+    return passes_by_launches([Step(result.step.function, x, case.op.leaves) for x in copies], restore)
 
 
-def passes_of(case: OpCase, result: OpResult, copies: Sequence[Operands]) -> dict[str, Pass]:
+def passes_of(case: OpCase, result: OpResult, copies: Sequence[Operands], restore: Restorer) -> dict[str, Pass]:
     """The provider's passes: captured if it never waits for the device and there is memory for it."""
     assert result.step is not None
     if result.held is None or result.waits or result.held.peak * len(copies) > CAPTURED_MIB:
-        return _launches(case, result, copies)
+        return _launches(case, result, copies, restore)
     steps = [Step(result.step.function, operands, case.op.leaves) for operands in copies]
     try:
-        passes, values = passes_by_graphs(steps, Restorer(case, copies, result.writes_into))
+        passes, values = passes_by_graphs(steps, restore)
     except Exception as error:
         result.not_captured = explain(error)
-        return _launches(case, result, copies)
+        return _launches(case, result, copies, restore)
     passes["backward"].prepare()
     passes["backward"].run()
     for was, now in zip(result.norms, norms(values), strict=True):
