@@ -46,6 +46,11 @@ class Rows:
     count: int
     num_items: float  # what the summed loss is divided by
 
+    @property
+    def alpha(self) -> float:
+        """What the summed loss is multiplied by."""
+        return 1.0 / self.num_items if self.num_items else 0.0
+
 
 class RowSelection:
     """Finds the labelled rows on the device, and lets the host know how many without waiting for the queue.
@@ -82,10 +87,15 @@ def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
     return Rows(None, hidden.shape[0], max(hidden.shape[0], 1) if num_items is None else num_items)
 
 
-def selected_rows(labels: Tensor, rows: RowSelection | None, num_items, ignore_index: int) -> Rows:
+def selected_rows(
+    hidden: Tensor, labels: Tensor | None, rows: RowSelection | None, num_items, ignore_index: int
+) -> Rows:
+    """The rows of hidden that take part: all without labels, else the labelled ones."""
     if rows is not None and num_items is not None:
         raise ValueError("num_items was given twice: rows already holds it. Give it to RowSelection alone.")
-    return (RowSelection(labels, num_items, ignore_index) if rows is None else rows).wait()
+    if rows is not None:
+        return rows.wait()
+    return all_rows(hidden, num_items) if labels is None else RowSelection(labels, num_items, ignore_index).wait()
 
 
 def labelled_weight(token_weight: Tensor | None, rows: Rows, dtype: torch.dtype) -> Tensor | None:
@@ -352,6 +362,29 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
             _rescale_kernel[grid](x, shape[1], *strides, factor, SPAN=RESCALED, BLOCK=4096, num_warps=8)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> None:
+    """side: "teacher_" where the arguments are called so."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
+            f"{side}hidden is {tuple(hidden.shape)}, {side}weight is {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{side}bias must be one per row of {side}weight: "
+            f"{side}bias is {tuple(bias.shape)}, {side}weight is {tuple(weight.shape)}."
+        )
+
+
+def check_labels(hidden: Tensor, labels: Tensor | None, ce_weight: float = 0.0) -> None:
+    if labels is not None and labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if labels is None and ce_weight:
+        raise ValueError(f"ce_weight is {ce_weight}, but cross-entropy needs labels and none were given.")
 
 
 def check_execution(

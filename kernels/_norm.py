@@ -48,6 +48,22 @@ def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> Non
         )
 
 
+@functools.cache
+def forward_config(H: int) -> tuple[int, int, int]:
+    """(BLOCK_H, ROWS, warps) of a forward's tile."""
+    block = triton.next_power_of_2(H)
+    return block, max(1, 4096 // block), min(32, max(8, block // 512))
+
+
+@functools.cache
+def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
+    block = triton.next_power_of_2(H)
+    if block <= 8192:
+        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
+    return block, 1, 32, 1, 1
+
+
 @triton.jit
 def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr):
     """Which entries of a tile exist. EXACT: all, known when compiling, so loads and stores lose their masks."""

@@ -10,13 +10,11 @@ Traffic   forward 4NH elements (separately 5NH), backward 4NH (6NH), and the sha
 Source    fused residual norms: Dao's flash-attention layer norm, Liger-Kernel's fused_add_rms_norm
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._norm import check_columns, rows_of, tile_mask
+from ._norm import check_columns, forward_config, rows_of, tile_mask
 from ._triton import tl, triton, use_triton
 from .rms_norm import rms_norm_backward, rms_norm_reference
 
@@ -28,13 +26,6 @@ def add_rms_norm_reference(
     """`add_rms_norm` in plain torch."""
     summed = (x + residual).to(x.dtype)
     return rms_norm_reference(summed, weight, eps, offset=offset, cast_before_weight=cast_before_weight), summed
-
-
-@functools.cache
-def forward_config(H: int) -> tuple[int, int, int]:
-    """(BLOCK_H, ROWS, warps) of the forward's tile."""
-    block = triton.next_power_of_2(H)
-    return block, max(1, 4096 // block), min(32, max(8, block // 512))
 
 
 @triton.jit

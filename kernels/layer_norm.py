@@ -10,14 +10,21 @@ Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers each for dw a
 Source    Ba, Kiros & Hinton 2016, arXiv:1607.06450
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import first_order
-from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
+from ._norm import (
+    backward_config,
+    check_columns,
+    forward_config,
+    multiprocessors,
+    programs_for,
+    rows_of,
+    sum_programs,
+    tile_mask,
+)
 from ._triton import tl, triton, use_triton
 
 
@@ -28,22 +35,6 @@ def layer_norm_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
-
-
-@functools.cache
-def forward_config(H: int) -> tuple[int, int, int]:
-    """(BLOCK_H, ROWS, warps) of the forward's tile."""
-    block = triton.next_power_of_2(H)
-    return block, max(1, 4096 // block), min(32, max(8, block // 512))
-
-
-@functools.cache
-def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of the backward."""
-    block = triton.next_power_of_2(H)
-    if block <= 8192:
-        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
-    return block, 1, 32, 1, 1
 
 
 @triton.jit

@@ -35,6 +35,8 @@ from ._chunks import (
     Rows,
     RowSelection,
     check_execution,
+    check_head,
+    check_labels,
     compute_dtype,
     labelled_weight,
     project,
@@ -80,8 +82,7 @@ def _with_gradients(hidden, weight, bias, targets, rows: Rows, needs: Needs, dty
     bias = None if bias is None else bias.contiguous()
     vocab = weight.shape[0]
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
-    alpha = 1.0 / rows.num_items if rows.num_items else 0.0
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha)
+    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, rows.alpha)
     plan = row_plan(rows.count, vocab, dtype.itemsize, how)
     logits_ws = workspace(min(plan.rows, rows.count), vocab, dtype, hidden.device)
     for chunk in plan.chunks(rows.count):
@@ -90,7 +91,7 @@ def _with_gradients(hidden, weight, bias, targets, rows: Rows, needs: Needs, dty
         whole_rows(logits, bias, targets.rows(chunk), out[:, chunk], logits if needs.any else None, o)
         if needs.any:
             gradients.add(logits, x, w, chunk, slice(0, vocab))
-    loss = out[0].sum() * alpha
+    loss = out[0].sum() * rows.alpha
     per_token = put(out.t(), rows, hidden.shape[0]).t()
     return loss, per_token, *gradients.finish(rows, hidden, weight, bias, how)
 
@@ -169,15 +170,14 @@ class RecomputedCrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, out)
         per_token = put(out.t(), rows, hidden.shape[0]).t()
         ctx.mark_non_differentiable(per_token)
-        ctx.alpha = 1.0 / rows.num_items if rows.num_items else 0.0
-        return per_token[0].clone() if per_token_loss else out[0].sum() * ctx.alpha, per_token
+        return per_token[0].clone() if per_token_loss else out[0].sum() * rows.alpha, per_token
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, _):
         hidden, weight, bias, out = ctx.saved_tensors
         targets, rows, options, how = ctx.call
-        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * ctx.alpha
+        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * rows.alpha
         upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
         needs = Needs(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
@@ -195,7 +195,7 @@ def _traced_op(
     dtype: torch.dtype, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
-    rows = selected_rows(labels, None, num_items, ignore_index)
+    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     targets = Targets(take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype))
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     how = Execution(workspace_mb, accumulate_dtype)
@@ -259,7 +259,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, an option out of range, or options that exclude each other.
     """
-    _check(hidden, weight, labels, bias)
+    check_head(hidden, weight, bias)
+    check_labels(hidden, labels)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
@@ -272,7 +273,7 @@ def linear_cross_entropy(
         return CrossEntropy(loss, per_token[1], per_token[2], per_token[3] > 0)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    selected = selected_rows(labels, rows, num_items, ignore_index)
+    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     token_weight = labelled_weight(token_weight, selected, hidden.dtype)
     targets = Targets(take(labels, selected).contiguous(), token_weight)
     if recompute:
@@ -283,19 +284,3 @@ def linear_cross_entropy(
         needs = Needs.of(hidden, weight, bias)
         loss, per_token = LinearCrossEntropyFunction.apply(hidden, weight, bias, targets, selected, needs, options, how)
     return CrossEntropy(loss, per_token[1], per_token[2], per_token[3] > 0)
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden (N, H) and weight (V, H) must share H: "
-            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}."
-        )
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias must be one per row of weight: bias is {tuple(bias.shape)}, weight {tuple(weight.shape)}."
-        )

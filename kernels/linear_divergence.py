@@ -33,8 +33,9 @@ from ._chunks import (
     Needs,
     Rows,
     RowSelection,
-    all_rows,
     check_execution,
+    check_head,
+    check_labels,
     compute_dtype,
     labelled_weight,
     project,
@@ -97,10 +98,6 @@ class Pair:
     options: DivergenceOptions
     how: Execution
 
-    @property
-    def alpha(self) -> float:
-        return 1.0 / self.rows.num_items if self.rows.num_items else 0.0
-
 
 def _walk(student: LinearHead, pair: Pair, token_weight: Tensor | None, gradients: HeadGradients | None) -> Tensor:
     """(10, rows.count) per-token values, and the student's gradients if wanted."""
@@ -131,10 +128,10 @@ def _walk(student: LinearHead, pair: Pair, token_weight: Tensor | None, gradient
 def _with_gradients(student: LinearHead, pair: Pair, needs: Needs):
     """(loss, per-token (10, N), (d hidden, d weight, d bias))."""
     rows, how, inputs = pair.rows, pair.how, (student.hidden, student.weight, student.bias)
-    gradients = HeadGradients(*inputs, needs, rows, pair.vocab, how, pair.alpha) if needs.any else None
+    gradients = HeadGradients(*inputs, needs, rows, pair.vocab, how, pair.rows.alpha) if needs.any else None
     out = _walk(student, pair, pair.token_weight, gradients)
     result = (None, None, None) if gradients is None else gradients.finish(rows, *inputs, how)
-    return out[0].sum() * pair.alpha, put(out.t(), rows, student.hidden.shape[0]).t(), result
+    return out[0].sum() * pair.rows.alpha, put(out.t(), rows, student.hidden.shape[0]).t(), result
 
 
 class LinearDivergenceFunction(torch.autograd.Function):
@@ -168,14 +165,14 @@ class RecomputedDivergenceFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         per_token = put(out.t(), pair.rows, hidden.shape[0]).t()
         ctx.mark_non_differentiable(per_token)
-        return per_token[0].clone() if per_token_loss else out[0].sum() * pair.alpha, per_token
+        return per_token[0].clone() if per_token_loss else out[0].sum() * pair.rows.alpha, per_token
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, _):
         hidden, weight, bias = ctx.saved_tensors
         pair, rows = ctx.pair, ctx.pair.rows
-        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * pair.alpha
+        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * pair.rows.alpha
         upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
         token_weight = upstream if pair.token_weight is None else upstream * pair.token_weight
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -204,7 +201,7 @@ def _traced_op(
         **values, scale_by_temperature_squared=scale_by_temperature_squared, student=student, teacher=teacher,
         logits_dtype=logits_dtype,
     )  # fmt: skip
-    rows = all_rows(hidden, num_items) if labels is None else selected_rows(labels, None, num_items, ignore_index)
+    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     pair = Pair(
         LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_dtype), labels,
         labelled_weight(token_weight, rows, hidden.dtype), rows, vocab, options,
@@ -295,10 +292,7 @@ def linear_divergence(
         student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
         logits_dtype=logits_dtype,
     )  # fmt: skip
-    if labels is None:
-        selected = all_rows(hidden, num_items) if rows is None else rows.wait()
-    else:
-        selected = selected_rows(labels, rows, num_items, ignore_index)
+    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
     pair = Pair(
         LinearHead.of(teacher_hidden.detach(), teacher_weight.detach(), teacher_bias), labels,
@@ -321,27 +315,13 @@ def _named(loss: Tensor, per_token: Tensor) -> LinearDivergence:
 
 
 def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype) -> None:
-    for side, x, w, b in (("", hidden, weight, bias), ("teacher_", teacher_hidden, teacher_weight, teacher_bias)):
-        if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-            raise ValueError(
-                f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
-                f"{side}hidden is {tuple(x.shape)}, {side}weight is {tuple(w.shape)}."
-            )
-        if b is not None and b.shape != w.shape[:1]:
-            raise ValueError(
-                f"{side}bias must be one per row of {side}weight: "
-                f"{side}bias is {tuple(b.shape)}, {side}weight is {tuple(w.shape)}."
-            )
+    check_head(hidden, weight, bias)
+    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    check_labels(hidden, labels, ce_weight)
     if hidden.shape[0] != teacher_hidden.shape[0]:
         raise ValueError(
             f"Student and teacher must see the same tokens: hidden has {hidden.shape[0]} rows, "
             f"teacher_hidden {teacher_hidden.shape[0]}."
         )
-    if labels is not None and labels.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
-        )
-    if labels is None and ce_weight:
-        raise ValueError(f"ce_weight is {ce_weight}, but cross-entropy needs labels and none were given.")
     if logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype must be None or torch.float32, got {logits_dtype}.")

@@ -45,8 +45,9 @@ from ._chunks import (
     Needs,
     Rows,
     RowSelection,
-    all_rows,
     check_execution,
+    check_head,
+    check_labels,
     compute_dtype,
     labelled_weight,
     project,
@@ -148,8 +149,7 @@ def _with_gradients(hidden, weight, bias, call: SparseCall, needs: Needs, dtype:
     x_rows, w = take(hidden, rows).to(dtype), weight[:vocab].to(dtype)
     row_bias = None if bias is None else bias[:vocab].contiguous()
     out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
-    alpha = 1.0 / rows.num_items if rows.num_items else 0.0
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha)
+    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, rows.alpha)
     plan = row_plan(rows.count, vocab, dtype.itemsize, how)
     ws = workspace(min(plan.rows, rows.count), vocab, dtype, hidden.device)
     for chunk in plan.chunks(rows.count):
@@ -160,7 +160,7 @@ def _with_gradients(hidden, weight, bias, call: SparseCall, needs: Needs, dtype:
         if needs.any:
             gradients.add(logits, x, w, chunk, slice(0, vocab))
     per_token = put(out.t(), rows, hidden.shape[0]).t()
-    return out[0].sum() * alpha, per_token, *gradients.finish(rows, hidden, weight, bias, how)
+    return out[0].sum() * rows.alpha, per_token, *gradients.finish(rows, hidden, weight, bias, how)
 
 
 class LinearSparseDivergenceFunction(torch.autograd.Function):
@@ -190,7 +190,7 @@ def _traced_op(
     workspace_mb: float | None, accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
-    rows = all_rows(hidden, num_items) if labels is None else selected_rows(labels, None, num_items, ignore_index)
+    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype)
@@ -248,8 +248,11 @@ def linear_sparse_divergence(
     Raises:
         ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
     """
-    _check_head(hidden, weight, bias, vocab_size)
-    _check_targets(hidden, ids, log_probs, kind, labels, ce_weight)
+    check_head(hidden, weight, bias)
+    check_labels(hidden, labels, ce_weight)
+    _check_targets(hidden, ids, log_probs, kind)
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     check_execution(hidden, token_weight, "mean", num_items, False, overwrite_hidden)
     vocab, needs = min(weight.shape[0], vocab_size or weight.shape[0]), Needs.of(hidden, weight, bias)
     if torch.compiler.is_compiling():
@@ -264,10 +267,7 @@ def linear_sparse_divergence(
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    if labels is None:
-        selected = all_rows(hidden, num_items) if rows is None else rows.wait()
-    else:
-        selected = selected_rows(labels, rows, num_items, ignore_index)
+    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, selected, vocab, options, how)
     return _named(*LinearSparseDivergenceFunction.apply(hidden, weight, bias, call, needs))
 
@@ -277,21 +277,7 @@ def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:
     return LinearSparseDivergence(loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass)
 
 
-def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden (N, H) and weight (V, H) must share H: "
-            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias must be one per row of weight: bias is {tuple(bias.shape)}, weight {tuple(weight.shape)}."
-        )
-    if vocab_size is not None and vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
-
-
-def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str, labels: Tensor | None, ce_weight) -> None:
+def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str) -> None:
     if ids.dim() != 2 or ids.shape != log_probs.shape or ids.shape[0] != hidden.shape[0]:
         raise ValueError(
             f"ids and log_probs must be (N, K), a row for each of hidden: ids is {tuple(ids.shape)}, "
@@ -308,9 +294,3 @@ def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str, la
             f"kind must be forward_kl, got {kind!r}: others need the teacher's probability of tokens that a sparse "
             f"teacher does not name. See linear_divergence."
         )
-    if labels is not None and labels.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
-        )
-    if labels is None and ce_weight:
-        raise ValueError(f"ce_weight is {ce_weight}, but cross-entropy needs labels and none were given.")

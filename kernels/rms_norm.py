@@ -11,13 +11,20 @@ Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers for dw, P pro
 Source    Zhang & Sennrich 2019, arXiv:1910.07467
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._norm import check_columns, multiprocessors, programs_for, rows_of, sum_programs, tile_mask
+from ._norm import (
+    backward_config,
+    check_columns,
+    forward_config,
+    multiprocessors,
+    programs_for,
+    rows_of,
+    sum_programs,
+    tile_mask,
+)
 from ._triton import tl, triton, use_triton
 
 
@@ -34,22 +41,6 @@ def rms_norm_reference(
     if cast_before_weight:
         return (factor * normed.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
     return (factor * normed).to(x.dtype)
-
-
-@functools.cache
-def forward_config(H: int) -> tuple[int, int, int]:
-    """(BLOCK_H, ROWS, warps) of the forward's tile."""
-    block = triton.next_power_of_2(H)
-    return block, max(1, 4096 // block), min(32, max(8, block // 512))
-
-
-@functools.cache
-def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of the backward."""
-    block = triton.next_power_of_2(H)
-    if block <= 8192:
-        return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
-    return block, 1, 32, 1, 1
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from liger_trainer.kernels._chunks import (
     project,
     put,
     row_plan,
+    selected_rows,
     take,
     tile_plan,
     workspace,
@@ -99,6 +100,13 @@ def test_num_items(given):
 def test_all_rows():
     assert all_rows(torch.zeros(3, 4), None) == Rows(None, 3, 3)
     assert all_rows(torch.zeros(0, 4), None) == Rows(None, 0, 1)
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(3, dtype=torch.int64)], ids=["unlabelled", "labelled"])
+def test_num_items_beside_rows_is_refused(labels):
+    rows = RowSelection(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="num_items was given twice"):
+        selected_rows(torch.zeros(3, 4), labels, rows, 4, -100)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -45,8 +45,8 @@ FUNCTIONS = {
     },
     "torch": {
         "_chunks": [
-            "put", "take", "labelled_weight", "upstream_rows", "HeadGradients", "addmm_into", "project", "rescale",
-            "multiply_",
+            "Rows", "put", "take", "labelled_weight", "upstream_rows", "HeadGradients", "addmm_into", "project",
+            "rescale", "multiply_",
         ],
         "_rows": ["transform"],
         "_cross_entropy_rows": [
