@@ -374,7 +374,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = 
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"{side}bias must be one per row of {side}weight: "
-            f"{side}bias is {tuple(bias.shape)}, {side}weight is {tuple(weight.shape)}."
+            f"{side}bias is {tuple(bias.shape)}, {side}weight {tuple(weight.shape)}."
         )
 
 

@@ -315,8 +315,13 @@ def _named(loss: Tensor, per_token: Tensor) -> LinearDivergence:
 
 
 def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, ce_weight, logits_dtype) -> None:
-    check_head(hidden, weight, bias)
-    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    for side, x, w, b in (("", hidden, weight, bias), ("teacher_", teacher_hidden, teacher_weight, teacher_bias)):
+        check_head(x, w, None, side)
+        if b is not None and b.shape != w.shape[:1]:
+            raise ValueError(
+                f"{side}bias must be one per row of {side}weight: "
+                f"{side}bias is {tuple(b.shape)}, {side}weight is {tuple(w.shape)}."
+            )
     check_labels(hidden, labels, ce_weight)
     if hidden.shape[0] != teacher_hidden.shape[0]:
         raise ValueError(

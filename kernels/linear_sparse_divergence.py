@@ -249,8 +249,8 @@ def linear_sparse_divergence(
         ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
     """
     check_head(hidden, weight, bias)
-    check_labels(hidden, labels, ce_weight)
     _check_targets(hidden, ids, log_probs, kind)
+    check_labels(hidden, labels, ce_weight)
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     check_execution(hidden, token_weight, "mean", num_items, False, overwrite_hidden)
