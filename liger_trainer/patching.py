@@ -1,0 +1,188 @@
+"""`patch(model)`: our kernels and the fused loss in one model object.
+
+What each part replaces is recognised by structure, in a file of its own, and proved on a miniature before anything is
+swapped. Nothing but the given object is touched; `undo()` gives it back as it was.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+from .fused import FusedLoss
+from .losses import LossOptions
+from .replacements import Replacements
+
+_MARK = "_liger_patched"
+# Each is given (model, options, replacements, report), recognises its kind of layer by structure and swaps it.
+PARTS: tuple[Callable[..., None], ...] = ()
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """What to replace. The names are those of transformers' `liger_kernel_config`.
+
+    Attributes:
+        rope: rotary embedding, together with the norms of queries and keys where the model has them.
+        rms_norm: RMSNorm layers.
+        layer_norm: LayerNorm layers.
+        swiglu: MLPs and experts gated by SiLU.
+        geglu: MLPs and experts gated by GELU.
+        relu2: MLPs with squared ReLU.
+        lora: linear layers and MLPs with plain LoRA adapters.
+        fused_linear_cross_entropy: the loss from hidden states, without stored logits.
+        cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
+    """
+
+    rope: bool = True
+    rms_norm: bool = True
+    layer_norm: bool = True
+    swiglu: bool = True
+    geglu: bool = True
+    relu2: bool = True
+    lora: bool = True
+    fused_linear_cross_entropy: bool = True
+    cross_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        for option, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"The option {option} of a patch must be true or false, got {value!r}.")
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise ConfigError(
+                "cross_entropy works on stored logits, and fused_linear_cross_entropy stores none: choose one. "
+                "Pass fused_linear_cross_entropy=False to have cross_entropy."
+            )
+
+    @classmethod
+    def of(cls, flags: Mapping[str, bool] | None) -> "PatchOptions":
+        """From `liger_kernel_config`. cross_entropy=True alone turns the fused loss off.
+
+        Raises:
+            ConfigError: a name that is no option.
+        """
+        flags = dict(flags or {})
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(flags) - set(known))
+        if unknown:
+            raise ConfigError(f"Unknown patch options: {', '.join(unknown)}. There are {', '.join(known)}.")
+        if flags.get("cross_entropy"):
+            flags.setdefault("fused_linear_cross_entropy", False)
+        return cls(**flags)
+
+
+@dataclass
+class PatchReport:
+    """What was swapped in a model, and what was left alone although it looked as if it could have been."""
+
+    model: str
+    swapped: Counter[str] = field(default_factory=Counter)  # "RMSNorm": 57
+    left_alone: dict[str, str] = field(default_factory=dict)  # class or function: why
+
+    def swap(self, kind: str, count: int = 1) -> None:
+        self.swapped[kind] += count
+
+    def leave(self, name: str, why: str) -> None:
+        self.left_alone.setdefault(name, why)
+
+    def __str__(self) -> str:
+        """`qwen3: RMSNorm 57, SwiGLU 28, rope 28, fused loss. Left alone: none.`"""
+        swapped = ", ".join(kind if count == 1 else f"{kind} {count}" for kind, count in self.swapped.items())
+        left = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
+        return f"{self.model}: {swapped or 'nothing'}. Left alone: {left or 'none'}."
+
+
+class Patched:
+    """A patched model's record: what was replaced, and the way back. As a context manager it undoes on leaving.
+
+    Attributes:
+        options: what was asked for.
+        report: what was done.
+        fused: the fused loss, or None where it was not asked for or the model's loss is another.
+    """
+
+    def __init__(self, model: Any, options: PatchOptions, loss: LossOptions | None = None):
+        self.options, self.report = options, PatchReport(_name(model))
+        self.fused: FusedLoss | None = None
+        self._model, self._replacements = model, Replacements()
+        try:
+            for part in PARTS:
+                part(model, options, self._replacements, self.report)
+            self._patch_head(loss)
+        except BaseException:
+            self.undo()
+            raise
+        if not self.report.swapped:
+            self.undo()
+            raise ConfigError(_nothing(self.report, options))
+        setattr(model, _MARK, self)
+
+    def _patch_head(self, loss: LossOptions | None) -> None:
+        if not self.options.fused_linear_cross_entropy:
+            return
+        try:
+            self.fused = FusedLoss(self._model, loss)
+            self.report.swap("fused loss")
+        except ConfigError as error:
+            self.report.leave("loss", str(error))
+
+    def undo(self) -> None:
+        """Give the model back as it was, object for object. Doing it twice does nothing."""
+        if self.fused is not None:
+            self.fused.undo()
+            self.fused = None
+        self._replacements.undo()
+        vars(self._model).pop(_MARK, None)
+
+    def __enter__(self) -> "Patched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, **flags: bool) -> Patched:
+    """Replace layers and loss of one model object by our kernels.
+
+    Args:
+        model: a transformers model, or a PEFT model around one. It may be on the meta device, spread by `device_map`,
+            and wrapped by PEFT before or after.
+        options: what to replace; everything by default. `flags` are the same options by keyword.
+
+    Returns:
+        The record. A model that is already patched with these options gives its record again.
+
+    Raises:
+        ConfigError: an unknown option; options that exclude each other; a model that is patched with other options; a
+            model in which nothing is found to replace.
+    """
+    if not isinstance(options, PatchOptions):
+        options = PatchOptions.of({**(options or {}), **flags})
+    elif flags:
+        raise ConfigError("Give options or keywords, not both.")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    done = vars(base).get(_MARK)
+    if done is None:
+        return Patched(base, options)
+    if done.options != options:
+        raise ConfigError(
+            f"This {type(base).__name__} is patched with {done.options}. Undo that before: patched.undo()."
+        )
+    return done
+
+
+def _name(model: Any) -> str:
+    return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
+
+
+def _nothing(report: PatchReport, options: PatchOptions) -> str:
+    wanted = ", ".join(name for name, value in vars(options).items() if value)
+    left = "; ".join(f"{name}: {why}" for name, why in report.left_alone.items())
+    return (
+        f"Nothing was found to patch in {report.model} for {wanted or 'no option'}. "
+        + (f"Left alone: {left}. " if left else "")
+        + f"`liger-trainer doctor {report.model}` says more; the options are "
+        + f"{', '.join(f.name for f in dataclasses.fields(options))}."
+    )

@@ -1,0 +1,45 @@
+"""What was replaced in someone else's objects, and how to put it back."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class _Absent:
+    """The object had no such attribute of its own. A class, because a deep copy of it is itself."""
+
+
+class Replacements:
+    """A record of attributes replaced on modules and classes. `undo()` puts back what was there.
+
+    It holds the objects that it changed, so a deep copy of a patched model has a record of its own.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[tuple[Any, str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """`owner.name = value`."""
+        self._records.append((owner, name, vars(owner).get(name, _Absent)))
+        setattr(owner, name, value)
+
+    def forward(self, module: nn.Module, forward: Callable) -> None:
+        """`forward(module, ...)` in place of the module's forward, or of the one that an accelerate hook calls.
+
+        It is bound as a method, so that a deep copy of the module runs on the copy.
+        """
+        hooked = hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
+        self.set(module, "_old_forward" if hooked else "forward", types.MethodType(forward, module))
+
+    def undo(self) -> None:
+        while self._records:
+            owner, name, before = self._records.pop()
+            if before is _Absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
