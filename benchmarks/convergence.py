@@ -1,0 +1,194 @@
+"""Does a patched model train as the plain one does? The same model, batches and optimizer, with and without `patch`.
+
+Two plain runs that differ in the order in which the micro-batches of a step are summed show how far rounding alone
+carries a training apart. The patched run must stay within twice that; in fp32 on a CPU, tests hold it to fixed bounds.
+
+    python -m benchmarks.convergence                  # bf16 on a GPU: mini models and SmolLM2-135M
+    python -m benchmarks.convergence llama --tiny     # small enough for a CPU
+"""
+
+import argparse
+import copy
+import json
+import math
+import pydoc_data.topics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from liger_trainer.demo import demo_model_dir
+from liger_trainer.patching import patch
+
+from .report import git_commit
+
+STEPS, MICRO_BATCHES = 32, 4
+FLOOR = 1e-5  # what rounding in fp32 may do to one run and not to another
+SMOLLM2 = "smollm2-135m"
+LEARNING_RATE = (1e-3, 1e-4)  # from random weights, and from trained ones
+SHAPE = {
+    "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "head_dim": 16,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    "gemma2": ("Gemma2Config", {"query_pre_attn_scalar": 128}),
+}
+
+
+@dataclass
+class Run:
+    """What a training left behind. logits: of the last batch, after the last step."""
+
+    losses: list[float]
+    logits: Tensor
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Distance:
+    """How far two runs are apart: the largest relative difference of a step's loss, and relative L2 of the rest."""
+
+    loss: float
+    logits: float
+    weights: float
+
+    @classmethod
+    def between(cls, a: Run, b: Run) -> "Distance":
+        loss = max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True))
+        moved = [_squares(a.weights[name] - b.weights[name]) for name in b.weights]
+        whole = [_squares(weight) for weight in b.weights.values()]
+        return cls(loss, _relative(a.logits, b.logits), math.sqrt(sum(moved) / sum(whole)))
+
+
+def _squares(x: Tensor) -> float:
+    return x.double().square().sum().item()
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return math.sqrt(_squares(a - b) / _squares(b))
+
+
+def build(name: str, tiny: bool = False) -> Any:
+    """A plain model in fp32 on the CPU, in train mode without dropout."""
+    if name == SMOLLM2:
+        return transformers.AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).train()
+    config_name, options = MODELS[name]
+    config = getattr(transformers, config_name)(**{**SHAPE, **(TINY if tiny else {}), **options})
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def batches(vocab: int, rows: int, length: int, device: str) -> Iterator[Tensor]:
+    """(rows, length) bytes of the Python manual, spread over the vocabulary, the same ones each time."""
+    text = "".join(pydoc_data.topics.topics.values()).encode()
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocab
+    for start in range(0, ids.numel() - rows * length, rows * length):
+        yield ids[start : start + rows * length].view(rows, length).to(device)
+
+
+def train(model: Any, steps: int, rows: int, length: int, learning_rate: float, backwards: bool = False) -> Run:
+    """AdamW over `steps` batches of MICRO_BATCHES parts; backwards: the parts of a step in the opposite order."""
+    device = next(model.parameters()).device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    source = batches(model.config.vocab_size, MICRO_BATCHES * rows, length, device)
+    losses = []
+    for _ in range(steps):
+        whole = next(source)
+        num_items = whole[:, 1:].numel()
+        parts = list(whole.chunk(MICRO_BATCHES))
+        total = 0.0
+        for ids in reversed(parts) if backwards else parts:
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        logits = model(input_ids=next(source)[:rows], use_cache=False).logits.float().cpu()
+    return Run(losses, logits, {name: p.detach().float().cpu() for name, p in model.named_parameters()})
+
+
+def compare(model: Any, steps: int, rows: int, length: int, learning_rate: float) -> tuple[Distance, Distance, str]:
+    """(patched from plain, plain from plain in another order, what was patched). The model itself is left as it was."""
+
+    def run(prepare: Callable[[Any], Any] = lambda model: None, **options: Any) -> tuple[Run, Any]:
+        replica = copy.deepcopy(model)
+        prepared = prepare(replica)
+        return train(replica, steps, rows, length, learning_rate, **options), prepared
+
+    plain, _ = run()
+    reordered, _ = run(backwards=True)
+    patched, record = run(patch)
+    assert plain.losses[-1] < 0.95 * plain.losses[0], "the model learns nothing: nothing is compared"
+    return Distance.between(patched, plain), Distance.between(reordered, plain), str(record.report)
+
+
+def table(results: dict[str, dict[str, Any]], command: str, device: str) -> str:
+    lines = [
+        "# Training with and without `patch`",
+        "",
+        f"{device}, torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, {date.today()}, "
+        f"commit {git_commit()}, `{command}`.",
+        "",
+        f"{STEPS} steps of AdamW. Patched: distance of the patched run from the plain one. Reordered: distance of a",
+        "second plain run whose micro-batches are summed in the opposite order. Loss: largest relative difference of a",
+        "step; logits and weights: relative L2 after the last step. The bound is twice the reordered run's distance, or",
+        f"{FLOOR:g} where that is more.",
+        "",
+        "| model | loss: patched, reordered | logits | weights | within |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        a, b = result["patched"], result["reordered"]
+        cells = " | ".join(f"{a[key]:.1e}, {b[key]:.1e}" for key in a)
+        lines.append(f"| {name} | {cells} | {'yes' if result['within'] else '**no**'} |")
+    lines += ["", *(f"- {result['report']}" for result in results.values()), ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[*MODELS, SMOLLM2], help=", ".join([*MODELS, SMOLLM2]))
+    parser.add_argument("--tiny", action="store_true", help="small models, for a CPU")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    sizes = (2, 64) if options.tiny else (8, 512)
+    results = {}
+    for name in options.models:
+        model = build(name, options.tiny).to(device, dtype)
+        patched, reordered, report = compare(model, options.steps, *sizes, LEARNING_RATE[name == SMOLLM2])
+        pairs = zip(asdict(patched).values(), asdict(reordered).values(), strict=True)
+        within = all(got <= max(2 * spread, FLOOR) for got, spread in pairs)
+        results[name] = {
+            "patched": asdict(patched), "reordered": asdict(reordered), "within": within, "report": report,
+        }  # fmt: skip
+        print(name, json.dumps(results[name]), flush=True)
+    command = " ".join(["python -m benchmarks.convergence", *sys.argv[1:]])
+    label = torch.cuda.get_device_name() if cuda else "CPU"
+    options.output.mkdir(parents=True, exist_ok=True)
+    stem = options.output / f"convergence-{label.lower().replace(' ', '-')}"
+    stem.with_suffix(".md").write_text(table(results, command, label))
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(result["within"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

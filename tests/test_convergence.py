@@ -1,0 +1,19 @@
+"""A patched model trains as the plain one does: 32 steps in fp32, same losses, logits and weights."""
+
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.convergence import FLOOR, LEARNING_RATE, MODELS, SMOLLM2, STEPS, build, compare
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mini_models(name):
+    patched, _, report = compare(build(name, tiny=True), STEPS, 2, 64, LEARNING_RATE[0])
+    assert max(asdict(patched).values()) < FLOOR, report
+
+
+@pytest.mark.slow
+def test_real_weights():
+    patched, _, report = compare(build(SMOLLM2), STEPS, 1, 32, LEARNING_RATE[1])
+    assert max(asdict(patched).values()) < FLOOR, report
