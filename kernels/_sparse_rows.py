@@ -16,7 +16,7 @@ from ._rows import LogitTransform, load_label_logit, load_logits, transform
 from ._triton import tl, triton, use_triton
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
-FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass")
+FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees")
 TAILS = ("bucket", "none")
 
 
@@ -49,12 +49,12 @@ class SparseTargets:
     log_probs: Tensor  # (n, K), contiguous
     labels: Tensor | None = None  # (n,) int64
     token_weight: Tensor | None = None  # (n,) fp32
+    top_ids: Tensor | None = None  # (n,) int64 or int32, the teacher's likeliest token
 
     def rows(self, chunk: slice) -> "SparseTargets":
-        labels, token_weight = (None if x is None else x[chunk] for x in (self.labels, self.token_weight))
-        return replace(
-            self, ids=self.ids[chunk], log_probs=self.log_probs[chunk], labels=labels, token_weight=token_weight
-        )
+        optional = {"labels": self.labels, "token_weight": self.token_weight, "top_ids": self.top_ids}
+        chunked = {name: None if x is None else x[chunk] for name, x in optional.items()}
+        return replace(self, ids=self.ids[chunk], log_probs=self.log_probs[chunk], **chunked)
 
 
 @triton.jit
@@ -114,11 +114,11 @@ def _rest_statistics(
 
 @triton.jit
 def _sparse_kernel(
-    logits_ptr, grad_ptr, bias_ptr, ids_ptr, log_probs_ptr, labels_ptr, token_weight_ptr, out_ptr,
+    logits_ptr, grad_ptr, bias_ptr, ids_ptr, log_probs_ptr, labels_ptr, token_weight_ptr, top_ids_ptr, out_ptr,
     stride_row, stride_grad, stride_out, V, K, scale, softcap, temperature, divergence_scale, ce_weight,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_CE: tl.constexpr, HAS_BUCKET: tl.constexpr, WRITE_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    HAS_TOP_IDS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CE: tl.constexpr, HAS_BUCKET: tl.constexpr,
+    WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_row passes 2^31
     logits_ptr += row * stride_row
@@ -139,6 +139,10 @@ def _sparse_kernel(
         label = tl.load(labels_ptr + row)
         x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         x_label = x_label * 1.4426950408889634
+    if HAS_TOP_IDS:
+        top_id = tl.load(top_ids_ptr + row).to(tl.int64)
+        x_top_id = load_label_logit(logits_ptr, bias_ptr, top_id, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x_top_id = x_top_id * 1.4426950408889634
     tl.debug_barrier()  # all have read before any writes
     taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
     tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
@@ -186,6 +190,10 @@ def _sparse_kernel(
     tl.store(out_ptr + 3 * stride_out + row, entropy * 0.6931471805599453)
     tl.store(out_ptr + 4 * stride_out + row, is_top1)
     tl.store(out_ptr + 5 * stride_out + row, mass)
+    agrees = 0.0
+    if HAS_TOP_IDS:
+        agrees = (x_top_id >= top).to(tl.float32)
+    tl.store(out_ptr + 6 * stride_out + row, agrees)
 
     if WRITE_GRAD:
         all_p = mass + rest_p
@@ -229,14 +237,16 @@ def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, ou
     _sparse_kernel[(logits.shape[0],)](
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
         logits if targets.labels is None else targets.labels,
-        logits if targets.token_weight is None else targets.token_weight, out,
+        logits if targets.token_weight is None else targets.token_weight,
+        logits if targets.top_ids is None else targets.top_ids, out,
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
         float(o.ce_weight),
         HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
-        HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TEMPERATURE=o.temperature != 1.0,
-        HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket", WRITE_GRAD=grad is not None,
-        BLOCK=block, K_BLOCK=triton.next_power_of_2(K), num_warps=min(WARPS, max(4, block // 256)),
+        HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TOP_IDS=targets.top_ids is not None,
+        HAS_TEMPERATURE=o.temperature != 1.0, HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket",
+        WRITE_GRAD=grad is not None, BLOCK=block, K_BLOCK=triton.next_power_of_2(K),
+        num_warps=min(WARPS, max(4, block // 256)),
     )  # fmt: skip
 
 
@@ -258,11 +268,13 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
         rest_p = (1 - mass).clamp(min=0).where(~taken.all(-1), 0)
         divergence += (rest_p * (rest_p.log() - log_rest_q)).where(rest_p > 0, 0)
     out[0] = out[1] = divergence * o.divergence_scale
-    out[2] = out[4] = 0
+    out[2] = out[4] = out[6] = 0
     out[3], out[5] = -torch.linalg.vecdot(log_q.exp(), log_q), mass
     if labels is not None:
         out[2] = log_q.gather(1, labels[:, None]).squeeze(1)
         out[4] = x.gather(1, labels[:, None]).squeeze(1) >= x.amax(-1)
+    if targets.top_ids is not None:
+        out[6] = x.gather(1, targets.top_ids[:, None].long()).squeeze(1) >= x.amax(-1)
     out[0] -= o.ce_weight * out[2]
     factor = torch.ones_like(mass) if targets.token_weight is None else targets.token_weight
     out[0] *= factor

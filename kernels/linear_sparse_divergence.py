@@ -69,7 +69,7 @@ MAX_ENTRIES = 1024  # of a token: they lie in the registers of one program
 class LinearSparseDivergence(NamedTuple):
     """What `linear_sparse_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
 
-    Without labels, the fields about them are 0.
+    Without labels or top_ids, the fields about them are 0.
     """
 
     loss: Tensor  # scalar, differentiable in hidden, weight and bias
@@ -78,6 +78,7 @@ class LinearSparseDivergence(NamedTuple):
     entropy: Tensor  # (N,) the student's entropy, at temperature 1
     is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
     teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
+    agrees: Tensor  # (N,) bool, whether no token is likelier than that of top_ids for the student
 
 
 def sparse_divergence_reference(
@@ -104,6 +105,7 @@ def linear_sparse_divergence_reference(
     labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
     scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
     token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
+    top_ids: Tensor | None = None,
 ) -> LinearSparseDivergence:  # fmt: skip
     """What the op must equal, in plain torch. Tests and benchmarks import this one."""
     V = min(weight.shape[0], vocab_size or weight.shape[0])
@@ -119,7 +121,10 @@ def linear_sparse_divergence_reference(
     loss = each[keep].sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
     mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
     is_top1 = (log_prob >= log_q.amax(-1)) & has_label
-    fields = divergence, log_prob, -(log_q.exp() * log_q).sum(-1), is_top1, mass
+    agrees = torch.zeros_like(keep)
+    if top_ids is not None:
+        agrees = log_q.gather(1, top_ids[:, None].long()).squeeze(1) >= log_q.amax(-1)
+    fields = divergence, log_prob, -(log_q.exp() * log_q).sum(-1), is_top1, mass, agrees
     return LinearSparseDivergence(loss, *((x * keep).detach() for x in fields))
 
 
@@ -134,17 +139,20 @@ class SparseCall:
     how: Execution
 
     @classmethod
-    def of(cls, hidden, ids, log_probs, labels, token_weight, rows: Rows, vocab: int, options, how) -> "SparseCall":
+    def of(
+        cls, hidden, ids, log_probs, labels, token_weight, top_ids, rows: Rows, vocab: int, options, how
+    ) -> "SparseCall":
         targets = SparseTargets(
             take(ids, rows).contiguous(), take(log_probs.detach(), rows).contiguous(),
             None if labels is None else take(labels, rows).contiguous(),
             labelled_weight(token_weight, rows, hidden.dtype),
+            None if top_ids is None else take(top_ids, rows).contiguous(),
         )  # fmt: skip
         return cls(targets, rows, vocab, options, how)
 
 
 def _with_gradients(hidden, weight, bias, call: SparseCall, needs: Needs, dtype: torch.dtype):
-    """(loss, per-token (6, N), d hidden, d weight, d bias). dtype: of the products."""
+    """(loss, per-token (7, N), d hidden, d weight, d bias). dtype: of the products."""
     rows, vocab, how = call.rows, call.vocab, call.how
     x_rows, w = take(hidden, rows).to(dtype), weight[:vocab].to(dtype)
     row_bias = None if bias is None else bias[:vocab].contiguous()
@@ -185,16 +193,17 @@ class LinearSparseDivergenceFunction(torch.autograd.Function):
 @torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=())
 def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, log_probs: Tensor, labels: Tensor | None,
-    token_weight: Tensor | None, num_items: Tensor | None, tail: str, scale: float, softcap: float | None,
-    temperature: float, ce_weight: float, scale_by_temperature_squared: bool, ignore_index: int, vocab: int,
-    workspace_mb: float | None, accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
+    token_weight: Tensor | None, top_ids: Tensor | None, num_items: Tensor | None, tail: str, scale: float,
+    softcap: float | None, temperature: float, ce_weight: float, scale_by_temperature_squared: bool, ignore_index: int,
+    vocab: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, dtype: torch.dtype,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
     rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype)
-    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, rows, vocab, options, how)
+    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, top_ids, rows, vocab, options, how)
     loss, per_token, *gradients = _with_gradients(hidden, weight, bias, call, Needs(*needs), dtype)
     return traced_outputs(loss, per_token, gradients)  # pyright: ignore[reportReturnType]
 
@@ -214,7 +223,7 @@ def linear_sparse_divergence(
     scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
     token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, rows: RowSelection | None = None,
     vocab_size: int | None = None, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
-    overwrite_hidden: bool = False,
+    overwrite_hidden: bool = False, top_ids: Tensor | None = None,
 ) -> LinearSparseDivergence:  # fmt: skip
     """Distillation of a student's head from a teacher known at K tokens a row, mixed with hard cross-entropy.
 
@@ -241,6 +250,7 @@ def linear_sparse_divergence(
         scale_by_temperature_squared: multiply the divergence, value and gradient, by temperature^2.
         vocab_size: the real vocabulary, where the head is padded beyond it.
         workspace_mb: MiB for the chunk of logits, see `linear_cross_entropy`.
+        top_ids: (N,) int64 or int32, the teacher's likeliest token of each row, for `agrees`. Within the vocabulary.
 
     Returns:
         LinearSparseDivergence: loss and per-token values.
@@ -249,7 +259,7 @@ def linear_sparse_divergence(
         ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
     """
     check_head(hidden, weight, bias)
-    _check_targets(hidden, ids, log_probs, kind)
+    _check_targets(hidden, ids, log_probs, top_ids, kind)
     check_labels(hidden, labels, ce_weight)
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
@@ -258,7 +268,7 @@ def linear_sparse_divergence(
     if torch.compiler.is_compiling():
         check_traceable(rows, False, overwrite_hidden)
         loss, per_token, *_ = _traced_op(
-            hidden, weight, bias, ids, log_probs.detach(), labels, token_weight,
+            hidden, weight, bias, ids, log_probs.detach(), labels, token_weight, top_ids,
             None if num_items is None else torch.as_tensor(num_items), tail, scale, softcap, temperature, ce_weight,
             scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype,
             compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
@@ -268,16 +278,16 @@ def linear_sparse_divergence(
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
     selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, selected, vocab, options, how)
+    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, top_ids, selected, vocab, options, how)
     return _named(*LinearSparseDivergenceFunction.apply(hidden, weight, bias, call, needs))
 
 
 def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:
-    _, divergence, log_prob, entropy, is_top1, teacher_mass = per_token.unbind(0)
-    return LinearSparseDivergence(loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass)
+    _, divergence, log_prob, entropy, is_top1, teacher_mass, agrees = per_token.unbind(0)
+    return LinearSparseDivergence(loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass, agrees > 0)
 
 
-def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str) -> None:
+def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, top_ids: Tensor | None, kind: str) -> None:
     if ids.dim() != 2 or ids.shape != log_probs.shape or ids.shape[0] != hidden.shape[0]:
         raise ValueError(
             f"ids and log_probs must be (N, K), a row for each of hidden: ids is {tuple(ids.shape)}, "
@@ -288,6 +298,11 @@ def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, kind: str) ->
     if ids.dtype not in (torch.int64, torch.int32) or not log_probs.is_floating_point():
         raise ValueError(
             f"ids must be int64 or int32 and log_probs float: ids is {ids.dtype}, log_probs {log_probs.dtype}."
+        )
+    if top_ids is not None and (top_ids.shape != ids.shape[:1] or top_ids.dtype not in (torch.int64, torch.int32)):
+        raise ValueError(
+            f"top_ids must be int64 or int32, one per row of hidden: top_ids is {tuple(top_ids.shape)} of "
+            f"{top_ids.dtype}, hidden {tuple(hidden.shape)}."
         )
     if kind != "forward_kl":
         raise ValueError(

@@ -248,7 +248,7 @@ def heads(dtype: torch.dtype) -> None:
     mix = {"forward_kl": 0.5, "reverse_kl": 0.4, "jsd": 0.3}
     every |= dict(kind=mix, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
     divergence(bias=bias, **every)
-    sparse(tail="none", labels=labels, ce_weight=0.5)
+    sparse(tail="none", labels=labels, ce_weight=0.5, top_ids=labels)
     options = dict(softcap=5.0, scale=1.5, temperature=2.0, token_weight=torch.rand(N))
     sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
     with torch.no_grad():

@@ -94,6 +94,19 @@ def test_without_labels_every_row_takes_part(fp32, tail):
     assert got["divergence"].all() and got["teacher_mass"].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5, "temperature": 2.0}], ids=["plain", "options"])
+def test_agreement_with_the_teachers_likeliest(place, dtype, options):
+    """Whether the student's likeliest token is that of top_ids, which need not be among ids."""
+    tensors = random_sparse(16, 12, 37, 4, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    assert not evaluate(linear_sparse_divergence, tensors)["agrees"].any()
+    logits = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    top, keep = logits.argmax(-1), tensors["labels"] != -100
+    tensors["top_ids"] = torch.where(torch.arange(16, device=top.device) % 2 == 0, top, (top + 1) % 37).to(dtype)
+    agrees = check_sparse(tensors, workspace_mb=TINY, **options)["agrees"]
+    assert torch.equal(agrees, keep & (torch.arange(16, device=top.device) % 2 == 0)) and 0 < agrees.sum() < keep.sum()
+
+
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("workspace_mb", [TINY, 0.0005, 512])
 def test_ignored_rows_and_chunks(fp32, ignored, workspace_mb):
@@ -557,7 +570,7 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         plain = evaluate(linear_sparse_divergence_reference, tensors, **ALL)
     assert dtypes == [(torch.bfloat16,) * 3]
     truth = evaluate(linear_sparse_divergence_reference, double(tensors), **ALL)
-    for name in truth.keys() - {"is_top1", "teacher_mass"}:
+    for name in truth.keys() - {"is_top1", "teacher_mass", "agrees"}:
         assert got[name].dtype == torch.float32, name
         wrong, allowed = ((x[name].double() - truth[name]).norm() for x in (got, plain))
         assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
@@ -593,6 +606,7 @@ def test_compiles_as_one_graph(labels, frozen):
         ({"token_weight": torch.zeros(3)}, r"token_weight is \(3,\), hidden \(4, 6\)"),
         ({"labels": None, "ce_weight": 0.5}, "ce_weight is 0.5, but cross-entropy needs labels"),
         ({"tail": "renormalize"}, "tail must be one of bucket, none, got 'renormalize'"),
+        ({"top_ids": torch.zeros(3)}, "top_ids must be int64 or int32, one per row"),
         ({"kind": "reverse_kl"}, "kind must be forward_kl, got 'reverse_kl'"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
