@@ -8,20 +8,25 @@ it off again.
 # ModelOutput wants a default for every field:
 # pyright: reportAssignmentType=false
 import functools
+import inspect
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from .deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from .errors import ConfigError
-from .kernels.cross_entropy import CrossEntropy
+from .kernels.cross_entropy import CrossEntropy, cross_entropy
 from .kernels.linear_divergence import LinearDivergence
-from .losses import Logits, LossOptions, Targets, batch_loss
+from .lazy_logits import LazyLogits
+from .losses import IGNORE_INDEX, Logits, LossOptions, Targets, batch_loss
 
 
 @dataclass
@@ -50,6 +55,9 @@ class TokenLossOutput(ModelOutput):
 class FusedLoss:
     """The fused loss of one model. See the top of this file.
 
+    What wraps the model's forward already, such as accelerate's autocast, is kept and called; TRL's fused head alone is
+    passed over, since this forward answers its protocol.
+
     Args:
         model: a transformers causal LM; the base model of a PEFT model.
         options: smoothing, distillation.
@@ -59,36 +67,48 @@ class FusedLoss:
     """
 
     def __init__(self, model: Any, options: LossOptions | None = None):
-        if model.loss_function is not ForCausalLMLoss:
-            own = getattr(model.loss_function, "__name__", "unnamed")
-            raise ConfigError(
-                f"{type(model).__name__} has a loss of its own ({own}); the fused losses replace the causal-LM "
-                "cross-entropy only."
-            )
+        check_loss(model)
         self.model = model
         self.options = options or LossOptions()
+        self._active = True
         self._replaced = vars(model).get("forward")
+        self._inner = _without_trl_head(self._replaced)
 
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
         def forward(model, *args, **kwargs):  # the one called: a deep copy of the model is another
+            if not self._active:
+                return self._own_forward(model)(*args, **kwargs)
             return self._forward(model, *args, **kwargs)
 
+        self._function = forward
         model.forward = types.MethodType(forward, model)
 
     def undo(self) -> None:
-        """Give the model back the forward that it had."""
+        """Give the model back the forward that it had. Where that has been wrapped since, ours only passes calls on."""
+        self._active = False
+        current = vars(self.model).get("forward")
+        if getattr(current, "__func__", None) is not self._function:
+            return
         if self._replaced is None:
-            vars(self.model).pop("forward", None)
+            del self.model.forward
         else:
             self.model.forward = self._replaced
+
+    def _own_forward(self, model: Any) -> Callable:
+        if self._inner is None:
+            return types.MethodType(type(model).forward, model)
+        if isinstance(self._inner, types.MethodType):
+            return types.MethodType(self._inner.__func__, model)
+        return self._inner
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | None = None,
-        fused_lm_head: bool = False, **kwargs,
+        fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
-        if labels is None and shift_labels is None:
-            return type(model).forward(model, *args, **kwargs)
+        own_forward = self._own_forward(model)
+        if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
+            return own_forward(*args, **kwargs)
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         loss = _LossFunction(targets, self.options, teacher_logits)
         model.loss_function = loss
@@ -96,25 +116,95 @@ class FusedLoss:
             with deferred_logits(model) as obstacle:
                 if obstacle is not None:
                     _warn_once(f"{type(model).__name__} stores the logits of the whole batch: {obstacle}.")
-                outputs = type(model).forward(model, *args, labels=shift_labels if labels is None else labels, **kwargs)
+                outputs = own_forward(*args, labels=shift_labels if labels is None else labels, **kwargs)
         finally:
             del model._loss_function
         if not fused_lm_head:
-            return outputs
+            return _with_readable_logits(outputs, bool(skip_logits))
         if loss.result is None:
             raise ConfigError(f"{type(model).__name__} does not compute its loss through `loss_function`.")
-        return _token_output(outputs, loss.result, targets)
+        return _token_output(outputs, loss.result, loss.targets)
+
+
+def stored_logits_loss(
+    logits: Tensor, labels: Tensor | None, vocab_size: int | None = None,
+    num_items_in_batch: float | Tensor | None = None, ignore_index: int = IGNORE_INDEX,
+    shift_labels: Tensor | None = None, **kwargs,
+) -> Tensor:  # fmt: skip
+    """transformers' `ForCausalLMLoss` by the kernel of `cross_entropy`: without a copy of the logits in fp32.
+
+    Args:
+        logits: (batch, length, V).
+        labels: (batch, length), shifted here. `shift_labels` are shifted already.
+        num_items_in_batch: what the sum is divided by. Default: the labels in use.
+        vocab_size, kwargs: what a model's forward passes on. Not used.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    flat = shift_labels.reshape(-1).to(logits.device)
+    return cross_entropy(logits.flatten(0, -2), flat, num_items=num_items_in_batch, ignore_index=ignore_index).loss
+
+
+def has_trl_head(model: Any) -> bool:
+    """Whether a trainer of TRL has put its own fused head on the model."""
+    return _trl_original(vars(model).get("forward")) is not None
+
+
+def _trl_original(forward: Any) -> Any:
+    """What the forward of `trl.trainer.utils.add_fused_lm_head` calls for everything else; None for another forward."""
+    function = getattr(forward, "__func__", None)
+    if function is None or function.__globals__.get("__name__") != "trl.trainer.utils":
+        return None
+    return inspect.getclosurevars(function).nonlocals["original_forward"]
+
+
+def _without_trl_head(forward: Any) -> Callable | None:
+    """The replaced forward below TRL's fused head; None for the class's own."""
+    original = _trl_original(forward)
+    if original is None:
+        return forward
+    of_class = getattr(type(getattr(original, "__self__", None)), "forward", None)
+    return None if getattr(original, "__func__", original) is of_class else original
+
+
+def check_loss(model: Any) -> None:
+    """Raise ConfigError where replacing the model's loss would change the objective."""
+    if model.loss_function is not ForCausalLMLoss:
+        own = getattr(model.loss_function, "__name__", "unnamed")
+        raise ConfigError(
+            f"{type(model).__name__} has a loss of its own ({own}); the fused losses replace the causal-LM "
+            "cross-entropy only."
+        )
+
+
+def _with_readable_logits(outputs: Any, skip: bool) -> Any:
+    """Outputs without logits where nobody will read them, and without gradients as a tensor, to be gathered."""
+    if isinstance(outputs, tuple):
+        kept = (x for x in outputs if not (skip and isinstance(x, DeferredLogits)))
+        return tuple(_readable(x) for x in kept)
+    if skip:
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+    if isinstance(outputs.get("logits"), DeferredLogits):
+        outputs["logits"] = _readable(outputs["logits"])
+    return outputs
+
+
+def _readable(value: Any) -> Any:
+    lazy = isinstance(value, DeferredLogits) and not torch.is_grad_enabled()
+    return LazyLogits.of(value) if lazy else value
 
 
 class _LossFunction:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
     def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | None):
-        self._targets, self._options, self._teacher = targets, options, teacher
+        self.targets, self._options, self._teacher = targets, options, teacher
         self.result: CrossEntropy | LinearDivergence | None = None
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
-        self.result = batch_loss(logits, self._targets, self._options, self._teacher)
+        self.targets = self.targets.to(logits.device)
+        self.result = batch_loss(logits, self.targets, self._options, self._teacher)
         return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 

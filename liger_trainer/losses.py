@@ -5,7 +5,7 @@ take the plain torch reference of the same loss.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -59,6 +59,13 @@ class Targets:
         aligned = given if shift_labels is not None else pad(given[..., 1:], (0, 1), value=IGNORE_INDEX)
         flat = aligned.reshape(-1)
         return cls(flat, given.shape, shift_labels is None, num_items, RowSelection(flat, num_items, IGNORE_INDEX))
+
+    def to(self, device: torch.device) -> "Targets":
+        """Where the logits are: a model spread over devices ends on another than it begins."""
+        if self.labels.device == device:
+            return self
+        flat = self.labels.to(device)
+        return replace(self, labels=flat, rows=RowSelection(flat, self.num_items, IGNORE_INDEX))
 
     def per_token(self, values: Tensor) -> Tensor:
         """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .fused import FusedLoss
+from .fused import FusedLoss, check_loss, has_trl_head, stored_logits_loss
 from .losses import LossOptions
 from .replacements import Replacements
 
@@ -94,6 +94,10 @@ class PatchReport:
         return f"{self.model}: {swapped or 'nothing'}. Left alone: {left or 'none'}."
 
 
+class NothingToPatch(ConfigError):
+    """A model in which nothing is found to replace."""
+
+
 class Patched:
     """A patched model's record: what was replaced, and the way back. As a context manager it undoes on leaving.
 
@@ -110,23 +114,46 @@ class Patched:
         try:
             for part in PARTS:
                 part(model, options, self._replacements, self.report)
-            self._patch_head(loss)
+            self._patch_loss(loss)
         except BaseException:
             self.undo()
             raise
         if not self.report.swapped:
             self.undo()
-            raise ConfigError(_nothing(self.report, options))
+            raise NothingToPatch(_nothing(self.report, options))
+        self._replacements.set(model, "_replicate_for_data_parallel", _refuse_data_parallel)
         setattr(model, _MARK, self)
 
-    def _patch_head(self, loss: LossOptions | None) -> None:
-        if not self.options.fused_linear_cross_entropy:
-            return
+    def _patch_loss(self, loss: LossOptions | None) -> None:
         try:
-            self.fused = FusedLoss(self._model, loss)
-            self.report.swap("fused loss")
+            if self.options.cross_entropy:
+                check_loss(self._model)
+                self._replacements.set(self._model, "_loss_function", stored_logits_loss)
+                self.report.swap("cross-entropy")
+            elif self.options.fused_linear_cross_entropy:
+                self._fuse(loss)
         except ConfigError as error:
             self.report.leave("loss", str(error))
+
+    def _fuse(self, loss: LossOptions | None) -> None:
+        if loss is None and has_trl_head(self._model):
+            raise ConfigError("a trainer of TRL computes it from the hidden states already")
+        self.fused = FusedLoss(self._model, loss)
+        self.report.swap("fused loss")
+
+    def fuse(self, loss: LossOptions) -> FusedLoss:
+        """The fused loss with a trainer's options, on top of whatever has wrapped the model's forward since.
+
+        Raises:
+            ConfigError: the model's loss is another than the causal-LM cross-entropy.
+        """
+        if self.fused is not None:
+            self.fused.undo()
+            self.fused = None
+            del self.report.swapped["fused loss"]
+        self._fuse(loss)
+        assert self.fused is not None
+        return self.fused
 
     def undo(self) -> None:
         """Give the model back as it was, object for object. Doing it twice does nothing."""
@@ -162,8 +189,7 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
         options = PatchOptions.of({**(options or {}), **flags})
     elif flags:
         raise ConfigError("Give options or keywords, not both.")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    done = vars(base).get(_MARK)
+    base, done = _base(model), patched_record(model)
     if done is None:
         return Patched(base, options)
     if done.options != options:
@@ -171,6 +197,23 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
             f"This {type(base).__name__} is patched with {done.options}. Undo that before: patched.undo()."
         )
     return done
+
+
+def patched_record(model: Any) -> Patched | None:
+    """The record of a model that is patched, None for another. PEFT models are those that they wrap."""
+    return vars(_base(model)).get(_MARK)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refuse_data_parallel() -> None:
+    """In place of `_replicate_for_data_parallel`: the replicas would run forwards that are bound to the original."""
+    raise ConfigError(
+        "A patched model does not run under nn.DataParallel, which Trainer uses when one process sees several GPUs. "
+        "Launch with `torchrun` or `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES."
+    )
 
 
 def _name(model: Any) -> str:

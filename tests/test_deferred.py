@@ -21,6 +21,7 @@ from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, de
 from liger_trainer.errors import ConfigError
 from liger_trainer.fused import FusedLoss, _warn_once
 from liger_trainer.head import Head
+from liger_trainer.lazy_logits import LazyLogits
 
 B, T, H, V = 2, 4, 8, 13
 pytestmark = pytest.mark.usefixtures("chunked_torch")
@@ -263,7 +264,7 @@ def test_a_copy_of_the_head_that_is_trained_and_saved():
     with model.disable_adapter(), truth.disable_adapter(), torch.no_grad():
         got, want = (m(**masked_batch()) for m in (model, truth))
     torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
-    assert isinstance(got.logits, DeferredLogits)
+    assert isinstance(got.logits, LazyLogits)
     assert abs(got.loss - outputs.loss) > 1e-3
 
 
