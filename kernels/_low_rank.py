@@ -1,0 +1,264 @@
+"""Linear layers with low-rank adapters, forward and backward, on matrices: what lora_linear and lora_mlp share.
+
+    y_i = x W_i^T + b_i + sum_j s_j (x A_j^T) B_j^T        for the layers i that read one x, and the adapters j of each
+
+    g_j = s_j dy_i B_j    dB_j = s_j dy_i^T (x A_j^T)    dA_j = g_j^T x    dx = sum_i dy_i W_i + sum_j g_j A_j
+
+Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)
+Method    The A of all adapters are one matrix: x is read once for them, and so is it for dA. Terms of y and dx are
+          added by the product itself (addmm_), so nothing of their size is made beside them. W and b are frozen: no
+          gradient of W exists.
+Numerics  y and dx are in the dtype of the base product, each term rounded as it is added. Adapters of that dtype, or
+          under autocast: everything is. Adapters wider than x, as PEFT makes them by default (fp32 over a bf16 base):
+          x A^T, g and the gradients have the adapters' precision, as PEFT's own forward gives them, but x is not
+          stored in fp32 for it. For bf16 x on CUDA the fp32 factor is written as the sum of three bf16 matrices, which
+          is exact but for underflow, and the three are columns of one bf16 product with fp32 results. Elsewhere x is
+          cast for the product.
+Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._triton import tl, triton, use_triton
+
+BLOCK, WARPS = 1024, 4
+
+
+class Adapter(NamedTuple):
+    """scale * (x a^T) b^T."""
+
+    a: Tensor  # (r, K)
+    b: Tensor  # (O, r)
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A frozen linear layer and its adapters.
+
+    Attributes:
+        weight: (O, K), or what `unpack` makes that of.
+        bias: (O,) or None.
+        adapters: none for a layer without.
+        unpack: from `weight` to (O, K), called in forward and once more in backward, so that the dense weight of a
+            quantised layer is never stored.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    adapters: tuple[Adapter, ...] = ()
+    unpack: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(O, K); None of a packed weight without adapters, which does not say."""
+        if self.unpack is None:
+            return self.weight.shape[0], self.weight.shape[-1]
+        return (self.adapters[0].b.shape[0], self.adapters[0].a.shape[-1]) if self.adapters else None
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return (self.weight if self.unpack is None else self.unpack(self.weight)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Dtypes of one call. `split`: values of the rank are three bf16 matrices, whose sum they are."""
+
+    compute: torch.dtype  # of x, the base weights and the results
+    rank: torch.dtype  # of the products with A and B: as wide or wider
+    split: bool
+
+    @classmethod
+    def of(cls, x: Tensor, adapters: Iterable[Adapter]) -> "Numerics":
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            return cls(dtype, dtype, False)
+        rank = x.dtype
+        for a, b, _ in adapters:
+            rank = torch.promote_types(torch.promote_types(rank, a.dtype), b.dtype)
+        return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
+
+
+def _has_wide_results(x: Tensor) -> bool:
+    """Whether a product of bf16 matrices can return fp32."""
+    return x.is_cuda and torch.version.hip is None and use_triton(x)
+
+
+def _wide_product(m: Tensor, n: Tensor) -> Tensor:
+    """m n in fp32, of bf16 matrices."""
+    return torch.mm(m, n, out_dtype=torch.float32)
+
+
+@triton.jit
+def _split_kernel(
+    parts_ptr, out_ptr, n, width, stride_row, stride_piece, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum PARTS matrices, scale, and write three whose sum is that. parts: (rows, PARTS, width), n = rows * width."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    row, column = at // width, at % width
+    value = tl.load(parts_ptr + row * (PARTS * width) + column, mask=mask)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(parts_ptr + row * (PARTS * width) + part * width + column, mask=mask)
+    value *= scale
+    out = out_ptr + row * stride_row + column
+    high = value.to(out_ptr.dtype.element_ty)
+    tl.store(out, high, mask=mask)
+    value -= high.to(tl.float32)
+    middle = value.to(out_ptr.dtype.element_ty)
+    tl.store(out + stride_piece, middle, mask=mask)
+    value -= middle.to(tl.float32)
+    tl.store(out + 2 * stride_piece, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def split(parts: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+    """Three matrices in out's dtype whose sum is scale times the sum of `parts`.
+
+    Args:
+        parts: (rows, 1 or 3, width) fp32, contiguous.
+        out: (rows, 3, width), adjacent columns.
+    """
+    rows, count, width = parts.shape
+    n = rows * width
+    if n:
+        _split_kernel[(-(-n // BLOCK),)](
+            parts, out, n, width, out.stride(0), out.stride(1), scale, PARTS=count, BLOCK=BLOCK, num_warps=WARPS
+        )
+    return out
+
+
+def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
+    """(R, K), the A of all adapters in `rank`."""
+    parts = [adapter.a for p in projections for adapter in p.adapters]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank)
+
+
+def _times(m: Tensor, factor: Tensor, out: Tensor, scale: float, numerics: Numerics) -> None:
+    """scale * m factor into out (N, pieces, w), of a factor (rows, w) in `rank`."""
+    if not numerics.split:
+        out[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
+        return
+    rows, width = factor.shape
+    # A transposed factor, as A^T, keeps its pieces beside each other along its rows: both are columns to the product.
+    if factor.is_contiguous():
+        pieces = split(factor.view(rows, 1, width), factor.new_empty(rows, 3, width, dtype=m.dtype)).view(rows, -1)
+    else:
+        flat = factor.t().contiguous().view(1, 1, -1)
+        pieces = split(flat, flat.new_empty(1, 3, flat.shape[-1], dtype=m.dtype)).view(-1, rows).t()
+    split(_wide_product(m, pieces).view(-1, 3, width), out, scale)
+
+
+def _new_rank_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
+    """(N, pieces, R): bf16 pieces that sum up to the values, or the values themselves."""
+    dtype = numerics.compute if numerics.split else numerics.rank
+    return m.new_empty(m.shape[0], 3 if numerics.split else 1, width, dtype=dtype)
+
+
+def _a_gradients(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
+    """g^T x (R, K) in `rank`, of g (N, pieces, R)."""
+    flat = g.flatten(1).t()
+    if not numerics.split:
+        return flat @ x.to(numerics.rank)
+    return _wide_product(flat, x).view(3, -1, x.shape[1]).sum(0)
+
+
+def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
+    """scale * dy^T xa (O, r) in `rank`, of xa (N, pieces, r)."""
+    if not numerics.split:
+        gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
+        return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
+    return _wide_product(dy.t(), xa.flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
+
+
+def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
+    """Refuse a base that would need a gradient, another number of columns, and adapters that do not fit.
+
+    Raises:
+        ValueError: what was expected, and what came.
+    """
+    weight, bias = projection.weight, projection.bias
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError(f"{op} computes no gradient of {name} and its bias: freeze them, or use a plain linear layer.")
+    if projection.shape is None:
+        return
+    rows, width = projection.shape
+    if columns not in (None, width) or (projection.unpack is None and weight.dim() != 2):
+        raise ValueError(f"{name} must be (O, K) with K = {columns}, the columns of its input: it is {_shape(weight)}.")
+    for a, b, _ in projection.adapters:
+        if a.shape != (b.shape[-1], width) or b.shape != (rows, a.shape[0]):
+            raise ValueError(
+                f"An adapter of {name} ({rows}, {width}) must be a (r, {width}) and b ({rows}, r): "
+                f"a is {_shape(a)}, b is {_shape(b)}."
+            )
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"The bias of {name} must be one per row, ({rows},): it is {_shape(bias)}.")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+def project(x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
+    """(y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
+    values, rank = None, sum(adapter.a.shape[0] for p in projections for adapter in p.adapters)
+    if rank:
+        values = _new_rank_values(x, rank, numerics)
+        _times(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
+    outputs, start = [], 0
+    for p in projections:
+        y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
+        for a, b, scale in p.adapters:
+            assert values is not None
+            xa = values[:, 0, start : start + a.shape[0]].to(numerics.compute)
+            y.addmm_(xa, b.to(numerics.compute).t(), alpha=scale)
+            start += a.shape[0]
+        outputs.append(y)
+    return outputs, values
+
+
+def rank_gradients(
+    dys: Sequence[Tensor], values: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
+    needs_g: bool, numerics: Numerics,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """(g of all adapters, dB of each). dys: (N, O) each; values as `project` returned them."""
+    if values is None:
+        return None, []
+    g = _new_rank_values(values, values.shape[-1], numerics) if needs_g else None
+    gradients, start = [], 0
+    for dy, p in zip(dys, projections, strict=True):
+        for a, b, scale in p.adapters:
+            columns = slice(start, start + a.shape[0])
+            if g is not None:
+                _times(dy, b.contiguous(), g[:, :, columns], scale, numerics)
+            needed = needs_b[len(gradients)]
+            gradients.append(_b_gradient(dy, values[:, :, columns], scale, numerics) if needed else None)
+            start += a.shape[0]
+    return g, gradients
+
+
+def input_gradient(
+    dys: Sequence[Tensor], g: Tensor | None, projections: Sequence[Projection], numerics: Numerics
+) -> Tensor:
+    """dx (N, K) of what `project` read."""
+    first, *rest = zip(dys, projections, strict=True)
+    dx = first[0] @ first[1].dense(numerics.compute)
+    for dy, p in rest:
+        dx.addmm_(dy, p.dense(numerics.compute))
+    if g is not None:
+        dx.addmm_(g[:, 0].to(numerics.compute), _stacked_a(projections, numerics).to(numerics.compute))
+    return dx
+
+
+def down_gradients(g: Tensor, x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[Tensor, ...]:
+    """dA of each adapter."""
+    return _a_gradients(g, x, numerics).split([adapter.a.shape[0] for p in projections for adapter in p.adapters])
