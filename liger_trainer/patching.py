@@ -5,6 +5,7 @@ swapped. Nothing but the given object is touched; `undo()` gives it back as it w
 """
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Patched:
     """A patched model's record: what was replaced, and the way back. As a context manager it undoes on leaving.
 
     Attributes:
+        model: what was patched.
         options: what was asked for.
         report: what was done.
         fused: the fused loss, or None where it was not asked for or the model's loss is another.
@@ -110,7 +112,7 @@ class Patched:
     def __init__(self, model: Any, options: PatchOptions, loss: LossOptions | None = None):
         self.options, self.report = options, PatchReport(_name(model))
         self.fused: FusedLoss | None = None
-        self._model, self._replacements = model, Replacements()
+        self.model, self._replacements = model, Replacements()
         try:
             for part in PARTS:
                 part(model, options, self._replacements, self.report)
@@ -127,8 +129,8 @@ class Patched:
     def _patch_loss(self, loss: LossOptions | None) -> None:
         try:
             if self.options.cross_entropy:
-                check_loss(self._model)
-                self._replacements.set(self._model, "_loss_function", stored_logits_loss)
+                check_loss(self.model)
+                self._replacements.set(self.model, "_loss_function", stored_logits_loss)
                 self.report.swap("cross-entropy")
             elif self.options.fused_linear_cross_entropy:
                 self._fuse(loss)
@@ -136,9 +138,9 @@ class Patched:
             self.report.leave("loss", str(error))
 
     def _fuse(self, loss: LossOptions | None) -> None:
-        if loss is None and has_trl_head(self._model):
+        if loss is None and has_trl_head(self.model):
             raise ConfigError("a trainer of TRL computes it from the hidden states already")
-        self.fused = FusedLoss(self._model, loss)
+        self.fused = FusedLoss(self.model, loss)
         self.report.swap("fused loss")
 
     def fuse(self, loss: LossOptions) -> FusedLoss:
@@ -161,7 +163,7 @@ class Patched:
             self.fused.undo()
             self.fused = None
         self._replacements.undo()
-        vars(self._model).pop(_MARK, None)
+        vars(self.model).pop(_MARK, None)
 
     def __enter__(self) -> "Patched":
         return self
@@ -189,7 +191,7 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
         options = PatchOptions.of({**(options or {}), **flags})
     elif flags:
         raise ConfigError("Give options or keywords, not both.")
-    base, done = _base(model), patched_record(model)
+    base, done = base_of(model), patched_record(model)
     if done is None:
         return Patched(base, options)
     if done.options != options:
@@ -201,11 +203,18 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
 
 def patched_record(model: Any) -> Patched | None:
     """The record of a model that is patched, None for another. PEFT models are those that they wrap."""
-    return vars(_base(model)).get(_MARK)
+    return vars(base_of(model)).get(_MARK)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """The model that a PEFT model wraps; another is its own base."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def announce(line: str) -> None:
+    """Print one line, in the first of several processes only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"liger-trainer: {line}", flush=True)
 
 
 def _refuse_data_parallel() -> None:
