@@ -7,18 +7,16 @@ embedding: rope_modules.py. Losses: loss_modules.py.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .gated_mlp import project
 from .kernels.add_rms_norm import add_rms_norm
-from .kernels.gated_linear import gated_linear
-from .kernels.geglu import geglu
 from .kernels.layer_norm import layer_norm
 from .kernels.relu2 import relu2
 from .kernels.rms_norm import rms_norm
-from .kernels.swiglu import swiglu
 
 SILU = {"silu": "silu", "swish": "silu"}
 GELU = {  # transformers' names of the two forms
@@ -173,29 +171,6 @@ def _activation(config: Any, known: Mapping[str, str], module: str) -> str:
     return known[name]
 
 
-def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a linear layer can be replaced by its weight and bias: no adapter, quantisation, hook or sharding."""
-    return (
-        type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and type(linear.weight) in (nn.Parameter, Tensor)
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and not (linear._backward_hooks or linear._backward_pre_hooks)
-    )
-
-
-def _project(down: nn.Module, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """down(act(gate) * up), storing only gate and up for the backward where down is a plain nn.Linear.
-
-    Any other layer (LoRA, quantised, hooked) is called, so it keeps its own input.
-    """
-    if _is_plain(down):
-        return gated_linear(gate, up, down.weight, down.bias, activation=activation)
-    if activation == "silu":
-        return down(swiglu(gate, up))
-    return down(geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none"))
-
-
 class _GatedMLP(nn.Module):
     """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameters of LlamaMLP and GemmaMLP."""
 
@@ -214,7 +189,7 @@ class _GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) to (..., hidden_size)."""
-        return _project(self.down_proj, self.gate_proj(x), self.up_proj(x), self.activation)
+        return project(self.down_proj, self.gate_proj(x), self.up_proj(x), self.activation)
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -269,7 +244,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) to (..., hidden_size)."""
-        return _project(self.down_proj, self.gate_up_proj(x), None, self.activation)
+        return project(self.down_proj, self.gate_up_proj(x), None, self.activation)
 
 
 class LigerReLUSquared(nn.Module):

@@ -19,6 +19,15 @@ class Replacements:
 
     def __init__(self) -> None:
         self._records: list[tuple[Any, str, Any]] = []
+        self._taken: set[int] = set()  # ids, of use only while a model is being patched
+
+    def claim(self, module: nn.Module) -> None:
+        """Say that a swapped module computes this one too, so that the parts that follow pass it over."""
+        self._taken.add(id(module))
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a module is claimed, or something of it is replaced."""
+        return id(module) in self._taken
 
     def __len__(self) -> int:
         return len(self._records)
@@ -26,6 +35,7 @@ class Replacements:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name = value`."""
         self._records.append((owner, name, vars(owner).get(name, _Absent)))
+        self._taken.add(id(owner))
         setattr(owner, name, value)
 
     def forward(self, module: nn.Module, forward: Callable) -> None:
@@ -37,6 +47,8 @@ class Replacements:
         self.set(module, "_old_forward" if hooked else "forward", types.MethodType(forward, module))
 
     def undo(self) -> None:
+        """Put back what was there. Doing it twice does nothing."""
+        self._taken.clear()
         while self._records:
             owner, name, before = self._records.pop()
             if before is _Absent:
