@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
 from .losses import LossOptions
+from .patching import NothingToPatch, Patched, announce, base_of, patched_record
 from .trainer import LigerTrainer
 
 logger = logging.getLogger(__name__)
@@ -27,13 +29,16 @@ class LigerDistillTrainer(LigerTrainer):
 
     Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
     The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
-    part of the student's checkpoint.
+    part of the student's checkpoint. Its layers are patched as the student's are.
 
     Args:
         model: the student, as for `trl.SFTTrainer`.
         teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`.
         args: `LigerDistillConfig`.
         **kwargs: as for `trl.SFTTrainer`.
+
+    Attributes, besides LigerTrainer's: `teacher`, and `teacher_patched`, its record of replacements or None where its
+    layers have nothing to replace.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
@@ -61,7 +66,9 @@ class LigerDistillTrainer(LigerTrainer):
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
-        self.teacher = self._prepare_teacher(_load_teacher(teacher_model, args))
+        teacher = _load_teacher(teacher_model, args)
+        self.teacher_patched = self._patch_teacher(teacher)
+        self.teacher = self._prepare_teacher(teacher)
         self.fused.options = self._loss_options()
         if args.disable_dropout:
             _disable_dropout(self.accelerator.unwrap_model(self.model))
@@ -69,6 +76,19 @@ class LigerDistillTrainer(LigerTrainer):
     def _loss_options(self) -> LossOptions:
         distillation = self.args.distillation(self._shared_vocab)
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=distillation)
+
+    def _patch_teacher(self, teacher: PreTrainedModel) -> Patched | None:
+        """The teacher's layers, by the student's options. It computes no loss of its own."""
+        done = patched_record(teacher)
+        if done is not None:
+            return done
+        try:
+            done = Patched(base_of(teacher), replace(self.patched.options, fused_linear_cross_entropy=False))
+        except NothingToPatch as error:
+            announce(f"teacher: {error}")
+            return None
+        announce(f"teacher: {done.report}")
+        return done
 
     def _prepare_teacher(self, teacher: PreTrainedModel) -> nn.Module:
         self._shared_vocab = self._check_vocabularies(teacher)

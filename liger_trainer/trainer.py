@@ -1,35 +1,46 @@
-"""LigerTrainer: TRL's SFTTrainer with the fused cross-entropy. Same constructor, data and logs; no stored logits."""
+"""LigerTrainer: TRL's SFTTrainer with our layers and fused loss. Same constructor, data and logs; no stored logits."""
 
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+import contextlib
+import inspect
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
 
-from .errors import DataError
-from .fused import FusedLoss, TokenLossOutput
+from .errors import ConfigError, DataError
+from .fused import TokenLossOutput
 from .losses import LossOptions
 from .metrics import TokenMetrics
+from .patching import Patched, PatchOptions, announce, base_of, patched_record
+from .replacements import Replacements
 
 
 class LigerTrainer(SFTTrainer):
-    """Supervised fine-tuning with the loss computed from hidden states, in training and evaluation.
+    """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
     and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
     logits from a second forward. `compute_loss_func` gets them too, and takes the place of the fused loss.
 
+    The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
+    model that was patched before keeps its layers. Adapters on `lm_head`, which TRL refuses, are part of the loss.
+
     Attributes:
+        patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced.
+        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`.
         DataError: no row of a dataset has a supervised token.
     """
 
@@ -37,13 +48,15 @@ class LigerTrainer(SFTTrainer):
 
     def __init__(self, *args, **kwargs):
         self.skipped_rows: dict[str, int] = {}
-        with warnings.catch_warnings():
+        options = _take_flag(inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args"))
+        with warnings.catch_warnings(), _adapters_on_the_head():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self.fused = FusedLoss(base, self._loss_options())
+        self.patched = _patch(base_of(self.model), options, self._loss_options())
+        self.fused = self.patched.fused
+        announce(str(self.patched.report))
 
     def _loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
@@ -129,6 +142,60 @@ class LigerTrainer(SFTTrainer):
         averages = self._token_metrics[mode].flush()
         logs.update({f"{prefix}{name}": value for name, value in averages.items() if name != "entropy"})
         super().log(logs, start_time)
+
+
+def _take_flag(args: Any) -> PatchOptions | None:
+    """What `liger_kernel_config` asks for, None without. The flag is switched off: transformers and TRL would serve it
+    with liger-kernel, or refuse it."""
+    config = getattr(args, "liger_kernel_config", None)
+    if getattr(args, "use_liger_kernel", False):
+        args.use_liger_kernel = False
+    if config is None:
+        return None
+    options = PatchOptions.of(config)
+    if not options.fused_linear_cross_entropy:
+        raise ConfigError(
+            "The trainers of liger_trainer compute their loss from hidden states; with "
+            f"liger_kernel_config={dict(config)} there would be no such loss. Take fused_linear_cross_entropy and "
+            "cross_entropy out of it, or use TRL's SFTTrainer with liger_trainer.enable()."
+        )
+    return options
+
+
+def _patch(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patched:
+    """Layers and the fused loss; a model that is patched already keeps its layers, and gets this loss on top."""
+    done = patched_record(model)
+    if done is None:
+        done = Patched(model, options or PatchOptions(), loss)
+    elif options in (None, replace(done.options, fused_linear_cross_entropy=True)):
+        done.fuse(loss)
+    else:
+        raise ConfigError(
+            f"liger_kernel_config asks for {options}, but the model was patched with {done.options} before. "
+            "Leave one of the two away."
+        )
+    if done.fused is None:
+        reason = done.report.left_alone["loss"]
+        done.undo()
+        raise ConfigError(reason)
+    return done
+
+
+@contextlib.contextmanager
+def _adapters_on_the_head() -> Iterator[None]:
+    """SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So
+    while it is constructed, no layer counts as an adapter in its module, where nothing else asks for one."""
+    replacements = Replacements()
+    if hasattr(sft_trainer, "BaseTunerLayer"):
+        replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+class _NoLayer:
+    """Nothing is an instance of it."""
 
 
 def _count(mask: Tensor) -> Tensor:
