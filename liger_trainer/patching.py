@@ -99,7 +99,11 @@ class PatchReport:
 
 
 class NothingToPatch(ConfigError):
-    """A model in which nothing is found to replace."""
+    """A model in which nothing is found to replace. Its `report` says what was left alone."""
+
+    def __init__(self, report: PatchReport, options: PatchOptions):
+        super().__init__(_nothing(report, options))
+        self.report = report
 
 
 class Patched:
@@ -125,7 +129,7 @@ class Patched:
             raise
         if not self.report.swapped:
             self.undo()
-            raise NothingToPatch(_nothing(self.report, options))
+            raise NothingToPatch(self.report, options)
         self._replacements.set(model, "_replicate_for_data_parallel", _refuse_data_parallel)
         setattr(model, _MARK, self)
 
