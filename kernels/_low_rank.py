@@ -11,9 +11,10 @@ Method    The A of all adapters are one matrix: x is read once for them, and so 
 Numerics  y and dx are in the dtype of the base product, each term rounded as it is added. Adapters of that dtype, or
           under autocast: everything is. Adapters wider than x, as PEFT makes them by default (fp32 over a bf16 base):
           x A^T, g and the gradients have the adapters' precision, as PEFT's own forward gives them, but x is not
-          stored in fp32 for it. For bf16 x on CUDA the fp32 factor is written as the sum of three bf16 matrices, which
-          is exact but for underflow, and the three are columns of one bf16 product with fp32 results. Elsewhere x is
-          cast for the product.
+          stored in fp32 for it. For bf16 x on CUDA an fp32 matrix v is the sum of three bf16 matrices, h + m + l,
+          exact but for underflow. As columns of one product with fp32 results they cost little more than one of them:
+          r is far below what a product needs to be worth its reading of x. Where two such matrices u and v meet, in
+          y and dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. Elsewhere x is cast for the product.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
@@ -97,9 +98,10 @@ def _wide_product(m: Tensor, n: Tensor) -> Tensor:
 
 @triton.jit
 def _split_kernel(
-    parts_ptr, out_ptr, n, width, stride_row, stride_piece, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, out_ptr, n, width, stride_row, stride_slot, scale,
+    PARTS: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum PARTS matrices, scale, and write three whose sum is that. parts: (rows, PARTS, width), n = rows * width."""
+    """See `split`; n = rows * width."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     row, column = at // width, at % width
@@ -109,71 +111,98 @@ def _split_kernel(
     value *= scale
     out = out_ptr + row * stride_row + column
     high = value.to(out_ptr.dtype.element_ty)
-    tl.store(out, high, mask=mask)
     value -= high.to(tl.float32)
     middle = value.to(out_ptr.dtype.element_ty)
-    tl.store(out + stride_piece, middle, mask=mask)
-    value -= middle.to(tl.float32)
-    tl.store(out + 2 * stride_piece, value.to(out_ptr.dtype.element_ty), mask=mask)
+    low = (value - middle.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out, high, mask=mask)
+    if FORM == "hhhm":
+        tl.store(out + stride_slot, high, mask=mask)
+        tl.store(out + 2 * stride_slot, high, mask=mask)
+        tl.store(out + 3 * stride_slot, middle, mask=mask)
+    else:
+        tl.store(out + stride_slot, middle, mask=mask)
+        tl.store(out + 2 * stride_slot, low, mask=mask)
+        if FORM == "hmlh":
+            tl.store(out + 3 * stride_slot, high, mask=mask)
 
 
-def split(parts: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-    """Three matrices in out's dtype whose sum is scale times the sum of `parts`.
+def split(parts: Tensor, form: str, out: Tensor, scale: float = 1.0) -> Tensor:
+    """scale times the sum of `parts` as h + m + l, each in out's dtype, in the slots that `form` names.
 
     Args:
         parts: (rows, 1 or 3, width) fp32, contiguous.
-        out: (rows, 3, width), adjacent columns.
+        form: "hml", "hmlh" or "hhhm".
+        out: (rows, slots, width), adjacent columns.
     """
     rows, count, width = parts.shape
     n = rows * width
     if n:
         _split_kernel[(-(-n // BLOCK),)](
-            parts, out, n, width, out.stride(0), out.stride(1), scale, PARTS=count, BLOCK=BLOCK, num_warps=WARPS
-        )
+            parts, out, n, width, out.stride(0), out.stride(1), scale,
+            PARTS=count, FORM=form, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return out
+
+
+def _columns(factor: Tensor, form: str) -> Tensor:
+    """[slot slot ...] of a factor (rows, width) in fp32, each (rows, width) in bf16."""
+    rows, width = factor.shape
+    if not factor.is_contiguous() and factor.t().is_contiguous():  # A^T: as rows of A
+        return _rows(factor.t(), form).t()
+    out = factor.new_empty(rows, len(form), width, dtype=torch.bfloat16)
+    return split(factor.contiguous().view(rows, 1, width), form, out).view(rows, -1)
+
+
+def _rows(factor: Tensor, form: str) -> Tensor:
+    """The slots of a contiguous factor (rows, width) below one another."""
+    out = factor.new_empty(1, len(form), factor.numel(), dtype=torch.bfloat16)
+    return split(factor.view(1, 1, -1), form, out).view(-1, factor.shape[1])
 
 
 def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
     """(R, K), the A of all adapters in `rank`."""
     parts = [adapter.a for p in projections for adapter in p.adapters]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank).contiguous()
 
 
-def _times(m: Tensor, factor: Tensor, out: Tensor, scale: float, numerics: Numerics) -> None:
-    """scale * m factor into out (N, pieces, w), of a factor (rows, w) in `rank`."""
-    if not numerics.split:
-        out[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
-        return
-    rows, width = factor.shape
-    # A transposed factor, as A^T, keeps its pieces beside each other along its rows: both are columns to the product.
-    if factor.is_contiguous():
-        pieces = split(factor.view(rows, 1, width), factor.new_empty(rows, 3, width, dtype=m.dtype)).view(rows, -1)
-    else:
-        flat = factor.t().contiguous().view(1, 1, -1)
-        pieces = split(flat, flat.new_empty(1, 3, flat.shape[-1], dtype=m.dtype)).view(-1, rows).t()
-    split(_wide_product(m, pieces).view(-1, 3, width), out, scale)
-
-
-def _new_rank_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
-    """(N, pieces, R): bf16 pieces that sum up to the values, or the values themselves."""
+def _new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
+    """(N, slots, R): values of the rank as "hmlh", or as they are in one slot."""
     dtype = numerics.compute if numerics.split else numerics.rank
-    return m.new_empty(m.shape[0], 3 if numerics.split else 1, width, dtype=dtype)
+    return m.new_empty(m.shape[0], 4 if numerics.split else 1, width, dtype=dtype)
+
+
+def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
+    """values = scale * m factor, of m (N, columns) in `compute` and a factor (columns, r)."""
+    if numerics.split:
+        products = _wide_product(m, _columns(factor.to(numerics.rank), "hml"))
+        split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
+    else:
+        values[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
+
+
+def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
+    """y += scale * values factor, of y (N, columns) in `compute` and a factor (r, columns)."""
+    if numerics.split:
+        y.addmm_(values.flatten(1), _columns(factor.t().to(numerics.rank), "hhhm").t(), alpha=scale)
+    elif numerics.rank == numerics.compute:
+        y.addmm_(values[:, 0], factor.to(numerics.rank), alpha=scale)
+    else:
+        y.add_(values[:, 0] @ factor.to(numerics.rank), alpha=scale)
 
 
 def _a_gradients(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
-    """g^T x (R, K) in `rank`, of g (N, pieces, R)."""
-    flat = g.flatten(1).t()
-    if not numerics.split:
-        return flat @ x.to(numerics.rank)
-    return _wide_product(flat, x).view(3, -1, x.shape[1]).sum(0)
+    """g^T x (R, K) in `rank`, of values g."""
+    if numerics.split:
+        return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
+    return g[:, 0].t() @ x.to(numerics.rank)
 
 
 def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
-    """scale * dy^T xa (O, r) in `rank`, of xa (N, pieces, r)."""
-    if not numerics.split:
-        gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
-        return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
-    return _wide_product(dy.t(), xa.flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
+    """scale * dy^T xa (O, r) in `rank`, of values xa."""
+    if numerics.split:
+        return _wide_product(dy.t(), xa[:, :3].flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
+    gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
+    return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
 
 
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
@@ -212,36 +241,35 @@ def project(x: Tensor, projections: Sequence[Projection], numerics: Numerics) ->
     """(y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
     values, rank = None, sum(adapter.a.shape[0] for p in projections for adapter in p.adapters)
     if rank:
-        values = _new_rank_values(x, rank, numerics)
-        _times(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
+        values = _new_values(x, rank, numerics)
+        _multiply(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
     outputs, start = [], 0
     for p in projections:
         y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
         for a, b, scale in p.adapters:
             assert values is not None
-            xa = values[:, 0, start : start + a.shape[0]].to(numerics.compute)
-            y.addmm_(xa, b.to(numerics.compute).t(), alpha=scale)
+            _add(y, values[..., start : start + a.shape[0]], b.t(), scale, numerics)
             start += a.shape[0]
         outputs.append(y)
     return outputs, values
 
 
 def rank_gradients(
-    dys: Sequence[Tensor], values: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
+    dys: Sequence[Tensor], xa: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
     needs_g: bool, numerics: Numerics,
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """(g of all adapters, dB of each). dys: (N, O) each; values as `project` returned them."""
-    if values is None:
+    """(g of all adapters, dB of each). dys: (N, O) each; xa as `project` returned it."""
+    if xa is None:
         return None, []
-    g = _new_rank_values(values, values.shape[-1], numerics) if needs_g else None
+    g = _new_values(xa, xa.shape[-1], numerics) if needs_g else None
     gradients, start = [], 0
     for dy, p in zip(dys, projections, strict=True):
         for a, b, scale in p.adapters:
             columns = slice(start, start + a.shape[0])
             if g is not None:
-                _times(dy, b.contiguous(), g[:, :, columns], scale, numerics)
+                _multiply(dy, b, g[..., columns], scale, numerics)
             needed = needs_b[len(gradients)]
-            gradients.append(_b_gradient(dy, values[:, :, columns], scale, numerics) if needed else None)
+            gradients.append(_b_gradient(dy, xa[..., columns], scale, numerics) if needed else None)
             start += a.shape[0]
     return g, gradients
 
@@ -255,7 +283,7 @@ def input_gradient(
     for dy, p in rest:
         dx.addmm_(dy, p.dense(numerics.compute))
     if g is not None:
-        dx.addmm_(g[:, 0].to(numerics.compute), _stacked_a(projections, numerics).to(numerics.compute))
+        _add(dx, g, _stacked_a(projections, numerics), 1.0, numerics)
     return dx
 
 
