@@ -180,8 +180,8 @@ def _whole_tiles(rows: int, down: bool = False) -> int:
 
 
 def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, vocab). Rows start at multiples of 16 bytes, which cuBLAS wants for full speed."""
-    return torch.empty(rows, -(-vocab // 8) * 8, dtype=dtype, device=device)[:, :vocab]
+    """(rows, vocab). Rows start at multiples of 16 numbers: cuBLAS and the row kernels then read them by vectors."""
+    return torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)[:, :vocab]
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

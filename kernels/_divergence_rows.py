@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ._rows import LogitTransform, fold, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, transform
 from ._triton import tl, triton, use_triton
 
-BLOCK, WARPS = 4096, 32  # half of either with the JSD, which computes more a number
+LANES, WARPS = 1024, 32  # half of either with the JSD, which computes more a number
+VECTOR_BYTES = 16  # of a row that a thread reads at once
 FIELDS = (
     "loss", "divergence", "log_prob", "entropy", "is_top1", "forward_kl", "reverse_kl", "agrees",
     "teacher_log_prob", "teacher_entropy",
@@ -50,25 +51,89 @@ class DivergenceOptions:
 
 
 @triton.jit
+def _base_two(z, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """(log2(e) * logit, d logit / d raw): powers of two are what the hardware has."""
+    if HAS_SOFTCAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * (z * scale) / softcap) - 1.0
+        x = tanh * (softcap * 1.4426950408889634)
+        slope = (1.0 - tanh * tanh) * scale
+    else:
+        x = z * (scale * 1.4426950408889634)
+        slope = tl.zeros_like(z) + scale
+    return x, slope
+
+
+@triton.jit
+def _load(
+    raw_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """(logits in base 2, d logits / d raw). Beyond the vocabulary they are so low that they weigh nothing, yet finite.
+
+    padded: columns that may be read. Where that is a multiple of 16, whatever V is, vectors are loaded at once.
+    """
+    mask = cols < V
+    z = tl.load(raw_ptr + cols, mask=cols < padded, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    x, slope = _base_two(z, scale, softcap, HAS_SOFTCAP)
+    return tl.where(mask, x, -1e30), slope
+
+
+@triton.jit
+def _load_label(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """The label's logit in base 2. NaN for a label outside [0, V), so that a wrong label shows."""
+    inside = (label >= 0) & (label < V)
+    z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + label, mask=inside, other=0.0).to(tl.float32)
+    x, _ = _base_two(z, scale, softcap, HAS_SOFTCAP)
+    return x
+
+
+@triton.jit
+def _fold(x, other, top, total, own, ratio, inv_t):
+    """Online sums of e = 2^(inv_t (x - top)), e (x - top) and e (x - other), over one thread's numbers at a time.
+
+    x: (LANES, VECTOR). Rescaling to a new maximum costs once a vector, and nothing crosses threads until the row ends.
+    """
+    higher = tl.maximum(top, tl.max(x, 1))
+    keep = tl.exp2((top - higher) * inv_t)
+    below = x - higher[:, None]
+    e = tl.exp2(below * inv_t)
+    own = (own + (top - higher) * total) * keep + tl.sum(e * below, 1)
+    total = total * keep + tl.sum(e, 1)
+    ratio = ratio * keep + tl.sum(e * (x - other), 1)
+    return higher, total, own, ratio
+
+
+@triton.jit
+def _entropy(below, total, own, share, whole):
+    """In base 2, from `_fold`'s sums of each lane, whose maximum is `below` the row's."""
+    return tl.log2(whole) - tl.sum((own + below * total) * share, 0) / whole
+
+
+@triton.jit
 def _log_ratios(log_q, log_p, beta):
-    """(q, p, log q/m, log p/m), m = (1 - beta) q + beta p.
+    """(q, p, log q/m, log p/m) in base 2, m = (1 - beta) q + beta p.
 
     The ratios are exactly 0 where log_q == log_p, and finite where q or p underflows.
     """
     d = log_p - log_q
-    e = tl.exp(-tl.abs(d))
+    e = tl.exp2(-tl.abs(d))
     share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
-    log_m = tl.log(1.0 + share * (e - 1.0))  # over the larger of the two
-    larger = tl.exp(tl.maximum(log_q, log_p))
-    q = tl.where(d > 0, larger * e, larger)
-    p = tl.where(d > 0, larger, larger * e)
+    log_m = tl.log2(1.0 + share * (e - 1.0))  # over the larger of the two
+    larger = tl.exp2(tl.maximum(log_q, log_p))
+    smaller = larger * e
+    q = tl.where(d > 0, smaller, larger)
+    p = tl.where(d > 0, larger, smaller)
     return q, p, tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
 
 
 @triton.jit
 def _divergence_kernel(
     student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, labels_ptr, token_weight_ptr, grad_ptr, out_ptr,
-    stride_student, stride_teacher, stride_grad, stride_out, V,
+    stride_student, stride_teacher, stride_grad, stride_out, V, padded,
     scale, softcap, teacher_scale, teacher_softcap, temperature, forward_kl, reverse_kl, jsd, beta,
     divergence_scale, ce_weight, smoothing, z_loss,
     HAS_BIAS: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -76,8 +141,10 @@ def _divergence_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, HAS_JSD: tl.constexpr, HAS_FORWARD: tl.constexpr,
     HAS_REVERSE: tl.constexpr,
-    WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr, BLOCK: tl.constexpr,
+    WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """Logits, log-partitions and divergences are in base 2 until they are stored."""
+    LN2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
     student_ptr += row * stride_student
     teacher_ptr += row * stride_teacher
@@ -85,61 +152,49 @@ def _divergence_kernel(
     inv_t = 1.0 / temperature
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
-        s_label = load_label_logit(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        t_label = load_label_logit(
-            teacher_ptr,
-            teacher_bias_ptr,
-            label,
-            V,
-            teacher_scale,
-            teacher_softcap,
-            HAS_TEACHER_BIAS,
+        s_label = _load_label(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        t_label = _load_label(
+            teacher_ptr, teacher_bias_ptr, label, V, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
             HAS_TEACHER_SOFTCAP,
-        )
+        )  # fmt: skip
 
     # One pass: maxima, log-partitions, entropies and KLs at temperature 1, and the KLs' sums at T where T is not 1.
-    lanes = tl.arange(0, BLOCK)
-    zero = tl.zeros((BLOCK,), tl.float32)
+    lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    zero = tl.zeros((LANES,), tl.float32)
     s_top = zero - 1e30
     t_top = zero - 1e30
     t_at_s_top = zero - 1e30
-    s_total, s_entropy, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
-    t_total, t_entropy, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
+    s_total, s_own, s_ratio, s_total_T, s_own_T, s_ratio_T = zero, zero, zero, zero, zero, zero
+    t_total, t_own, t_ratio, t_total_T, t_own_T, t_ratio_T = zero, zero, zero, zero, zero, zero
     s_plain = zero
-    for start in range(0, V, BLOCK):
+    for start in range(0, V, LANES * VECTOR):
         cols = start + lanes
-        mask = cols < V
-        s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last")
-        t, _ = load_logits(
-            teacher_ptr,
-            teacher_bias_ptr,
-            cols,
-            mask,
-            teacher_scale,
-            teacher_softcap,
-            HAS_TEACHER_BIAS,
-            HAS_TEACHER_SOFTCAP,
-            "evict_last",
-        )
+        s, _ = _load(student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
+        t, _ = _load(
+            teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SOFTCAP, "",
+        )  # fmt: skip
         if HAS_SMOOTHING:
-            s_plain += tl.where(mask, s, 0.0)
+            s_plain += tl.sum(tl.where(cols < V, s, 0.0), 1)
         if HAS_TEMPERATURE:
-            _, s_total_T, s_ratio_T = fold(s * inv_t, s_top * inv_t, s_total_T, s_ratio_T, (s - t) * inv_t)
-            _, t_total_T, t_ratio_T = fold(t * inv_t, t_top * inv_t, t_total_T, t_ratio_T, (t - s) * inv_t)
-        t_at_s_top = tl.where(s > s_top, t, tl.where(s == s_top, tl.maximum(t, t_at_s_top), t_at_s_top))
-        _, _, s_entropy = fold(s, s_top, s_total, s_entropy, s)
-        s_top, s_total, s_ratio = fold(s, s_top, s_total, s_ratio, s - t)
-        _, _, t_entropy = fold(t, t_top, t_total, t_entropy, t)
-        t_top, t_total, t_ratio = fold(t, t_top, t_total, t_ratio, t - s)
+            _, s_total_T, s_own_T, s_ratio_T = _fold(s, t, s_top, s_total_T, s_own_T, s_ratio_T, inv_t)
+            _, t_total_T, t_own_T, t_ratio_T = _fold(t, s, t_top, t_total_T, t_own_T, t_ratio_T, inv_t)
+        s_high = tl.max(s, 1)
+        at_high = tl.max(tl.where(s == s_high[:, None], t, -1e30), 1)
+        t_at_s_top = tl.where(
+            s_high > s_top, at_high, tl.where(s_high == s_top, tl.maximum(at_high, t_at_s_top), t_at_s_top)
+        )
+        s_top, s_total, s_own, s_ratio = _fold(s, t, s_top, s_total, s_own, s_ratio, 1.0)
+        t_top, t_total, t_own, t_ratio = _fold(t, s, t_top, t_total, t_own, t_ratio, 1.0)
 
     s_max = tl.max(s_top, 0)
     t_max = tl.max(t_top, 0)
-    s_share = tl.exp(s_top - s_max)
-    t_share = tl.exp(t_top - t_max)
+    s_share = tl.exp2(s_top - s_max)
+    t_share = tl.exp2(t_top - t_max)
     s_sum = tl.sum(s_total * s_share, 0)
     t_sum = tl.sum(t_total * t_share, 0)
-    s_lse = s_max + tl.log(s_sum)
-    t_lse = t_max + tl.log(t_sum)
+    s_lse = s_max + tl.log2(s_sum)
+    t_lse = t_max + tl.log2(t_sum)
     out_forward = tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse)
     out_reverse = tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse)
     agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
@@ -150,60 +205,51 @@ def _divergence_kernel(
             (s_label >= s_max).to(tl.float32),
             t_label - t_lse,
         )
-    tl.store(out_ptr + 2 * stride_out + row, log_prob)
-    tl.store(out_ptr + 3 * stride_out + row, s_lse - tl.sum(s_entropy * s_share, 0) / s_sum)
+    tl.store(out_ptr + 2 * stride_out + row, log_prob * LN2)
+    tl.store(out_ptr + 3 * stride_out + row, _entropy(s_top - s_max, s_total, s_own, s_share, s_sum) * LN2)
     tl.store(out_ptr + 4 * stride_out + row, is_top1)
-    tl.store(out_ptr + 5 * stride_out + row, out_forward)
-    tl.store(out_ptr + 6 * stride_out + row, out_reverse)
+    tl.store(out_ptr + 5 * stride_out + row, out_forward * LN2)
+    tl.store(out_ptr + 6 * stride_out + row, out_reverse * LN2)
     tl.store(out_ptr + 7 * stride_out + row, agrees.to(tl.float32))
-    tl.store(out_ptr + 8 * stride_out + row, teacher_log_prob)
-    tl.store(out_ptr + 9 * stride_out + row, t_lse - tl.sum(t_entropy * t_share, 0) / t_sum)
+    tl.store(out_ptr + 8 * stride_out + row, teacher_log_prob * LN2)
+    tl.store(out_ptr + 9 * stride_out + row, _entropy(t_top - t_max, t_total, t_own, t_share, t_sum) * LN2)
 
     # The loss's own KLs and log-partitions, at its temperature.
     s_lse_T, t_lse_T, forward_T, reverse_T = s_lse, t_lse, out_forward, out_reverse
     if HAS_TEMPERATURE:
-        s_share = tl.exp((s_top - s_max) * inv_t)
-        t_share = tl.exp((t_top - t_max) * inv_t)
+        s_share = tl.exp2((s_top - s_max) * inv_t)
+        t_share = tl.exp2((t_top - t_max) * inv_t)
         s_sum = tl.sum(s_total_T * s_share, 0)
         t_sum = tl.sum(t_total_T * t_share, 0)
-        s_lse_T = s_max * inv_t + tl.log(s_sum)
-        t_lse_T = t_max * inv_t + tl.log(t_sum)
-        forward_T = tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T)
-        reverse_T = tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T)
+        s_lse_T = s_max * inv_t + tl.log2(s_sum)
+        t_lse_T = t_max * inv_t + tl.log2(t_sum)
+        forward_T = inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T)
+        reverse_T = inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T)
     divergence = forward_kl * forward_T + reverse_kl * reverse_T
 
     if HAS_JSD:
         p_sum = zero
         q_sum = zero
-        for start in range(0, V, BLOCK):
+        for start in range(0, V, LANES * VECTOR):
             cols = start + lanes
-            mask = cols < V
-            s, _ = load_logits(student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last")
-            t, _ = load_logits(
-                teacher_ptr,
-                teacher_bias_ptr,
-                cols,
-                mask,
-                teacher_scale,
-                teacher_softcap,
-                HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP,
-                "evict_last",
-            )
-            log_q = s * inv_t - s_lse_T
-            log_p = t * inv_t - t_lse_T
-            q, p, q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
-            q_sum += tl.where(mask, q * q_ratio, 0.0)
-            p_sum += tl.where(mask, p * p_ratio, 0.0)
+            s, _ = _load(student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
+            t, _ = _load(
+                teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
+                HAS_TEACHER_SOFTCAP, "",
+            )  # fmt: skip
+            q, p, q_ratio, p_ratio = _log_ratios(s * inv_t - s_lse_T, t * inv_t - t_lse_T, beta)
+            q_sum += tl.sum(q * q_ratio, 1)
+            p_sum += tl.sum(p * p_ratio, 1)
         kl_qm = tl.sum(q_sum, 0)
         divergence += jsd * (beta * tl.sum(p_sum, 0) + (1.0 - beta) * kl_qm)
 
-    divergence = divergence * divergence_scale
+    divergence = divergence * (divergence_scale * LN2)
     loss = divergence
+    log_partition = s_lse * LN2
     if HAS_CE:
-        ce = s_lse - s_label + z_loss * s_lse * s_lse
+        ce = log_partition - s_label * LN2 + z_loss * log_partition * log_partition
         if HAS_SMOOTHING:
-            ce += smoothing * (s_label - tl.sum(s_plain, 0) / V)
+            ce += smoothing * LN2 * (s_label - tl.sum(s_plain, 0) / V)
         loss += ce_weight * ce
     token_weight = 1.0
     if HAS_TOKEN_WEIGHT:
@@ -213,54 +259,46 @@ def _divergence_kernel(
 
     if WRITE_GRAD:
         coefficient = divergence_scale * inv_t
-        softmax_weight = ce_weight * (1.0 + 2.0 * z_loss * s_lse)
-        for start in range(0, V, BLOCK):
+        of_forward = forward_kl * coefficient
+        of_reverse = reverse_kl * LN2 * coefficient
+        of_jsd = jsd * (1.0 - beta) * LN2 * coefficient
+        softmax_weight = ce_weight * (1.0 + 2.0 * z_loss * log_partition)
+        for start in range(0, V, LANES * VECTOR):
             cols = start + lanes
-            mask = cols < V
-            s, slope = load_logits(
-                student_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first"
+            s, slope = _load(
+                student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first"
             )
-            t, _ = load_logits(
-                teacher_ptr,
-                teacher_bias_ptr,
-                cols,
-                mask,
-                teacher_scale,
-                teacher_softcap,
-                HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP,
-                "evict_first",
-            )
-            if (
-                ALIASED
-            ):  # the gradient is narrower than the logits it overwrites: all must be read before any is written
+            t, _ = _load(
+                teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
+                HAS_TEACHER_SOFTCAP, "evict_first",
+            )  # fmt: skip
+            if ALIASED:
+                # The gradient is narrower than the logits it overwrites: all must be read before any is written.
                 tl.debug_barrier()
             log_q = s * inv_t - s_lse_T
             log_p = t * inv_t - t_lse_T
             grad = tl.zeros_like(s)
             if HAS_JSD:
                 q, p, q_ratio, _ = _log_ratios(log_q, log_p, beta)
-                grad += jsd * (1.0 - beta) * q * (q_ratio - kl_qm)
+                grad += of_jsd * q * (q_ratio - kl_qm)
             else:
-                q = tl.exp(log_q)
+                q = tl.exp2(log_q)
             if HAS_FORWARD:
                 if not HAS_JSD:
-                    p = tl.exp(log_p)
-                grad += forward_kl * (q - p)
+                    p = tl.exp2(log_p)
+                grad += of_forward * (q - p)
             if HAS_REVERSE:
-                grad += reverse_kl * q * (log_q - log_p - reverse_T)
-            grad = grad * coefficient
+                grad += of_reverse * q * (log_q - log_p - reverse_T)
             if HAS_CE:
                 if HAS_TEMPERATURE:
-                    q = tl.exp(s - s_lse)
+                    q = tl.exp2(s - s_lse)
                 ce_grad = softmax_weight * q
                 ce_grad = tl.where(cols == label, ce_grad - ce_weight * (1.0 - smoothing), ce_grad)
                 if HAS_SMOOTHING:
                     ce_grad -= ce_weight * smoothing / V
                 grad += ce_grad
-            grad = grad * slope * token_weight
-            grad = grad.to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + cols, grad, mask=mask, eviction_policy="evict_first")
+            grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + cols, grad, mask=cols < padded, eviction_policy="evict_first")
 
 
 @dataclass(frozen=True)
@@ -284,10 +322,14 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
     student, teacher = x.student, x.teacher
     write_grad = grad is not None
     grad = student if grad is None else grad
+    vocab = student.shape[1]
+    padded = -(-vocab // 16) * 16
+    if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # rows that are no `workspace`'s
+        padded = vocab
     _divergence_kernel[(student.shape[0],)](
         student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,
         student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, grad, out,
-        student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), student.shape[1],
+        student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), vocab, padded,
         float(o.student.scale), float(o.student.softcap or 1.0),
         float(o.teacher.scale), float(o.teacher.softcap or 1.0),
         float(o.temperature), float(o.forward_kl), float(o.reverse_kl), float(o.jsd), float(o.beta),
@@ -298,7 +340,8 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
         HAS_TEMPERATURE=o.temperature != 1.0, HAS_SMOOTHING=o.label_smoothing > 0,
         HAS_CE=o.ce_weight != 0, HAS_JSD=o.jsd != 0, HAS_FORWARD=o.forward_kl != 0, HAS_REVERSE=o.reverse_kl != 0,
         WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype,
-        BLOCK=BLOCK // 2 if o.jsd else BLOCK, num_warps=WARPS // 2 if o.jsd else WARPS,
+        LANES=LANES // 2 if o.jsd else LANES, VECTOR=max(1, VECTOR_BYTES // student.element_size()),
+        num_warps=WARPS // 2 if o.jsd else WARPS,
     )  # fmt: skip
 
 

@@ -32,8 +32,9 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
     for name, module in list(sys.modules.items()):
         if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
-    for module in (_cross_entropy_rows, _divergence_rows):
-        monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(_cross_entropy_rows, "BLOCK", block)
+    monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 4))
+    monkeypatch.setattr(_divergence_rows, "VECTOR_BYTES", 8)
     return TRITON_DEVICE if path == "triton" else "cpu"
 
 

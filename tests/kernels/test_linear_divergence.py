@@ -413,13 +413,13 @@ def test_ties(fp32):
         ([2, 2, 2, 2], [0, 0, 1, 0], True),
         ([0, 0, 1, 0], [1, 1, 0, 1], False),
     ]
-    for block, (student, teacher, agree) in itertools.product((2, 16), cases):
-        _divergence_rows.BLOCK = block  # ties within a lane and across lanes; the fixture restores it
+    for vector_bytes, (student, teacher, agree) in itertools.product((4, 16), cases):
+        _divergence_rows.VECTOR_BYTES = vector_bytes  # ties across lanes and within one; the fixture restores it
         s, t = (torch.tensor(x, dtype=torch.float32, device=fp32.device)[:, None] for x in (student, teacher))
         for label in range(4):
             got = linear_divergence(one, s, one, t, labels=torch.tensor([label], device=fp32.device))
-            assert got.agrees.item() == agree, (student, teacher, block)
-            assert got.is_top1.item() == (student[label] == max(student)), (student, label, block)
+            assert got.agrees.item() == agree, (student, teacher, vector_bytes)
+            assert got.is_top1.item() == (student[label] == max(student)), (student, label, vector_bytes)
 
 
 @pytest.mark.parametrize("label", [20, -1])

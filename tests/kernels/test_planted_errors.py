@@ -35,13 +35,16 @@ REFERENCES = {
 FUNCTIONS = {
     "triton": {
         "_chunks": ["_rescale_kernel"],
-        "_rows": ["load_logits", "load_label_logit", "fold"],
+        "_rows": ["load_logits", "load_label_logit"],
         "_cross_entropy_rows": [
             "_rounded", "_statistics", "_write_gradient", "_label_weights", "_whole_rows_kernel", "_write_zeros",
             "_tile_statistics_kernel", "_tile_gradient_kernel", "_scalars", "whole_rows", "tile_statistics",
             "tile_gradient",
         ],
-        "_divergence_rows": ["_log_ratios", "_divergence_kernel", "_rows_triton", "DivergenceOptions"],
+        "_divergence_rows": [
+            "_base_two", "_load", "_load_label", "_fold", "_entropy", "_log_ratios", "_divergence_kernel",
+            "_rows_triton", "DivergenceOptions",
+        ],
     },
     "torch": {
         "_chunks": [
@@ -269,7 +272,7 @@ def load(name: str, file: str, planted: ast.Module | None, folder: Path, path: s
     rows, divergence_rows, chunks = (
         sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunks")
     )
-    rows.BLOCK, divergence_rows.BLOCK, chunks.TILE_ROWS, chunks.CHUNK_ROWS, chunks.RESCALED = 8, 8, 4, (2,), 4096
+    rows.BLOCK, divergence_rows.LANES, chunks.TILE_ROWS, chunks.CHUNK_ROWS, chunks.RESCALED = 8, 2, 4, (2,), 4096
     return ops
 
 
