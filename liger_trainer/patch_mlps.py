@@ -21,6 +21,7 @@ from . import structure
 from .gated_mlp import gated, project
 from .kernels._gated import gated_reference
 from .kernels.relu2 import relu2, relu2_reference
+from .patch_lora import is_lora_mlp, mlp_with_lora
 from .replacements import Replacements
 
 WIDTH, INNER, ROWS = 8, 12, 24
@@ -48,6 +49,9 @@ class MLP:
     @property
     def kind(self) -> str:
         return structure.ACTIVATIONS[self.activation]
+
+    def linear_layers(self, module: nn.Module) -> list[nn.Module]:
+        return [getattr(module, name) for name in (*self.first, self.down)]
 
     def __call__(self, module: nn.Module, x: Tensor, plain: bool = False) -> Tensor:
         """The MLP of x, with what `module` holds now. plain: by the ops' references, as the proof wants it."""
@@ -103,16 +107,22 @@ def _swap(module: nn.Module, rule: MLP | Gate | str, options: Any, replacements:
         report.leave(type(module).__name__, refused)
     elif not isinstance(rule, str) and getattr(options, structure.OPTIONS[structure.ACTIVATIONS[rule.activation]]):
         if isinstance(rule, MLP):
-            replacements.forward(module, _forward(rule))
+            lora = options.lora and rule.layout in ("split", "gate first")
+            replacements.forward(module, _forward(rule, lora))
+            if lora and is_lora_mlp(rule.linear_layers(module)):
+                report.swap("LoRA MLP")
         else:
             replacements.set(module, "_apply_gate", types.MethodType(_apply_gate(rule), module))
         report.swap(rule.kind)
 
 
-def _forward(mlp: MLP) -> Callable[..., Tensor]:
+def _forward(mlp: MLP, lora: bool) -> Callable[..., Tensor]:
+    """lora: whether layers that have adapters by the time of a call are computed as one."""
+
     def forward(module, *inputs, **named):
         (x,) = (*inputs, *named.values())
-        return mlp(module, x)
+        fused = mlp_with_lora(x, mlp.linear_layers(module), mlp.activation) if lora else None
+        return mlp(module, x) if fused is None else fused
 
     return forward
 
