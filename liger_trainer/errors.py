@@ -13,7 +13,25 @@ class ConfigError(LigerTrainerError):
     exit_code = 2
 
 
+class DoesNotFitError(LigerTrainerError):
+    """The run needs more memory than the device has."""
+
+    exit_code = 3
+
+
 class DataError(LigerTrainerError):
     """The data is wrong: a column is missing, a dataset is empty, no row has a supervised token."""
 
     exit_code = 4
+
+
+class NonFiniteError(LigerTrainerError):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+    exit_code = 5
+
+
+class CorruptError(LigerTrainerError):
+    """A checkpoint or a cache is damaged: a file is missing, cut off or not what it was when it was written."""
+
+    exit_code = 6

@@ -17,12 +17,12 @@ from peft import PeftModel
 from transformers import Trainer
 
 from . import __version__
+from .checkpoints import CONFIG, METRICS
 
 if TYPE_CHECKING:
     from .report import RunResults
     from .run_config import RunConfig
 
-METRICS, CONFIG = "metrics.json", "config.yaml"
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
 
 
@@ -47,6 +47,15 @@ def check_output_dir(config: "RunConfig") -> Path:
     return output_dir
 
 
+def start_output(trainer: Trainer, config: "RunConfig") -> None:
+    """At the start of training: config.yaml, which `liger-trainer resume` reads, and no metrics.json of before."""
+    if trainer.is_world_process_zero():
+        output_dir = Path(str(trainer.args.output_dir))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / METRICS).unlink(missing_ok=True)  # of a run that is now overwritten
+        _write(output_dir / CONFIG, config.to_yaml())
+
+
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
     """Save the trained weights and the tokenizer, so that transformers alone can load them.
 
@@ -57,15 +66,11 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
         trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate
-    if trainer.is_world_process_zero():
-        (output_dir / METRICS).unlink(missing_ok=True)  # of a run that is now overwritten
     trainer.save_model(str(output_dir))
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """Everything after the last evaluation: config.yaml, the hub if asked for, metrics.json."""
-    if trainer.is_world_process_zero():
-        _write(output_dir / CONFIG, config.to_yaml())
+    """Everything after the last evaluation: the hub if asked for, metrics.json."""
     if config["push_to_hub"]:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
     if trainer.is_world_process_zero():

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from .errors import LigerTrainerError
 from .evaluation import Measurement
+from .saving import start_output
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -154,16 +155,17 @@ def train(
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
+    start_output(trainer, config)
     with stop.listening() if trainer.args.world_size == 1 else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - first.ended
     clock.seconds["train"] = round(seconds, 2)
     if stop.received is not None:
         saved = get_last_checkpoint(str(trainer.args.output_dir))
-        again = shlex.join([config.source, *config.overrides, f"resume_from_checkpoint={saved}"])
+        again = shlex.join(["resume", str(trainer.args.output_dir)])
         raise Interrupted(
             f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; saved {saved}. "
-            f"To go on: liger-trainer run {again}"
+            f"To go on: liger-trainer {again}"
         )
     assert first.result is not None
     return first.result, _facts(trainer, seconds)

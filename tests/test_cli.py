@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from liger_trainer import cli
+from liger_trainer.commands import run
 from liger_trainer.config_source import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
 
@@ -28,7 +29,7 @@ def recipe(monkeypatch):
             raise seen.end
 
     importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace(main=main))
-    monkeypatch.setattr(cli, "importlib", importlib)
+    monkeypatch.setattr(run, "importlib", importlib)
     return seen
 
 
@@ -82,7 +83,7 @@ def test_exit_codes(recipe, capsys, end, code, message):
     ("arguments", "message"),
     [
         (["run", "nothing.yaml"], "neither a file nor a built-in configuration"),
-        (["run", "smollm2/sft_full", "max_steps"], "expected key=value or --key value, got 'max_steps'"),
+        (["run", "smollm2/sft_full", "max_steps"], "expected key=value, --key value or ~key, got 'max_steps'"),
         (["run", "smollm2/sft_full", "--max_stepz", "3"], "max_stepz: unknown key. Did you mean max_steps?"),
         (["run"], "Missing argument"),
     ],

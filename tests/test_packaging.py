@@ -104,7 +104,9 @@ def files_below(folder: str, suffix: str) -> set[str]:
 
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
-    own = {p.relative_to(ROOT).as_posix() for p in (ROOT / "liger_trainer").glob("*.py")}
+    package = ROOT / "liger_trainer"
+    own = [*package.glob("*.py"), *package.glob("*.json"), *package.glob("[!_]*/*.py")]
+    own = {p.relative_to(ROOT).as_posix() for p in own if p.parent.name not in FOLDERS}
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 from trl import ModelConfig, SFTConfig
 
-from liger_trainer.config_source import built_in_configs, parse_overrides
+from liger_trainer import run_config
+from liger_trainer.config_schema import Schema, installed_schema, installed_versions, shipped_schema, shipped_text
+from liger_trainer.config_source import DROPPED, built_in_configs, parse_overrides
 from liger_trainer.distill_config import LigerDistillConfig
 from liger_trainer.errors import ConfigError
 from liger_trainer.run_config import load_run_config
@@ -33,10 +36,8 @@ def refused(load, text: str, *overrides: str) -> str:
 
 
 def test_every_field_of_trl_is_a_key():
-    from liger_trainer.config_schema import schema_of
-
     for recipe, training in (("sft", SFTConfig), ("distill", LigerDistillConfig)):
-        keys = schema_of(recipe).keys
+        keys = installed_schema().of(recipe).keys
         for cls in (training, ModelConfig):
             assert {field.name for field in dataclasses.fields(cls)} <= keys.keys()
 
@@ -104,18 +105,19 @@ def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(load):
         ("bf16: 1", "bf16: expected true or false or null, got 1 (an integer)."),
         ("max_steps: true", "max_steps: expected an integer, got true."),
         ("learning_rate: true", "learning_rate: expected a number, got true."),
-        ("learning_rate: '2e-4'", "learning_rate: expected a number, got '2e-4' (text)."),
+        ("learning_rate: '2e-4x'", "learning_rate: expected a number, got '2e-4x' (text)."),
         ("learning_rate: .nan", "learning_rate: expected a finite number, got nan."),
         ("learning_rate: -1", "learning_rate: expected a number of at least 0, got -1."),
         ("per_device_train_batch_size: 0", "expected a number of at least 1, got 0."),
         ("holdout_fraction: 1.0", "holdout_fraction: expected a number below 1, got 1.0."),
-        ("lora_modules_to_save: [1]", "expected a list of text or null, got [1] (a list)."),
+        ("lora_modules_to_save: [1]", "lora_modules_to_save: [0]: expected text, got 1 (an integer)."),
         ("keep_layers: 3", "keep_layers: expected a list of integers or null, got 3 (an integer)."),
         ("seed: null", "seed: expected an integer, got null."),
         ("run_name: 2024", "run_name: expected text or null, got 2024 (an integer)."),
-        ("max_seq_length: 9", "max_seq_length: unknown key. It is called max_length here."),
+        ("lora_rank: 9", "lora_rank: unknown key. It is called lora_r here."),
+        ("max_seq_length: long", "max_length: expected an integer or null, got 'long' (text)."),
         ("quuxification: 9", "run.yaml:3: quuxification: unknown key."),
-        ("datasets: [{path: json, splits: a}]", "datasets: [0].splits: Extra inputs are not permitted"),
+        ("datasets: [{path: json, splits: a}]", "datasets: [0].splits: unknown key. Did you mean split?"),
     ],
 )
 def test_one_wrong_value(load, line, complaint):
@@ -129,7 +131,7 @@ def test_one_wrong_value(load, line, complaint):
     [
         ("dataset_streaming: true", "dataset_streaming: not supported: every row is checked"),
         ("do_predict: true", "do_predict: not supported: a run ends with an evaluation"),
-        ("num_processes: 2", "num_processes: belongs to the launcher: `accelerate launch"),
+        ("max_seq_length: 9\nmax_length: 8", "is the former name of max_length, which is set too"),
         ("beta: 0.5", "beta: belongs to `recipe: distill`; this is `recipe: sft`."),
         ("lora_r: 8", "lora_r: has no effect without `use_peft: true`"),
         ("load_in_4bit: true", "load_in_4bit: quantized weights cannot be trained"),
@@ -181,8 +183,10 @@ def test_a_file_that_is_no_text_and_a_name_that_is_nothing(tmp_path, monkeypatch
 
 
 def test_forms_of_overrides():
-    words = "a=b=c --x 1 --modules q v --flag --neg -1 --rate=2e-4 none=null lora-r=4 x=[1,2]".split()
-    values = {key: setting.value for key, setting in parse_overrides(words).items()}
+    words = "a=b=c --x 1 --modules q v --flag --neg -1 --rate=2e-4 none=null lora-r=4 x=[1,2] --list u v ~gone".split()
+    parsed = parse_overrides(words)
+    values = {key: setting.value for key, setting in parsed.values.items()}
+    assert parsed.findings == []
     assert values == {
         "a": "b=c",
         "x": [1, 2],  # the last one wins
@@ -192,13 +196,15 @@ def test_forms_of_overrides():
         "rate": 2e-4,
         "none": None,
         "lora_r": 4,
+        "list": ["u", "v"],
+        "gone": DROPPED,
     }
 
 
 @pytest.mark.parametrize("word", ["lonely", "=1", "a=[1"])
 def test_arguments_that_are_no_override(word):
-    with pytest.raises(ConfigError, match="command line: "):
-        parse_overrides([word])
+    (finding,) = parse_overrides([word, "b=1"]).findings
+    assert str(finding).startswith("command line: ")
 
 
 def test_checking_instantiates_nothing(load, monkeypatch):
@@ -258,3 +264,31 @@ def test_built_in_configurations_are_valid(name):
     config = load_run_config(name, ["use_cpu=true"])
     assert config.source == f"{name}.yaml" and config["output_dir"] == f"outputs/{name}"
     assert config.training_args().bf16 is False
+
+
+def test_the_shipped_schema_and_reference_are_current():
+    """Renewed by `liger-trainer schema --write`. Beside other versions of TRL, only our own keys can be compared."""
+    from liger_trainer.schema_writer import OWN, json_schema, markdown, schema_text
+
+    if shipped_schema().versions == installed_versions():
+        assert shipped_text() == schema_text(json_schema()), "run: liger-trainer schema --write"
+    for section in OWN:
+        shipped, installed = (
+            {name: key for name, key in schema.keys.items() if key.section == section}
+            for schema in (shipped_schema(), installed_schema())
+        )
+        assert shipped == installed, "run: liger-trainer schema --write"
+    written = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
+    assert written == markdown(), "run: liger-trainer schema --write"
+
+
+def test_keys_that_only_the_installed_trl_knows_are_found_there(load, monkeypatch):
+    """With other versions than the shipped schema's, what it complains about is checked against the installed ones."""
+    older = {name: key for name, key in shipped_schema().keys.items() if name != "neftune_noise_alpha"}
+    line = NEEDED + "neftune_noise_alpha: 5\n"
+    monkeypatch.setattr(run_config, "shipped_schema", lambda: Schema(older, shipped_schema().versions))
+    if shipped_schema().versions == installed_versions():
+        assert "neftune_noise_alpha: unknown key" in refused(load, line)
+    monkeypatch.setattr(run_config, "shipped_schema", lambda: Schema(older, {"trl": "0.1", "transformers": "5.0"}))
+    assert load(line)["neftune_noise_alpha"] == 5
+    assert "quuxification: unknown key" in refused(load, line + "quuxification: 9\n")

@@ -1,0 +1,99 @@
+"""`merge`: a LoRA adapter and its base become one model that transformers loads."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConfigError, CorruptError
+from ._shared import Force, RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def merge(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the merged model goes.", show_default=False)],
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base, if it is no longer where the adapter says.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of the merged weights; else that of the base on disk.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Merge a LoRA adapter, a run's or a checkpoint's, into its base. The sum is computed in float32."""
+    adapter = _adapter(run_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not force:
+        raise ConfigError(f"{out} exists; choose another name or add --force.")
+    if out.resolve() == run_dir.resolve():
+        raise ConfigError(f"{out} is the adapter itself; choose another name.")
+    model, tokenizer = _merged(run_dir, adapter, base, dtype)
+    staged = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    model.save_pretrained(staged)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(staged)
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(staged, out)
+    typer.echo(f"Merged {run_dir} into {model.config._name_or_path}: {out}, {model.dtype}")
+
+
+def _adapter(run_dir: Path) -> dict[str, Any]:
+    """The adapter's configuration, once everything that can be seen without weights is right."""
+    path = run_dir / ADAPTER
+    if not path.is_file():
+        inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))
+        hint = f" There is one in {', '.join(inside)}." if inside else ""
+        raise ConfigError(f"{run_dir} holds no adapter ({ADAPTER}).{hint}")
+    try:
+        adapter = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from None
+    if not any((run_dir / name).is_file() for name in WEIGHTS):
+        raise CorruptError(f"{run_dir}: the weights of the adapter are missing: {' or '.join(WEIGHTS)}.")
+    return adapter
+
+
+def _merged(
+    run_dir: Path, adapter: dict[str, Any], base: str | None, dtype: str | None
+) -> "tuple[PreTrainedModel, Any]":
+    import torch
+    from peft import PeftModel
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from ..demo import resolve_model
+
+    name = base or adapter.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
+    path = resolve_model(name)
+    revision = None if base else adapter.get("revision")
+    target = getattr(torch, dtype, None) if dtype else None
+    if dtype and not (isinstance(target, torch.dtype) and target.is_floating_point):
+        raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=torch.float32)
+    except OSError as error:
+        raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
+    try:
+        merged: Any = PeftModel.from_pretrained(model, str(run_dir)).merge_and_unload(safe_merge=True)
+    except (SafetensorError, EOFError) as error:
+        raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
+    except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
+        raise ConfigError(f"{run_dir} cannot be merged into {name}: {error}") from error
+    has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(str(run_dir) if has_tokenizer else path)
+    merged.config.use_cache = True
+    return merged.to(target or config.dtype or torch.float32), tokenizer

@@ -1,0 +1,125 @@
+"""DistillKit 1.0: a teacher in the same process, or captured logits, which have no counterpart."""
+
+from typing import Any
+
+from . import NotHere, Settings, Source, Tool
+
+_TYPES = {"kl": "forward_kl", "jsd": "jsd", "cross_entropy": "ce"}
+_CAPTURED = "logits captured with DistillKit cannot be read; name the teacher in teacher_model_name_or_path."
+
+
+def _losses(value: Any, source: Source) -> Settings:
+    """DistillKit divides by the sum of the weights."""
+    total = sum(entry["weight"] for entry in value)
+    kept, missing, temperatures, here = [], [], set(), {}
+    for entry in value:
+        kind = _TYPES.get(entry["function"])
+        if kind is None:
+            missing.append(entry["function"])
+            continue
+        kept.append({"type": kind, "weight": round(entry["weight"] / total, 6)})
+        if kind != "ce":
+            temperatures.add(entry.get("temperature") or 1.0)
+        if kind == "jsd":
+            here["beta"] = 0.5
+    if missing:
+        known = ", ".join(_TYPES)
+        source.note(f"no counterpart to {', '.join(missing)}; left out, the others keep their weights. Known: {known}.")
+    if len(temperatures) > 1:
+        source.note(f"one temperature for all losses here; they had {sorted(temperatures)}, the highest is taken.")
+    if temperatures:
+        here["temperature"] = max(temperatures)
+    if not kept:
+        raise NotHere(f"none of these losses exists here; known are {', '.join(_TYPES)}.")
+    return {"losses": kept, **here}
+
+
+def _kind(value: Any, source: Source) -> Settings:
+    if value != "hf":
+        raise NotHere(_CAPTURED if value == "dataset" else "a served teacher; name it in teacher_model_name_or_path.")
+    return {}
+
+
+def _evaluation(value: Any, source: Source) -> Settings:
+    """The split of the same dataset that is held out."""
+    name = source.reading.rpartition(".")[0]
+    for key in ("repo_id", "disk_path"):
+        if source.get(f"{name}.{key}") != source.get(f"dataset.train_dataset.{key}"):
+            raise NotHere("held-out rows come from the same dataset; put both splits into one directory.")
+    return {"dataset_test_split": value} if source.reading.endswith(".split") and value else {}
+
+
+def _teacher_options(value: Any, source: Source) -> Settings:
+    prefix = "teacher.kwargs."
+    given = {name.removeprefix(prefix): item for name, item in source.values.items() if name.startswith(prefix)}
+    return {"teacher_model_init_kwargs": _dtype_named(given)}
+
+
+def _model_options(value: Any, source: Source) -> Settings:
+    prefix = "model_kwargs."
+    given = {name.removeprefix(prefix): item for name, item in source.values.items() if name.startswith(prefix)}
+    return {"model_init_kwargs": _dtype_named(given)}
+
+
+def _dtype_named(options: Settings) -> Settings:
+    return {"dtype" if name == "torch_dtype" else name: value for name, value in options.items()}
+
+
+def _attention(value: Any, source: Source) -> Settings:
+    return {"attn_implementation": "flash_attention_2"} if value else {}
+
+
+def _defaults(source: Source) -> Settings:
+    losses = [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]
+    return {"recipe": "distill", **({} if "loss_functions" in source.values else {"losses": losses})}
+
+
+TOOL = Tool(
+    name="DistillKit",
+    names={
+        "model": "model_name_or_path",
+        "teacher.path": "teacher_model_name_or_path",
+        "output_path": "output_dir",
+        "sequence_length": "max_length",
+        "project_name": "project",
+        "trust_remote_code": "trust_remote_code",
+        "dataset.train_dataset.repo_id": "dataset_name",
+        "dataset.train_dataset.disk_path": "dataset_name",
+        "dataset.train_dataset.config_name": "dataset_config",
+        "dataset.train_dataset.split": "dataset_train_split",
+        "dataset.seed": "data_seed",
+        "dataset.num_eval_samples": "max_eval_rows",
+    },
+    values={
+        "loss_functions": _losses,
+        "teacher.kind": _kind,
+        "dataset.eval_dataset.repo_id": _evaluation,
+        "dataset.eval_dataset.disk_path": _evaluation,
+        "dataset.eval_dataset.split": _evaluation,
+        "use_flash_attention": _attention,
+        **{f"teacher.kwargs.{name}": _teacher_options for name in ("dtype", "torch_dtype", "attn_implementation")},
+        **{f"model_kwargs.{name}": _model_options for name in ("dtype", "torch_dtype", "attn_implementation")},
+    },
+    unneeded={
+        "dataset.prepared_dataset_path": "prepared rows are kept by datasets' own cache.",
+        "model_auto_class": "the class of the model is found by its configuration.",
+    },
+    unsupported={
+        "teacher.top_k": "the divergence is taken over the whole vocabulary.",
+        "teacher.logprob_compressor": _CAPTURED,
+        "teacher.logprob_compressor.": _CAPTURED,
+        "teacher.legacy_logit_compression.": _CAPTURED,
+        "teacher.": "only a teacher in the same process: teacher_model_name_or_path and teacher_model_init_kwargs.",
+        "layer_mapping": "hidden states are not compared.",
+        "force_hidden_state_projection": "hidden states are not compared.",
+        "functionary_packing": "set `packing: true`.",
+        "frozen_modules": "train adapters instead, with use_peft and lora_target_modules.",
+        "frozen_res": "train adapters instead, with use_peft and lora_target_modules.",
+        "resize_embeddings_to_multiple_of": "vocabularies that are padded differently are compared as they are.",
+        "dataset.prepacked": "rows that are tokenized need the column input_ids and `packing: false`.",
+        "dataset.num_samples": "shorten the dataset itself, or set max_steps.",
+        "dataset.eos_label_token_ids": "replace these tokens in the rows.",
+    },
+    passes=("training_args.",),
+    defaults=_defaults,
+)

@@ -1,0 +1,56 @@
+"""What several tools have in common: where rows come from, and the words for optimizers and schedules."""
+
+from pathlib import Path
+from typing import Any
+
+from . import NotHere, Settings, Source
+
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+ALPACA = (
+    "rows with instruction, input and output are not read: give them a prompt and a completion, or messages, "
+    "and name that file in dataset_name."
+)
+
+
+def datasets_of(entries: list[dict[str, Any]]) -> Settings:
+    """One dataset as dataset_name, several as a mixture. An entry has `path`, and may have name and split."""
+    entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+    if len(entries) == 1:
+        here = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+        return {here[key]: value for key, value in entries[0].items()}
+    return {"datasets": [_in_mixture(entry) for entry in entries]}
+
+
+def _in_mixture(entry: dict[str, Any]) -> dict[str, Any]:
+    builder = BUILDERS.get(Path(str(entry["path"])).suffix)
+    return {**entry, "path": builder, "data_files": entry["path"]} if builder else entry
+
+
+def optimizer(value: Any, source: Source) -> Settings:
+    """The name of an optimizer in TRL's words."""
+    from ..config_schema import shipped_schema
+
+    name = str(value).rpartition(".")[2]
+    known = shipped_schema().keys["optim"].rule["enum"]
+    here = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "AdamW8bit": "adamw_bnb_8bit",
+            "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit"}.get(name, name)  # fmt: skip
+    if here not in known:
+        raise NotHere("no such optimizer in transformers; `liger-trainer schema` lists those of `optim`.")
+    return {"optim": here}
+
+
+def share_or_number(value: Any, source: Source) -> Settings:
+    """A validation size: a share of the rows, a number of rows, or none."""
+    if not value:
+        source.note("every run is evaluated: a share of the rows, holdout_fraction, is held out.")
+        return {}
+    if value < 1:
+        return {"holdout_fraction": value}
+    raise NotHere("a number of rows; say which share of the rows is held out with holdout_fraction.")
+
+
+def adapter_modules(value: Any, source: Source) -> Settings:
+    """Target modules as a list; "all" means all linear layers."""
+    names = value.split(",") if isinstance(value, str) else list(value)
+    names = [name.strip() for name in names]
+    return {"lora_target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
