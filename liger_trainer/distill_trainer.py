@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
+from .cached_teacher import CachedTeacher
 from .deferred import deferred_logits
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
@@ -33,20 +34,23 @@ class LigerDistillTrainer(LigerTrainer):
 
     Args:
         model: the student, as for `trl.SFTTrainer`.
-        teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`.
+        teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
+            `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from.
         args: `LigerDistillConfig`.
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's: `teacher`, and `teacher_patched`, its record of replacements or None where its
-    layers have nothing to replace.
+    layers have nothing to replace; both None with a cache, which is `cached_teacher`.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
-    teacher_entropy.
+    teacher_entropy. From a cache there is no reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
-            vocabulary, `compute_loss_func`, or sequence parallelism.
+            vocabulary, `compute_loss_func`, or sequence parallelism; a cache that belongs to other data, settings or
+            another teacher.
+        CorruptError: a damaged cache.
     """
 
     _tag_names = ["trl", "liger-trainer", "distillation"]
@@ -56,19 +60,29 @@ class LigerDistillTrainer(LigerTrainer):
         if not isinstance(args, LigerDistillConfig):
             raise ConfigError(f"args must be a LigerDistillConfig, got {type(args).__name__}.")
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
-        if teacher_model is None:
+        if teacher_model is None and args.teacher == "model":
             raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
         self._shared_vocab: int | None = None
+        self.cached_teacher = CachedTeacher(args, teacher_model) if args.teacher == "cache" else None
+        if self.cached_teacher is not None and kwargs.get("data_collator") is not None:
+            raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
-        teacher = _load_teacher(teacher_model, args)
-        self.teacher_patched = self._patch_teacher(teacher)
-        self.teacher = self._prepare_teacher(teacher)
+        self.teacher: Any = None
+        self.teacher_patched = None
+        if self.cached_teacher is not None:
+            self._shared_vocab = self._check_student_vocabulary(self.cached_teacher.vocab_size)
+            self.data_collator = self.cached_teacher.collator(self.data_collator)
+        else:
+            assert teacher_model is not None
+            teacher = load_teacher(teacher_model, args)
+            self.teacher_patched = self._patch_teacher(teacher)
+            self.teacher = self._prepare_teacher(teacher)
         self.fused.options = self._loss_options()
         if args.disable_dropout:
             _disable_dropout(self.accelerator.unwrap_model(self.model))
@@ -76,6 +90,12 @@ class LigerDistillTrainer(LigerTrainer):
     def _loss_options(self) -> LossOptions:
         distillation = self.args.distillation(self._shared_vocab)
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=distillation)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if self.cached_teacher is not None:
+            self.cached_teacher.check(prepared, dataset_name, processing_class)
+        return prepared
 
     def _patch_teacher(self, teacher: PreTrainedModel) -> Patched | None:
         """The teacher's layers, by the student's options. It computes no loss of its own."""
@@ -103,12 +123,7 @@ class LigerDistillTrainer(LigerTrainer):
         """The size of the real vocabulary that both heads cover. What is padded beyond it takes no part in the loss."""
         student = self.accelerator.unwrap_model(self.model)
         sizes = [m.get_output_embeddings().weight.shape[0] for m in (student, teacher)]
-        real = max(self._tokenizer.get_vocab().values()) + 1
-        if sizes[0] < real:
-            raise ConfigError(
-                f"The student knows {sizes[0]} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
-                "the tokenizer that belongs to it."
-            )
+        real = self._check_student_vocabulary(max(self._tokenizer.get_vocab().values()) + 1)
         if sizes[1] < real:
             raise ConfigError(
                 f"The teacher knows {sizes[1]} tokens, but the student's tokenizer has {real}: they do not share a "
@@ -119,15 +134,26 @@ class LigerDistillTrainer(LigerTrainer):
             logger.warning("Vocabulary: %d of the student's %d and the teacher's %d rows take part.", shared, *sizes)
         return shared
 
+    def _check_student_vocabulary(self, real: int) -> int:
+        size = self.accelerator.unwrap_model(self.model).get_output_embeddings().weight.shape[0]
+        if size < real:
+            raise ConfigError(
+                f"The student knows {size} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
+                "the tokenizer that belongs to it."
+            )
+        return real
+
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The teacher's deferred logits for the batch: its hidden states, and how its head goes on."""
+        """The teacher's deferred logits for the batch: its hidden states, and how its head goes on. Or its records."""
+        if self.cached_teacher is not None:
+            return {"teacher_logits": self.cached_teacher.take_from(inputs)}
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
         base = self.accelerator.unwrap_model(self.teacher)
         with torch.no_grad(), deferred_logits(base):
             return {"teacher_logits": self.teacher(**inputs).logits}
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        return {
+        values = {
             "kd_loss": outputs.divergence,
             "ce_loss": -outputs.log_probs,
             "forward_kl": outputs.forward_kl,
@@ -138,6 +164,7 @@ class LigerDistillTrainer(LigerTrainer):
             "teacher_entropy": outputs.teacher_entropy,
             "entropy": outputs.entropy,
         }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -148,7 +175,7 @@ def _disable_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def _load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
+def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
     if not isinstance(teacher, str):
         return teacher
     assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields

@@ -27,6 +27,7 @@ from .kernels.cross_entropy import CrossEntropy, cross_entropy
 from .kernels.linear_divergence import LinearDivergence
 from .lazy_logits import LazyLogits
 from .losses import IGNORE_INDEX, Logits, LossOptions, Targets, batch_loss
+from .sparse_teacher import SparseDistillation, SparseTeacher
 
 
 @dataclass
@@ -34,7 +35,7 @@ class TokenLossOutput(ModelOutput):
     """What a model with a fused loss returns when called with `fused_lm_head=True`, TRL's protocol, plus distillation.
 
     Per-token fields are (batch, length - 1), or (batch, length) with `shift_labels`; fp32, in nats, 0 where ignored,
-    and without gradient. Those about a teacher are None without one.
+    and without gradient. Those about a teacher are None without one, and where it is not known well enough.
     """
 
     loss: Tensor = None  # scalar: the tokens' loss, and a mixture of experts' auxiliary loss where asked for
@@ -50,6 +51,14 @@ class TokenLossOutput(ModelOutput):
     agrees: Tensor = None
     teacher_log_probs: Tensor = None
     teacher_entropy: Tensor = None
+
+
+LossResult = CrossEntropy | LinearDivergence | SparseDistillation
+# The field of the output, and that of the result; a sparse teacher does not determine all of them.
+_OF_A_TEACHER = {
+    "divergence": "divergence", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "agrees": "agrees",
+    "teacher_log_probs": "teacher_log_prob", "teacher_entropy": "teacher_entropy",
+}  # fmt: skip
 
 
 class FusedLoss:
@@ -103,7 +112,7 @@ class FusedLoss:
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | None = None,
+        num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | SparseTeacher | None = None,
         fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         own_forward = self._own_forward(model)
@@ -198,9 +207,9 @@ def _readable(value: Any) -> Any:
 class _LossFunction:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
-    def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | None):
+    def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None):
         self.targets, self._options, self._teacher = targets, options, teacher
-        self.result: CrossEntropy | LinearDivergence | None = None
+        self.result: LossResult | None = None
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
         self.targets = self.targets.to(logits.device)
@@ -208,7 +217,7 @@ class _LossFunction:
         return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 
-def _token_output(outputs: Any, result: CrossEntropy | LinearDivergence, targets: Targets) -> TokenLossOutput:
+def _token_output(outputs: Any, result: LossResult, targets: Targets) -> TokenLossOutput:
     per_token = targets.per_token
     output = TokenLossOutput(
         loss=outputs["loss"],
@@ -219,12 +228,10 @@ def _token_output(outputs: Any, result: CrossEntropy | LinearDivergence, targets
         label_mask=per_token(targets.labels != -100),
         aux_loss=outputs.get("aux_loss"),
     )
-    if isinstance(result, LinearDivergence):
-        output.divergence = per_token(result.divergence)
-        output.forward_kl, output.reverse_kl = per_token(result.forward_kl), per_token(result.reverse_kl)
-        output.agrees = per_token(result.agrees)
-        output.teacher_log_probs = per_token(result.teacher_log_prob)
-        output.teacher_entropy = per_token(result.teacher_entropy)
+    for name, field in _OF_A_TEACHER.items():
+        value = getattr(result, field, None)
+        if value is not None:
+            setattr(output, name, per_token(value))
     return output
 
 

@@ -17,6 +17,7 @@ from .kernels._chunks import RowSelection
 from .kernels.cross_entropy import CrossEntropy, cross_entropy_reference
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .kernels.linear_divergence import LinearDivergence, distillation_reference, linear_divergence
+from .sparse_teacher import SparseDistillation, SparseTeacher, sparse_distillation
 
 IGNORE_INDEX = -100
 
@@ -77,13 +78,14 @@ Logits = DeferredLogits | Tensor
 
 
 def batch_loss(
-    logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | None = None
-) -> CrossEntropy | LinearDivergence:
+    logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None = None
+) -> CrossEntropy | LinearDivergence | SparseDistillation:
     """The loss of one batch and its per-token values, each (batch * length,).
 
     Args:
         logits: (batch, length, V) of the student.
-        teacher: (batch, length, Vt) for `options.distillation`; cross-entropy alone without.
+        teacher: (batch, length, Vt) for `options.distillation`, or (batch, length, K) out of a cache; cross-entropy
+            alone without.
 
     Raises:
         ValueError: logits and labels of different lengths, or a teacher without `options.distillation`.
@@ -97,6 +99,8 @@ def batch_loss(
         return _cross_entropy(logits, targets, options)
     if options.distillation is None:
         raise ValueError("Teacher logits were given to a model whose loss has no distillation part.")
+    if isinstance(teacher, SparseTeacher):
+        return sparse_distillation(logits, teacher, targets, options.distillation)
     return _distillation(logits, teacher, targets, options, options.distillation)
 
 
