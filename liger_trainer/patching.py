@@ -14,6 +14,7 @@ from typing import Any
 from .errors import ConfigError
 from .fused import FusedLoss, check_loss, has_trl_head, stored_logits_loss
 from .losses import LossOptions
+from .patch_attention import patch_attention
 from .patch_lora import patch_lora
 from .patch_mlps import patch_mlps
 from .patch_norms import patch_norms
@@ -22,7 +23,7 @@ from .replacements import Replacements
 _MARK = "_liger_patched"
 # Each is given (model, options, replacements, report), recognises its kind of layer by structure and swaps it. Those
 # that compute several layers at once come before those that take the layers one by one.
-PARTS: tuple[Callable[..., None], ...] = (patch_norms, patch_mlps, patch_lora)
+PARTS: tuple[Callable[..., None], ...] = (patch_attention, patch_norms, patch_mlps, patch_lora)
 
 
 @dataclass(frozen=True)
