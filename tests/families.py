@@ -56,7 +56,7 @@ def build(model_type, class_name, experts="eager", **overrides):
     config = shrunk(CONFIG_MAPPING[model_type], overrides)
     if isinstance(config, str):
         return config
-    config._experts_implementation = experts
+    config._experts_implementation = experts if model_class._can_set_experts_implementation() else "eager"
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).parameters())

@@ -1,0 +1,376 @@
+"""patch(model): one object and nothing else, before and after everything that wraps models, and the way back."""
+
+import copy
+import types
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from families import VOCAB, build
+from peft import LoraConfig, get_peft_model
+from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
+from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from liger_trainer import patching
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching import NothingToPatch, PatchOptions, patch
+
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+NOTHING = {name: False for name in vars(PatchOptions())}
+# Families of different norms, MLPs and experts: what is swapped in them beside rope and the loss.
+DIVERSE = {
+    "llama": {"RMSNorm", "SwiGLU"},
+    "qwen3": {"RMSNorm", "SwiGLU"},
+    "gemma2": {"RMSNorm", "GEGLU"},
+    "gemma3_text": {"RMSNorm", "GEGLU"},
+    "mixtral": {"RMSNorm", "SwiGLU experts"},
+    "qwen3_moe": {"RMSNorm", "SwiGLU experts"},
+    "phi3": {"RMSNorm", "SwiGLU"},
+    "glm4": {"RMSNorm", "SwiGLU"},
+    "olmo2": {"RMSNorm", "SwiGLU"},
+    "gpt_oss": {"RMSNorm"},
+    "cohere": {"LayerNorm", "SwiGLU"},
+    "nemotron": {"LayerNorm", "ReLU2"},
+    "gpt2": {"LayerNorm"},
+}
+
+
+def objects(model):
+    """Everything that a model's modules hold, object for object; a bound method by its function and its owner."""
+    return {
+        (name, key): (value.__func__, id(value.__self__)) if isinstance(value, types.MethodType) else id(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+
+
+def classes(model):
+    """What the classes and the modules of the code define, object for object."""
+    import sys
+
+    kinds = {type(module) for module in model.modules()}
+    found = {(kind, key): id(value) for kind in kinds for base in kind.__mro__ for key, value in vars(base).items()}
+    homes = {sys.modules[kind.__module__] for kind in kinds}
+    return found | {
+        (home.__name__, key): id(value) for home in homes for key, value in vars(home).items() if key[:2] != "__"
+    }
+
+
+def outcome(model, batch=None):
+    loss = model(**(batch or masked_batch())).loss
+    return loss.detach(), named_gradients(model, loss)
+
+
+def assert_same_outcome(got, want, rtol=1e-5):
+    assert abs(got[0] / want[0] - 1) < rtol
+    assert_same_gradients(got[1], want[1], rtol)
+
+
+def diverse(family, **overrides):
+    if family == "nemotron":
+        overrides |= {"hidden_act": "relu2"}
+    model = build(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], experts="grouped_mm", **overrides)
+    assert not isinstance(model, str), model
+    return model
+
+
+@pytest.mark.parametrize("family", DIVERSE)
+def test_loss_and_gradients_are_the_plain_models(family):
+    plain = diverse(family)
+    batch = masked_batch(vocab=VOCAB)
+    want = outcome(plain, batch)
+    model = copy.deepcopy(plain)
+    with patch(model) as patched:
+        kinds = set(patched.report.swapped) - {"rope", "QK norm + rope", "fused loss"}
+        assert kinds == DIVERSE[family] and patched.fused is not None
+        assert_same_outcome(outcome(model, batch), want, 1e-4)
+    assert_same_outcome(outcome(model, batch), want, 1e-6)
+
+
+@pytest.mark.parametrize("option", ["rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "fused_linear_cross_entropy"])
+def test_each_option_alone(option):
+    family = {"geglu": "gemma2", "layer_norm": "cohere", "relu2": "nemotron"}.get(option, "llama")
+    plain = diverse(family)
+    batch = masked_batch(vocab=VOCAB)
+    model = copy.deepcopy(plain)
+    patched = patch(model, {**NOTHING, option: True})
+    (kind,) = patched.report.swapped
+    kinds = {"swiglu": "SwiGLU", "geglu": "GEGLU", "relu2": "ReLU2", "rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
+    assert kind == kinds.get(option, "fused loss")
+    assert_same_outcome(outcome(model, batch), outcome(plain, batch), 1e-5)
+
+
+def test_the_report_is_one_line():
+    report = patch(tiny_model("llama"), rope=False).report
+    assert str(report) == "llama: RMSNorm 5, SwiGLU 2, fused loss. Left alone: none."
+    report = patch(tiny_model("mixtral"), rope=False).report
+    assert str(report).startswith(
+        "mixtral: RMSNorm 5, fused loss. Left alone: MixtralExperts (its implementation (eager)"
+    )
+
+
+def test_another_model_of_the_class_keeps_its_objects():
+    student, teacher = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    before, code = objects(teacher), classes(teacher)
+    want = outcome(teacher)
+    patched = patch(student)
+    assert objects(teacher) == before and classes(teacher).items() >= code.items()
+    assert_same_outcome(outcome(teacher), want, 1e-12)
+    patched.undo()
+    teacher.zero_grad()
+    assert objects(teacher) == before and classes(teacher).items() >= code.items()
+
+
+def test_undo_gives_back_every_object():
+    model = tiny_model("qwen3")
+    before, want = objects(model), outcome(model)
+    model.zero_grad()
+    patched = patch(model)
+    assert objects(model) != before
+    patched.undo()
+    assert objects(model) == before
+    assert_same_outcome(outcome(model), want, 1e-12)
+    patched.undo()
+    model.zero_grad()
+    assert objects(model) == before
+
+
+def test_a_failure_halfway_gives_back_every_object(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a part is broken")
+
+    monkeypatch.setattr(patching, "PARTS", (*patching.PARTS, broken))
+    model = tiny_model()
+    before = objects(model)
+    with pytest.raises(RuntimeError, match="a part is broken"):
+        patch(model)
+    assert objects(model) == before
+
+
+def test_twice_is_once():
+    model = tiny_model()
+    patched = patch(model)
+    after = objects(model)
+    assert patch(model) is patched and patch(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) is patched
+    assert patch(model, dict(vars(patched.options))) is patched
+    with pytest.raises(ConfigError, match="is patched with PatchOptions.*Undo that before"):
+        patch(model, rms_norm=False)
+    patched.undo()
+    assert after != objects(model) and patch(model, rms_norm=False).report.swapped["RMSNorm"] == 0
+
+
+def test_as_a_context_it_undoes_on_leaving_and_on_errors():
+    model = tiny_model()
+    before = objects(model)
+    with pytest.raises(KeyError), patch(model):
+        assert objects(model) != before
+        raise KeyError
+    assert objects(model) == before
+
+
+def test_nothing_to_patch_and_unknown_options_are_errors():
+    with pytest.raises(ConfigError, match=r"Unknown patch options: rmsnorm\. There are rope, rms_norm"):
+        patch(tiny_model(), rmsnorm=True)
+    with pytest.raises(ConfigError, match="must be true or false, got 'yes'"):
+        patch(tiny_model(), rope="yes")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="options or keywords, not both"):
+        patch(tiny_model(), PatchOptions(), rope=False)
+    model = tiny_model()
+    before = objects(model)
+    with pytest.raises(
+        NothingToPatch, match=r"Nothing was found to patch in llama for geglu\..*doctor llama"
+    ) as caught:
+        patch(model, {**NOTHING, "geglu": True})
+    assert objects(model) == before and not caught.value.report.swapped
+
+
+def test_a_deep_copy_runs_on_its_own_weights_and_has_its_own_record():
+    model = tiny_model()
+    patched = patch(model)
+    clone = copy.deepcopy(model)
+    before = objects(model)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.add_(0.05)
+    plain = tiny_model()
+    plain.load_state_dict(clone.state_dict())
+    assert_same_outcome(outcome(clone), outcome(plain))
+    for module in clone.modules():
+        for value in vars(module).values():
+            if isinstance(value, types.MethodType):
+                assert value.__self__ in set(clone.modules())
+    record = patch(clone, patched.options)
+    assert record is not patched and record.model is clone
+    record.undo()
+    assert all("forward" not in vars(m) for m in clone.modules()) and objects(model).keys() == before.keys()
+    assert_same_outcome(outcome(model), outcome(tiny_model()))
+
+
+TARGETS = ["q_proj", "gate_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("patched_first", [True, False], ids=["patch, then PEFT", "PEFT, then patch"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": TARGETS},
+        {"target_modules": TARGETS, "use_dora": True},
+        {"target_modules": ["up_proj"], "modules_to_save": ["norm", "post_attention_layernorm"]},
+    ],
+    ids=["lora", "dora", "saved norms"],
+)
+def test_before_and_after_peft(options, patched_first):
+    def adapted(patches):
+        model = tiny_model()
+        if patches and patched_first:
+            patch(model)
+        torch.manual_seed(3)
+        peft = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options))
+        if patches and not patched_first:
+            patch(peft)
+        return peft
+
+    model, plain = adapted(True), adapted(False)
+    if patched_first and "modules_to_save" in options:  # a copy of a swapped norm is a swapped norm
+        assert sum("forward" in vars(m) for n, m in model.named_modules() if "modules_to_save.default" in n) == 5
+    assert_same_outcome(outcome(model), outcome(plain))
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.allclose(model(**masked_batch()).loss, plain(**masked_batch()).loss, rtol=1e-6)
+    merged = model.merge_and_unload()
+    assert torch.allclose(merged(**masked_batch()).loss, plain.merge_and_unload()(**masked_batch()).loss, rtol=1e-5)
+
+
+class Counting(ModelHook):
+    def __init__(self):
+        self.calls = 0
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls += 1
+        return args, kwargs
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_accelerates_hooks(hooked_first):
+    model, hooks = tiny_model(), {}
+    layers = {n: m for n, m in model.named_modules() if n.endswith(("mlp", "norm", "down_proj"))}
+
+    def hook():
+        for name, module in layers.items():
+            hooks[name] = Counting()
+            add_hook_to_module(module, hooks[name])
+
+    if hooked_first:
+        hook()
+    patched = patch(model)
+    if not hooked_first:
+        hook()
+    assert patched.report.swapped["RMSNorm"] == 5 and patched.report.swapped["SwiGLU"] == 2
+    assert_same_outcome(outcome(model), outcome(tiny_model()))
+    assert {hook.calls for hook in hooks.values()} == {1}
+    if hooked_first:
+        patched.undo()
+        remove_hook_from_submodules(model)
+        assert all("forward" not in vars(m) or m.forward.__func__ is type(m).forward for m in layers.values())
+        assert_same_outcome(outcome(model), outcome(tiny_model()))
+
+
+def test_spread_by_a_device_map_with_weights_on_disk(tmp_path):
+    """Weights that accelerate brings in for a layer's call are not there outside of it."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    device_map = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    patched = patch(model)
+    assert patched.report.swapped["RMSNorm"] == 5 and patched.report.swapped["SwiGLU"] == 2
+    with torch.no_grad():
+        got, want = model(**masked_batch()).loss, tiny_model()(**masked_batch()).loss
+    assert torch.allclose(got, want, rtol=1e-5)
+
+
+def test_dispatched_to_devices():
+    model = tiny_model()
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    patch(model)
+    assert_same_outcome(outcome(model), outcome(tiny_model()))
+
+
+def test_on_the_meta_device_then_loaded():
+    plain = tiny_model("gemma2")
+    with torch.device("meta"):
+        model = type(plain)(plain.config)
+    patched = patch(model)
+    assert patched.report.swapped["RMSNorm"] == 9 and patched.report.swapped["GEGLU"] == 2
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.model.rotary_emb, model.model.embed_tokens.embed_scale = (
+        copy.deepcopy(plain.model.rotary_emb), plain.model.embed_tokens.embed_scale.clone(),
+    )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    model.tie_weights()
+    assert_same_outcome(outcome(model.eval()), outcome(plain))
+
+
+def test_weights_and_dtype_may_change_afterwards():
+    model = tiny_model()
+    patch(model)
+    other = tiny_model(seed=5)
+    model.load_state_dict(other.state_dict())
+    assert_same_outcome(outcome(model), outcome(other))
+    with torch.no_grad():
+        logits = model.to(torch.bfloat16)(**masked_batch()).logits
+        want = other.to(torch.bfloat16)(**masked_batch()).logits
+    assert logits.dtype == want.dtype and (logits[:] - want).norm() < 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing(reentrant):
+    model, plain = tiny_model("qwen3"), tiny_model("qwen3")
+    patch(model)
+    for m in (model, plain):
+        m.train()
+        m.enable_input_require_grads()
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_same_outcome(outcome(model), outcome(plain))
+
+
+def test_under_autocast():
+    model, plain = tiny_model("cohere"), tiny_model("cohere")
+    patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = outcome(model), outcome(plain)
+    truth = outcome(tiny_model("cohere"))
+
+    def error(result):
+        return sum((g - truth[1][n]).norm() ** 2 for n, g in result[1].items()).sqrt()
+
+    assert error(got) < 1.5 * error(want)
+
+
+def test_generation_and_saving_are_as_before(tmp_path):
+    model, plain = tiny_model("qwen3"), tiny_model("qwen3")
+    patch(model)
+    ids = masked_batch()["input_ids"][:1]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+class Custom(nn.Module):
+    """No transformers model: what can be swapped is."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+
+def test_any_module_is_patched_as_far_as_it_goes():
+    patched = patch(Custom(), {**NOTHING, "layer_norm": True})
+    assert str(patched.report) == "Custom: LayerNorm. Left alone: none."
