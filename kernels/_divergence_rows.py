@@ -164,8 +164,8 @@ def _divergence_kernel(
     s_top = zero - 1e30
     t_top = zero - 1e30
     t_at_s_top = zero - 1e30
-    s_total, s_own, s_ratio, s_total_T, s_own_T, s_ratio_T = zero, zero, zero, zero, zero, zero
-    t_total, t_own, t_ratio, t_total_T, t_own_T, t_ratio_T = zero, zero, zero, zero, zero, zero
+    s_total, s_own, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
+    t_total, t_own, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
     s_plain = zero
     for start in range(0, V, LANES * VECTOR):
         cols = start + lanes
@@ -177,8 +177,8 @@ def _divergence_kernel(
         if HAS_SMOOTHING:
             s_plain += tl.sum(tl.where(cols < V, s, 0.0), 1)
         if HAS_TEMPERATURE:
-            _, s_total_T, s_own_T, s_ratio_T = _fold(s, t, s_top, s_total_T, s_own_T, s_ratio_T, inv_t)
-            _, t_total_T, t_own_T, t_ratio_T = _fold(t, s, t_top, t_total_T, t_own_T, t_ratio_T, inv_t)
+            _, s_total_T, _, s_ratio_T = _fold(s, t, s_top, s_total_T, zero, s_ratio_T, inv_t)
+            _, t_total_T, _, t_ratio_T = _fold(t, s, t_top, t_total_T, zero, t_ratio_T, inv_t)
         s_high = tl.max(s, 1)
         at_high = tl.max(tl.where(s == s_high[:, None], t, -1e30), 1)
         t_at_s_top = tl.where(

@@ -84,7 +84,7 @@ NO_VALUE = {
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 ON_GPU = "runs on a GPU alone"
-PARTIAL_SUMS = "{0}_total, {0}_entropy, {0}_ratio, {0}_total_T, {0}_ratio_T = (zero, zero, zero, zero, zero) [{1}]"
+PARTIAL_SUMS = "{0}_total, {0}_own, {0}_ratio, {0}_total_T, {0}_ratio_T = (zero, zero, zero, zero, zero) [{1}]"
 STORAGE = "where the gradient lies and not what it is: tests of what inplace reuses"
 LABELS = "labels pass through it too, whose plants are not numbers: planted where it is called"
 # What no check can notice, and why.
@@ -98,6 +98,7 @@ EQUIVALENT = {
     "_divergence_kernel: s_top = zero - 1e+30": TOP,
     "_divergence_kernel: t_top = zero - 1e+30": TOP,
     "_divergence_kernel: t_at_s_top = zero - 1e+30": TOP,
+    "_rows_triton: padded = -(-vocab // 16) * 16": "columns beyond the vocabulary are read, and weigh nothing",
     "_rows_triton: argument ALIASED": "a barrier, which the interpreter does not need",
     "take: return x if rows.index is None else x.index_select(0, rows.index)": LABELS,
     "_known: return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)": (
@@ -330,8 +331,9 @@ def checks(path: str) -> list[Check]:
     every = {"softcap": 4.0, "scale": 1.3, "temperature": 1.7, "z_loss": 0.1, **smooth}
     half, half_single = pair(dtype=torch.float16), single(dtype=torch.float16)
     negative = pair() | {
-        "teacher_bias": torch.full((9,), -9.0, dtype=dtype)
-    }  # its largest logit, times 1.01, is smaller
+        "teacher_bias": torch.full((9,), -9.0, dtype=dtype),  # its largest logit, times 1.01, is smaller
+        "bias": torch.full((9,), 3.0, dtype=dtype),  # a mean logit that smoothing sees
+    }
     linear, divergence, plain = "linear_cross_entropy", "linear_divergence", "cross_entropy"
     return [
         check(plain, given_weight, upstream=3.0, **every),
@@ -346,7 +348,7 @@ def checks(path: str) -> list[Check]:
         check(divergence, pair(labels=False), kind={"jsd": 1.0}, beta=0.3),
         check(
             divergence, negative, kind={"forward_kl": 0.5, "reverse_kl": 0.4}, temperature=1.5,
-            scale_by_temperature_squared=False, **ce,
+            scale_by_temperature_squared=False, **ce, **smooth,
         ),
         check(divergence, pair(), kind="forward_kl", **ce),
         check(divergence, pair(), kind="reverse_kl"),
