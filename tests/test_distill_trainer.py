@@ -1,5 +1,6 @@
 """LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher, its errors."""
 
+import dataclasses
 import json
 import math
 import os
@@ -28,9 +29,10 @@ from tiny import (
 )
 from trl import SFTConfig
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, PatchOptions, patch
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses import Distillation
+from liger_trainer.patching import patched_record
 
 pytestmark = [
     pytest.mark.usefixtures("chunked_torch"),
@@ -121,6 +123,48 @@ def test_two_processes_equal_one(whole_batch, two_processes, objective, split):
         if name not in ("entropy", "mean_token_accuracy"):
             assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
     assert got["logs"]["num_tokens"] == sum(len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS)
+
+
+# Layers
+
+
+def test_the_layers_of_student_and_teacher_are_patched_and_said_so(capsys):
+    teacher = tiny_model("gemma2", seed=5, hidden_size=48)
+    trainer = make(teacher=teacher)
+    assert trainer.patched is patched_record(trainer.model) and trainer.fused is trainer.patched.fused
+    assert trainer.teacher_patched is patched_record(teacher) and trainer.teacher_patched.fused is None
+    assert {"RMSNorm", "SwiGLU", "rope", "fused loss"} <= set(trainer.patched.report.swapped)
+    assert {"RMSNorm", "GEGLU"} <= set(trainer.teacher_patched.report.swapped)
+    out = capsys.readouterr().out
+    assert f"liger-trainer: {trainer.patched.report}\n" in out
+    assert f"liger-trainer: teacher: {trainer.teacher_patched.report}\n" in out
+
+
+def test_liger_kernel_config_is_of_both():
+    trainer = make(liger_kernel_config={"rms_norm": False}, use_liger_kernel=True, max_steps=1)
+    for record in (trainer.patched, trainer.teacher_patched):
+        assert "RMSNorm" not in record.report.swapped and "rope" in record.report.swapped
+    trainer.train()
+
+
+def test_a_teacher_with_nothing_to_replace_is_as_good():
+    every = {f.name: False for f in dataclasses.fields(PatchOptions) if f.name != "fused_linear_cross_entropy"}
+    del every["cross_entropy"]
+    losses = []
+    for config in (every, None):
+        trainer = make(liger_kernel_config=config, max_steps=2)
+        assert (trainer.teacher_patched is None) == (config is not None)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_teacher_that_was_patched_before_stays_so():
+    teacher = tiny_model("gemma2", seed=5, hidden_size=48)
+    record = patch(teacher, geglu=False)
+    trainer = make(teacher=teacher, max_steps=1)
+    assert trainer.teacher_patched is record and record.fused is not None
+    trainer.train()
 
 
 # Logs

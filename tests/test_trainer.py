@@ -1,13 +1,15 @@
 """LigerTrainer beside SFTTrainer on the same data: what is logged, what is stored, what is left out."""
 
 import contextlib
+import copy
 import math
+import sys
 import warnings
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tiny import (
     VOCAB,
     WORDS,
@@ -22,9 +24,12 @@ from tiny import (
     train_args,
 )
 from trl import SFTConfig, SFTTrainer
+from trl.trainer import sft_trainer
 
-from liger_trainer import LigerTrainer
+from liger_trainer import LigerTrainer, patch
+from liger_trainer.deferred import MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.patching import patched_record
 
 pytestmark = [
     pytest.mark.usefixtures("chunked_torch"),
@@ -239,6 +244,136 @@ def test_undo_takes_the_fused_loss_off():
     trainer.fused.undo()
     batch = next(iter(trainer.get_train_dataloader()))
     assert isinstance(trainer.model(**batch).logits, torch.Tensor)
+
+
+# Layers
+
+
+def test_layers_are_patched_and_one_line_says_so(capsys):
+    trainer = make()
+    assert trainer.patched is patched_record(trainer.model) and trainer.fused is trainer.patched.fused
+    assert {"RMSNorm", "SwiGLU", "rope", "fused loss"} <= set(trainer.patched.report.swapped)
+    assert capsys.readouterr().out.count(f"liger-trainer: {trainer.patched.report}\n") == 1
+    trainer.patched.undo()
+    assert all("forward" not in vars(layer) for layer in trainer.model.modules() if layer is not trainer.model)
+
+
+def test_liger_kernel_config_says_what_is_replaced():
+    trainer = make(liger_kernel_config={"rms_norm": False})
+    assert "RMSNorm" not in trainer.patched.report.swapped and "SwiGLU" in trainer.patched.report.swapped
+
+
+def test_the_flag_simply_works(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # whose import is an error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*use_liger_kernel.*")
+        ours = train(LigerTrainer, tiny_model(), completions(), completions(8, seed=3), use_liger_kernel=True,
+                     eval_strategy="steps", eval_steps=10)  # fmt: skip
+    trls = train(SFTTrainer, tiny_model(), completions(), completions(8, seed=3), eval_strategy="steps", eval_steps=10)
+    assert_same_logs(ours, trls)
+    assert ours.patched is patched_record(ours.model) and ours.patched.report.swapped["RMSNorm"] == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rms_norms": True}, "Unknown patch options: rms_norms. There are rope"),
+        ({"fused_linear_cross_entropy": False}, "compute their loss from hidden states.*SFTTrainer"),
+        ({"cross_entropy": True}, "compute their loss from hidden states.*SFTTrainer"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        make(liger_kernel_config=config)
+
+
+def test_a_model_that_was_patched_before_keeps_its_layers():
+    model = tiny_model()
+    record = patch(model, swiglu=False)
+    trainer = train(LigerTrainer, model, completions())
+    assert trainer.patched is record and trainer.fused is record.fused
+    assert "SwiGLU" not in record.report.swapped and record.report.swapped["fused loss"] == 1
+    assert_same_logs(trainer, train(SFTTrainer, tiny_model(), completions()))
+    with pytest.raises(ConfigError, match="was patched with .* before"):
+        make(model=model, liger_kernel_config={"swiglu": True})
+    record.undo()
+    assert all("forward" not in vars(layer) for layer in model.modules() if layer is not model)
+
+
+def test_another_model_of_the_class_is_untouched():
+    other = tiny_model()
+    before = [vars(layer).keys() for layer in other.modules()]
+    make()
+    assert [vars(layer).keys() for layer in other.modules()] == before and patched_record(other) is None
+
+
+def test_a_second_trainer_of_the_same_model():
+    model = tiny_model()
+    make(model=model, max_steps=1, learning_rate=0.0).train()
+    second = train(LigerTrainer, model, completions(), label_smoothing_factor=0.1)
+    assert_same_logs(second, train(SFTTrainer, tiny_model(), completions(), label_smoothing_factor=0.1))
+
+
+# Adapters on the head, which TRL refuses
+
+
+@contextlib.contextmanager
+def stored_or_not():
+    """Where the head is not fused, its logits are stored: the loss is the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        yield
+
+
+def head_adapter():
+    return LoraConfig(target_modules=["lm_head", "q_proj"], r=4, lora_alpha=32, init_lora_weights=False)
+
+
+@pytest.mark.parametrize("wrapped", ["before", "by the trainer"])
+def test_adapters_on_the_head_are_part_of_the_loss(wrapped):
+    torch.manual_seed(0)
+    before = wrapped == "before"
+    model = get_peft_model(tiny_model(), head_adapter()) if before else tiny_model()
+    peft_config = None if before else head_adapter()
+    trainer = make(model=model, arguments={"peft_config": peft_config})
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.patched.undo()
+    truth = double_copy(trainer.model)
+    truth.get_base_model().forward = type(truth.get_base_model()).forward.__get__(truth.get_base_model())
+    want = truth(**batch).loss
+    names = [name for name, p in truth.named_parameters() if "lm_head.lora" in name]
+    gradients = torch.autograd.grad(want, [truth.get_parameter(name) for name in names])
+
+    trainer = make(model=trainer.model)
+    with stored_or_not():
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    with stored_or_not(), trainer.model.disable_adapter(), torch.no_grad():
+        assert abs(trainer.compute_loss(trainer.model, dict(batch)) - want) > 0.05
+    loss.backward()
+    assert len(names) == 2
+    for name, gradient in zip(names, gradients, strict=True):
+        torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_adapters_on_the_head_are_trained():
+    trainer = make(arguments={"peft_config": head_adapter()}, max_steps=2)
+    before = copy.deepcopy(trainer.model.get_output_embeddings().lora_B.default.weight)
+    with stored_or_not():
+        trainer.train()
+    assert not torch.equal(trainer.model.get_output_embeddings().lora_B.default.weight, before)
+
+
+def test_trl_still_refuses_them():
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    make()
+    assert sft_trainer.BaseTunerLayer is BaseTunerLayer
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        make(SFTTrainer, arguments={"peft_config": head_adapter()})
+    with pytest.raises(ConfigError):
+        make(liger_kernel_config={"nope": True})
+    assert sft_trainer.BaseTunerLayer is BaseTunerLayer
 
 
 # Rows that are left out
