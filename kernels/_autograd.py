@@ -1,9 +1,20 @@
-"""What every autograd function of this folder needs: a backward that says that it is no function to differentiate."""
+"""What every autograd function of this folder needs: memory, and a backward that says that it has no derivative."""
 
 import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+
+def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous memory of x's shape. (torch.empty keeps the host for twice as long.)"""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def vector(n: int, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for n numbers where x lies."""
+    return x.new_empty(n, dtype=dtype)
 
 
 def first_order(backward: Callable) -> Callable:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
-from ._triton import tl, triton, use_triton
+from ._autograd import empty, first_order
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 FORWARD = BACKWARD = (512, 4)  # elements a program, warps
@@ -161,7 +161,10 @@ def _backward_rows_kernel(
 
 
 def _flat(*tensors: Tensor | None) -> bool:
-    return all(x is None or x.is_contiguous() for x in tensors)
+    for x in tensors:
+        if x is not None and not x.is_contiguous():
+            return False
+    return True
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -192,25 +195,34 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
     return x.numel() // columns, x.shape[-2] if x.dim() > 1 else 1, columns
 
 
+@remembered
+def _flat_launch(kernel, n: int, activation: str, tile: tuple[int, int]) -> Launch:
+    block, warps, even = _tile(n, tile)
+    return Launch(kernel, (-(-n // block),), n, ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps)
+
+
+@remembered
+def _rows_launch(kernel, sizes: tuple[int, int, int], strides: tuple, activation: str, tile: tuple[int, int]) -> Launch:
+    rows, inner, columns = sizes
+    block, warps, even = _tile(columns, tile)
+    return Launch(
+        kernel, (rows * -(-columns // block),), inner, columns, *strides,
+        ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
 def forward(gate: Tensor, up: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
     """act(gate) * up in dtype, contiguous; act(gate) where up is None."""
-    h = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    h = empty(gate, dtype)
     n = h.numel()
     if n == 0:
         return h
     if _flat(gate, up):
-        block, warps, even = _tile(n, FORWARD)
-        _forward_flat_kernel[(-(-n // block),)](
-            gate, up, h, n, ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps
-        )
+        _flat_launch(_forward_flat_kernel, n, activation, FORWARD)(gate, up, h)
         return h
-    rows, inner, columns = _sizes(gate)
-    block, warps, even = _tile(columns, FORWARD)
     (gate_rows, *gate_strides), (up_rows, *up_strides) = _rows(gate), _rows(up)
-    _forward_rows_kernel[(rows * -(-columns // block),)](
-        gate_rows, up_rows, h, inner, columns, *gate_strides, *up_strides,
-        ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    launch = _rows_launch(_forward_rows_kernel, _sizes(gate), (*gate_strides, *up_strides), activation, FORWARD)
+    launch(gate_rows, up_rows, h)
     return h
 
 
@@ -227,20 +239,16 @@ def backward(
     if n == 0:
         return
     if _flat(dh, gate, up, dgate, dup):
-        block, warps, even = _tile(n, BACKWARD)
-        _backward_flat_kernel[(-(-n // block),)](
-            dh, gate, up, dgate, dup, h, n, ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps
-        )
+        _flat_launch(_backward_flat_kernel, n, activation, BACKWARD)(dh, gate, up, dgate, dup, h)
         return
-    rows, inner, columns = _sizes(gate)
-    block, warps, even = _tile(columns, BACKWARD)
     (dh_rows, *dh_strides), (gate_rows, *gate_strides), (up_rows, *up_strides) = _rows(dh), _rows(gate), _rows(up)
-    stride_grad = _rows(dup if dgate is None else dgate)[2]
-    _backward_rows_kernel[(rows * -(-columns // block),)](
-        dh_rows, gate_rows, up_rows, dgate, dup, h, inner, columns,
-        *dh_strides, *gate_strides, *up_strides, stride_grad,
-        ACTIVATION=activation, EVEN=even, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    strides = (*dh_strides, *gate_strides, *up_strides, _rows(dup if dgate is None else dgate)[2])
+    launch = _rows_launch(_backward_rows_kernel, _sizes(gate), strides, activation, BACKWARD)
+    launch(dh_rows, gate_rows, up_rows, dgate, dup, h)
+
+
+def promoted(gate: Tensor, up: Tensor) -> torch.dtype:
+    return gate.dtype if gate.dtype == up.dtype else torch.promote_types(gate.dtype, up.dtype)
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -255,11 +263,11 @@ def input_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gate and up where needed, one packed gradient where up is None. Fills h too if it is given."""
     if up is None:
-        packed = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        packed = empty(gate)
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
         return packed, None
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs[0] else None
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
+    dgate = empty(gate) if needs[0] else None
+    dup = empty(up) if needs[1] else None
     backward(dh, gate, up, dgate, dup, activation, h)
     return dgate, dup
 
@@ -270,7 +278,7 @@ class GatedFunction(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         gate, up = halves(gate, up)
-        return forward(gate, up, activation, torch.promote_types(gate.dtype, up.dtype))
+        return forward(gate, up, activation, promoted(gate, up))
 
     @staticmethod
     @first_order

@@ -11,11 +11,11 @@ Both tensors hold the distributions themselves (probabilities or their logarithm
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ._divergence_rows import _log_ratios
 from ._rows import fold
-from ._triton import tl, triton
+from ._triton import Launch, remembered, tl, triton
 
 GIVEN_BLOCK, GIVEN_WARPS = 4096, 8  # entries of one row a program, where entries stand alone
 LOGITS_BLOCK, LOGITS_WARPS = 4096, 16  # entries at a time of a program that walks along a row
@@ -52,6 +52,22 @@ class Tensors(NamedTuple):
     target: Tensor
     labels: Tensor | None
     count: Tensor | None
+
+
+@triton.jit
+def _log_ratios(log_q, log_p, beta):
+    """(q, p, log q/m, log p/m), m = (1 - beta) q + beta p.
+
+    The ratios are exactly 0 where log_q == log_p, and finite where q or p underflows.
+    """
+    d = log_p - log_q
+    e = tl.exp(-tl.abs(d))
+    share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
+    log_m = tl.log(1.0 + share * (e - 1.0))  # over the larger of the two
+    larger = tl.exp(tl.maximum(log_q, log_p))
+    q = tl.where(d > 0, larger * e, larger)
+    p = tl.where(d > 0, larger, larger * e)
+    return q, p, tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
 
 
 @triton.jit
@@ -266,48 +282,70 @@ def _layout(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(-3) if x.dim() > 2 else 0, x.stride(-2) if x.dim() > 1 else 0
 
 
-def value_programs(x: Tensor) -> int:
+def value_programs(shape: torch.Size) -> int:
     """How many programs `launch_given` starts."""
-    V = x.shape[-1]
-    return x.shape[:-1].numel() * -(-V // block_size(GIVEN_BLOCK, V))
+    return shape[:-1].numel() * -(-shape[-1] // block_size(GIVEN_BLOCK, shape[-1]))
+
+
+@remembered
+def _given_launch(
+    shape: torch.Size, strides: tuple[int, ...], o: Call, there: tuple[bool, ...], tile: int, warps: int
+) -> Launch:
+    """there: which of labels, count, upstream, out and the gradients are given."""
+    V, rows = shape[-1], shape[:-1].numel()
+    block = block_size(tile, V)
+    parts = -(-V // block)
+    labels, count, upstream, out, grad_input, grad_target = there
+    return Launch(
+        _given_kernel, (rows * parts,), parts, shape[-2] if len(shape) > 1 else 1, V, *strides,
+        o.ignore_index, o.beta, o.scaled(rows, V, count),
+        KIND=o.kind, HAS_LABELS=labels, HAS_COUNT=count, HAS_UPSTREAM=upstream,
+        WRITE_SUM=out and o.reduction != "none", WRITE_VALUES=out and o.reduction == "none",
+        GRAD_INPUT=grad_input, GRAD_TARGET=grad_target, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 def launch_given(x: Tensors, grads, out: Tensor | None, upstream: Tensor | None, o: Call) -> None:
     """out: values of entries for reduction "none"; else sums, one a program. upstream: a scalar, or like the input."""
-    V, rows = x.input.shape[-1], x.input.shape[:-1].numel()
-    block = block_size(GIVEN_BLOCK, V)
-    parts = -(-V // block)
-    input, *input_strides = _layout(x.input)
+    input, *strides = _layout(x.input)
     target, *target_strides = _layout(x.target)
     up_strides = (0, 0, 0)
     if upstream is not None and upstream.dim():
         upstream = upstream.flatten(0, -3) if upstream.dim() > 3 else upstream
         up_strides = (0, 0, *upstream.stride())[-3:]
-    grad_input, grad_target = grads
-    _given_kernel[(rows * parts,)](
-        input, target, x.labels, x.count, upstream, out, grad_input, grad_target,
-        parts, input.shape[-2] if input.dim() > 1 else 1, V, *input_strides, *target_strides, *up_strides,
-        o.ignore_index, o.beta, o.scaled(rows, V, x.count is not None),
-        KIND=o.kind, HAS_LABELS=x.labels is not None, HAS_COUNT=x.count is not None, HAS_UPSTREAM=upstream is not None,
-        WRITE_SUM=out is not None and o.reduction != "none", WRITE_VALUES=out is not None and o.reduction == "none",
-        GRAD_INPUT=grad_input is not None, GRAD_TARGET=grad_target is not None, BLOCK=block, num_warps=GIVEN_WARPS,
+    optional = x.labels, x.count, upstream, out, *grads
+    launch = _given_launch(
+        x.input.shape, (*strides, *target_strides, *up_strides), o, tuple(y is not None for y in optional),
+        GIVEN_BLOCK, GIVEN_WARPS,
+    )  # fmt: skip
+    launch(input, target, *optional)
+
+
+@remembered
+def _logits_launch(
+    shape: torch.Size, strides: tuple[int, ...], o: Call, there: tuple[bool, ...], tile: int, warps: int
+) -> Launch:
+    """there: which of labels, count, upstream, out, stats and the gradients are given."""
+    V, rows = shape[-1], shape[:-1].numel()
+    labels, count, upstream, out, stats, grad_input, grad_target = there
+    return Launch(
+        _logits_kernel, (rows,), shape[-2] if len(shape) > 1 else 1, V, *strides,
+        o.ignore_index, 1.0 / o.temperature, o.beta, o.scaled(rows, V, count),
+        KIND=o.kind, HAS_LABELS=labels, HAS_COUNT=count, HAS_UPSTREAM=upstream, WRITE_SUM=out,
+        WRITE_STATS=out and stats, GRAD_INPUT=grad_input, GRAD_TARGET=grad_target,
+        BLOCK=block_size(tile, V), num_warps=warps,
     )  # fmt: skip
 
 
 def launch_logits(x: Tensors, grads, out: Tensor | None, stats: Tensor | None, upstream: Tensor | None, o: Call):
     """out: sums, one a row; without it, stats (rows, 4) are read. upstream: a scalar, or one a row."""
-    V, rows = x.input.shape[-1], x.input.shape[:-1].numel()
-    input, *input_strides = _layout(x.input)
+    input, *strides = _layout(x.input)
     target, *target_strides = _layout(x.target)
-    grad_input, grad_target = grads
-    _logits_kernel[(rows,)](
-        input, target, x.labels, x.count, upstream, out, input if stats is None else stats,
-        input if grad_input is None else grad_input, input if grad_target is None else grad_target,
-        input.shape[-2] if input.dim() > 1 else 1, V, *input_strides, *target_strides,
-        0 if upstream is None or upstream.dim() == 0 else 1,
-        o.ignore_index, 1.0 / o.temperature, o.beta, o.scaled(rows, V, x.count is not None),
-        KIND=o.kind, HAS_LABELS=x.labels is not None, HAS_COUNT=x.count is not None, HAS_UPSTREAM=upstream is not None,
-        WRITE_SUM=out is not None, WRITE_STATS=out is not None and stats is not None,
-        GRAD_INPUT=grad_input is not None, GRAD_TARGET=grad_target is not None,
-        BLOCK=block_size(LOGITS_BLOCK, V), num_warps=LOGITS_WARPS,
+    up_stride = 0 if upstream is None or upstream.dim() == 0 else 1
+    optional = x.labels, x.count, upstream, out, stats, *grads
+    launch = _logits_launch(
+        x.input.shape, (*strides, *target_strides, up_stride), o, tuple(y is not None for y in optional),
+        LOGITS_BLOCK, LOGITS_WARPS,
     )  # fmt: skip
+    labels, count, upstream, out, *others = optional
+    launch(input, target, labels, count, upstream, out, *(input if y is None else y for y in others))

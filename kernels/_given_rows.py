@@ -9,7 +9,7 @@ which p / N underflows before a gradient scaler can lift it.
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import empty, first_order, vector
 from ._chunks import rescale, stats_dtype
 from ._given_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 from ._triton import use_triton
@@ -89,10 +89,7 @@ def _early(input: Tensor, target: Tensor, o: Call) -> bool:
 
 
 def _empty_grads(x: Tensors, needs: tuple[bool, bool]) -> list[Tensor | None]:
-    return [
-        torch.empty_like(y, memory_format=torch.contiguous_format) if need else None
-        for y, need in zip(x[:2], needs, strict=True)
-    ]
+    return [empty(x.input) if needs[0] else None, empty(x.target) if needs[1] else None]
 
 
 def _values(x: Tensors, grads, stats: Tensor | None, o: Call) -> Tensor:
@@ -104,7 +101,7 @@ def _values(x: Tensors, grads, stats: Tensor | None, o: Call) -> Tensor:
         out = torch.empty(input.shape, dtype=torch.promote_types(input.dtype, x.target.dtype), device=input.device)
         launch_given(x, grads, out, None, o)
     else:
-        out = torch.empty(value_programs(input), dtype=torch.float32, device=input.device)
+        out = vector(value_programs(input.shape), input)
         launch_given(x, grads, out, None, o)
     return out if o.reduction == "none" else out.sum()
 

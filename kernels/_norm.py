@@ -10,7 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._autograd import vector
+from ._triton import Launch, remembered, tl, triton
 
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8  # the tile of the kernel that adds the programs' shares
 CPU_MULTIPROCESSORS = 4  # as many as the interpreter pretends to have
@@ -92,11 +93,16 @@ def _sum_programs_kernel(
         tl.store(second_ptr + cols, total, mask=cols < H)
 
 
-def sum_programs(shares: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-    """(H,) sums over the programs, one a dtype: shares is (one or two sums, programs, H), fp32."""
-    K, P, H = shares.shape
-    sums = [torch.empty(H, dtype=dtype, device=shares.device) for dtype in dtypes]
-    _sum_programs_kernel[(-(-H // SUM_COLUMNS), K)](
-        shares, sums[0], sums[-1], P, H, SUM_ROWS=SUM_ROWS, SUM_COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
-    )
+@remembered
+def _sum_launch(K: int, P: int, H: int, rows: int, columns: int, warps: int) -> Launch:
+    grid = -(-H // columns), K
+    return Launch(_sum_programs_kernel, grid, P, H, SUM_ROWS=rows, SUM_COLUMNS=columns, num_warps=warps)
+
+
+def sum_programs(shares: Tensor, H: int, *dtypes: torch.dtype) -> list[Tensor]:
+    """(H,) sums over the programs, one a dtype: shares holds (one or two sums, programs, H) numbers in fp32."""
+    K = len(dtypes)
+    sums = [vector(H, shares, dtype) for dtype in dtypes]
+    launch = _sum_launch(K, shares.numel() // (K * H), H, SUM_ROWS, SUM_COLUMNS, SUM_WARPS)
+    launch(shares, sums[0], sums[-1])
     return sums

@@ -13,10 +13,10 @@ Source    fused residual norms: Dao's flash-attention layer norm, Liger-Kernel's
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import empty, first_order, vector
 from ._norm import check_columns, forward_config, rows_of, tile_mask
-from ._triton import tl, triton, use_triton
-from .rms_norm import rms_norm_backward, rms_norm_reference
+from ._triton import Launch, remembered, tl, triton, use_triton
+from .rms_norm import out_dtype, rms_norm_backward, rms_norm_reference
 
 
 def add_rms_norm_reference(
@@ -54,23 +54,28 @@ def _forward_kernel(
     tl.store(y_ptr + out, y, mask=mask)
 
 
+@remembered
+def _forward_launch(
+    N: int, H: int, strides: tuple, eps: float, offset: float, has_weight: bool, cast: bool, config: tuple
+) -> Launch:
+    block, tile, warps = config
+    return Launch(
+        _forward_kernel, (-(-N // tile),), *strides, N, H, eps, offset, HAS_WEIGHT=has_weight, CAST_FIRST=cast,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
+    )  # fmt: skip
+
+
 def _forward(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
     """(y, s, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride_x = rows_of(x)
     residual_rows, stride_residual = rows_of(residual)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if cast_before_weight and weight is not None else x.dtype
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
-    block, tile, warps = forward_config(H)
-    _forward_kernel[(-(-N // tile),)](
-        rows, residual_rows, x if weight is None else weight.contiguous(), y, summed, rstd,
-        stride_x, stride_residual, N, H, eps, offset,
-        HAS_WEIGHT=weight is not None, CAST_FIRST=cast_before_weight, EXACT=block == H and N % tile == 0,
-        ROWS=tile, BLOCK_H=block, num_warps=warps,
-    )  # fmt: skip
+    y, summed = empty(x, out_dtype(x, weight, cast_before_weight)), empty(x)
+    rstd = vector(N, x)
+    strides = stride_x, stride_residual
+    launch = _forward_launch(N, H, strides, eps, offset, weight is not None, cast_before_weight, forward_config(H))
+    launch(rows, residual_rows, None if weight is None else weight.contiguous(), y, summed, rstd)
     return y, summed, rstd
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import empty, first_order, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -25,7 +25,7 @@ from ._norm import (
     sum_programs,
     tile_mask,
 )
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 
 def layer_norm_reference(
@@ -99,41 +99,55 @@ def _backward_kernel(
         tl.store(share_ptr, tl.sum(db, 0), mask=cols < H)
 
 
+@remembered
+def _forward_launch(N: int, H: int, stride: int, eps: float, has_weight: bool, has_bias: bool, config: tuple) -> Launch:
+    block, tile, warps = config
+    return Launch(
+        _forward_kernel, (-(-N // tile),), stride, N, H, eps, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
+    )  # fmt: skip
+
+
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x's rows, their means and rstd)."""
+    """(y, x's rows, their means, then their rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride = rows_of(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = torch.empty(2, N, dtype=torch.float32, device=x.device)
-    block, tile, warps = forward_config(H)
-    _forward_kernel[(-(-N // tile),)](
-        rows, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, stats,
-        stride, N, H, eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
-    )  # fmt: skip
+    y, stats = empty(x), vector(2 * N, x)
+    launch = _forward_launch(N, H, stride, eps, weight is not None, bias is not None, forward_config(H))
+    launch(rows, *(None if p is None else p.contiguous() for p in (weight, bias)), y, stats)
     return y, rows, stats
+
+
+@remembered
+def _backward_launch(
+    N: int, H: int, strides: tuple, has_weight: bool, needs_dx: bool, needs_dw: bool, needs_db: bool, config: tuple,
+    multiprocessors: int,
+) -> Launch:  # fmt: skip
+    block, tile, warps, per_multiprocessor, stages = config
+    tiles, sums = -(-N // tile), needs_dw or needs_db
+    programs = programs_for(tiles, multiprocessors * per_multiprocessor) if sums else tiles
+    return Launch(
+        _backward_kernel, (programs,), *strides, N, H,
+        HAS_WEIGHT=has_weight, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, NEEDS_DB=needs_db,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if sums else 1, num_warps=warps,
+    )  # fmt: skip
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, sums: tuple):
     """(dx, dw, db), None where not needed. sums: the dtypes of dw and db, None where not needed."""
-    H, N = dy.shape[-1], stats.shape[1]
+    H, N = dy.shape[-1], stats.shape[0] // 2
     x, stride_x = rows_of(x)
     dy_rows, stride_dy = rows_of(dy)
-    dx = torch.empty(dy.shape, dtype=x.dtype, device=dy.device) if needs_dx else None
-    block, tile, warps, per_multiprocessor, stages = backward_config(H, x.element_size())
-    tiles, dtypes, shares = -(-N // tile), [dtype for dtype in sums if dtype is not None], None
-    programs = tiles
-    if dtypes:
-        programs = programs_for(tiles, multiprocessors(dy.device) * per_multiprocessor)
-        shares = torch.empty(len(dtypes), programs, H, dtype=torch.float32, device=dy.device)
-    _backward_kernel[(programs,)](
-        dy_rows, x, stats if weight is None else weight.contiguous(), stats, x if dx is None else dx,
-        stats if shares is None else shares, stride_dy, stride_x, N, H,
-        HAS_WEIGHT=weight is not None, NEEDS_DX=needs_dx, NEEDS_DW=sums[0] is not None, NEEDS_DB=sums[1] is not None,
-        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if dtypes else 1, num_warps=warps,
+    dx = empty(dy, x.dtype) if needs_dx else None
+    dtypes = [dtype for dtype in sums if dtype is not None]
+    launch = _backward_launch(
+        N, H, (stride_dy, stride_x), weight is not None, needs_dx, sums[0] is not None, sums[1] is not None,
+        backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
-    totals = iter(() if shares is None else sum_programs(shares, *dtypes))
+    shares = vector(len(dtypes) * launch.grid[0] * H, dy) if dtypes else stats
+    launch(dy_rows, x, None if weight is None else weight.contiguous(), stats, dx, shares)
+    totals = iter(sum_programs(shares, H, *dtypes) if dtypes else ())
     return dx, *(None if dtype is None else next(totals) for dtype in sums)
 
 

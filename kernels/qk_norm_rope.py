@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import first_order, vector
 from ._chunks import stats_dtype
 from ._norm import multiprocessors, programs_for, sum_programs
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 from .rope import (
     Angles,
     angle_strides,
@@ -279,53 +279,77 @@ def _blocks(T: int, config: dict) -> tuple[int, int]:
     return q, -(-T // config["TOKENS_K"]) * -(-config["HK"] // config["HEADS_K"])
 
 
+@remembered
+def _forward_launch(
+    q: torch.Size, hk: int, strides: tuple, angles: Angles, norm: Norm, tile: int, per_warp: int
+) -> Launch:
+    B, S, hq, D = q
+    T = B * S
+    config = _config(hq, hk, D, angles, norm, tile, per_warp)
+    k_rstd = T if norm.over_heads else T * hq
+    return Launch(_forward_kernel, (sum(_blocks(T, config)),), T, S, k_rstd, norm.eps, norm.offset, *strides, **config)
+
+
 def _forward(q, k, q_weight, k_weight, cos, sin, angles: Angles, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """(q and k normed and turned, as (B, S, H, D); rstd of q's rows, then of k's)."""
-    (B, S, hq, D), hk = q.shape, k.shape[2]
-    T = B * S
-    config = _config(hq, hk, D, angles, norm, FORWARD_TILE, FORWARD_PER_WARP)
+    (B, S, hq, _), hk = q.shape, k.shape[2]
     q_out = torch.empty_like(q, dtype=_out_dtype(q, q_weight, norm))
     k_out = torch.empty_like(k, dtype=_out_dtype(k, k_weight, norm))
-    k_rstd = T if norm.over_heads else T * hq
-    rstd = torch.empty(2 * T if norm.over_heads else T * (hq + hk), dtype=torch.float32, device=q.device)
-    _forward_kernel[(sum(_blocks(T, config)),)](
-        q, k, q_weight, k_weight, q_out, k_out, rstd, cos, sin, T, S, k_rstd, norm.eps, norm.offset,
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles),
-        **config,
+    rstd = vector(B * S * (2 if norm.over_heads else hq + hk), q)
+    strides = (
+        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
     )  # fmt: skip
+    launch = _forward_launch(q.shape, hk, strides, angles, norm, FORWARD_TILE, FORWARD_PER_WARP)
+    launch(q, k, q_weight, k_weight, q_out, k_out, rstd, cos, sin)
     return q_out, k_out, rstd
 
 
-def _backward(upstream, saved, needs: list[bool], strides, angles: Angles, norm: Norm) -> list[Tensor | None]:
+@remembered
+def _backward_launch(
+    q: torch.Size, hk: int, widths: tuple[int, int], strides: tuple, angles: Angles, norm: Norm,
+    needs: tuple[bool, ...], tile: int, per_warp: int, stages: int, limit: int,
+) -> Launch:  # fmt: skip
+    """limit: of the programs, where a weight's gradient is needed."""
+    B, S, hq, D = q
+    T = B * S
+    config = _config(hq, hk, D, angles, norm, tile, per_warp)
+    tiles = sum(n if needs[i] or needs[2 + i] else 0 for i, n in enumerate(_blocks(T, config)))
+    programs = programs_for(tiles, limit) if needs[2] or needs[3] else tiles
+    return Launch(
+        _backward_kernel, (programs,), T, S, T if norm.over_heads else T * hq, sum(widths), widths[0], norm.offset,
+        *strides, DQ=needs[0], DK=needs[1], DWQ=needs[2], DWK=needs[3], STAGES=stages, **config,
+    )  # fmt: skip
+
+
+def _backward(upstream, saved, needs: tuple[bool, ...], strides, angles: Angles, norm: Norm) -> list[Tensor | None]:
     """Gradients of q, k and both weights, None where `needs` says so. upstream: two (B, H, S, D), None where unused."""
     q, k, q_weight, k_weight, cos, sin, rstd = saved
-    (B, S, hq, D), hk = q.shape, k.shape[2]
-    T = B * S
-    config = _config(hq, hk, D, angles, norm, BACKWARD_TILE, BACKWARD_PER_WARP)
     dy = [None if x is None else dense_columns(x) for x in upstream]
     dx = [x.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
-    widths = [w.shape[0] if needs[2 + i] else 0 for i, w in enumerate((q_weight, k_weight))]
-    tiles = [n if needs[i] or needs[2 + i] else 0 for i, n in enumerate(_blocks(T, config))]
-    trains = needs[2] or needs[3]
-    programs = programs_for(sum(tiles), multiprocessors(q.device) * PROGRAMS) if trains else sum(tiles)
-    shares = torch.empty(1, programs, sum(widths), dtype=torch.float32, device=q.device) if trains else rstd
+    widths = q_weight.shape[0] if needs[2] else 0, k_weight.shape[0] if needs[3] else 0
     some = [next(x for x in pair if x is not None) for pair in (dy, (*dx, q))]  # what stands for what is not computed
     dy_q, dy_k = (some[0] if x is None else x for x in dy)
     dq, dk = (some[1] if x is None else x for x in dx)
-    _backward_kernel[(programs,)](
-        q, k, q_weight, k_weight, dy_q, dy_k, dq, dk, shares, rstd, cos, sin,
-        T, S, T if norm.over_heads else T * hq, sum(widths), widths[0], norm.offset,
+    all_strides = (
         *q.stride()[:3], *k.stride()[:3], *dy_q.stride()[:3], *dy_k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3],
-        *angle_strides(cos, angles), DQ=needs[0], DK=needs[1], DWQ=needs[2], DWK=needs[3], STAGES=STAGES, **config,
+        *angle_strides(cos, angles),
     )  # fmt: skip
+    launch = _backward_launch(
+        q.shape, k.shape[2], widths, all_strides, angles, norm, needs, BACKWARD_TILE, BACKWARD_PER_WARP, STAGES,
+        multiprocessors(q.device) * PROGRAMS,
+    )  # fmt: skip
+    shares = vector(launch.grid[0] * sum(widths), q) if any(widths) else rstd
+    launch(q, k, q_weight, k_weight, dy_q, dy_k, dq, dk, shares, rstd, cos, sin)
     return [*dx, *_weight_gradients(shares, widths, q_weight, k_weight)]
 
 
-def _weight_gradients(shares: Tensor, widths: list[int], q_weight: Tensor, k_weight: Tensor) -> list[Tensor | None]:
+def _weight_gradients(
+    shares: Tensor, widths: tuple[int, int], q_weight: Tensor, k_weight: Tensor
+) -> list[Tensor | None]:
     if not any(widths):
         return [None, None]
     same = q_weight.dtype == k_weight.dtype
-    total = sum_programs(shares, q_weight.dtype if same else torch.float32)[0]
+    total = sum_programs(shares, sum(widths), q_weight.dtype if same else torch.float32)[0]
     parts = zip(total.split(widths), (q_weight, k_weight), strict=True)
     return [part.to(w.dtype) if len(part) else None for part, w in parts]
 
@@ -347,7 +371,7 @@ class QKNormRopeFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *upstream):
-        needs = [needed and upstream[i % 2] is not None for i, needed in enumerate(ctx.needs_input_grad[:4])]
+        needs = tuple(needed and upstream[i % 2] is not None for i, needed in enumerate(ctx.needs_input_grad[:4]))
         gradients = [None] * 4
         if any(needs):
             gradients = _backward(upstream, ctx.saved_tensors, needs, ctx.strides, ctx.angles, ctx.norm)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import empty, first_order
 from ._gated import backward, forward, runs_plain
 
 
@@ -32,7 +32,7 @@ class ReLU2Function(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         (saved,) = ctx.saved_tensors
-        dx = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
+        dx = empty(saved)
         backward(dy, saved, None, dx, None, "relu2" if saved.dtype == torch.float16 else "relu2_output")
         return dx
 

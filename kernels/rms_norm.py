@@ -14,7 +14,7 @@ Source    Zhang & Sennrich 2019, arXiv:1910.07467
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import empty, first_order, vector
 from ._norm import (
     backward_config,
     check_columns,
@@ -25,7 +25,7 @@ from ._norm import (
     sum_programs,
     tile_mask,
 )
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 
 def rms_norm_reference(
@@ -97,21 +97,48 @@ def _backward_kernel(
         tl.store(share_ptr + pid * H + cols, tl.sum(dw, 0), mask=cols < H)
 
 
+def out_dtype(x: Tensor, weight: Tensor | None, cast_before_weight: bool) -> torch.dtype:
+    if not cast_before_weight or weight is None or weight.dtype == x.dtype:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+@remembered
+def _forward_launch(
+    N: int, H: int, stride: int, eps: float, offset: float, has_weight: bool, cast: bool, config: tuple
+) -> Launch:
+    block, tile, warps = config
+    return Launch(
+        _forward_kernel, (-(-N // tile),), stride, N, H, eps, offset, HAS_WEIGHT=has_weight, CAST_FIRST=cast,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, num_warps=warps,
+    )  # fmt: skip
+
+
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
     """(y, x's rows, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride = rows_of(x)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if cast_before_weight and weight is not None else x.dtype
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
-    block, tile, warps = forward_config(H)
-    _forward_kernel[(-(-N // tile),)](
-        rows, x if weight is None else weight.contiguous(), y, rstd, stride, N, H, eps, offset,
-        HAS_WEIGHT=weight is not None, CAST_FIRST=cast_before_weight, EXACT=block == H and N % tile == 0,
-        ROWS=tile, BLOCK_H=block, num_warps=warps,
-    )  # fmt: skip
+    y = empty(x, out_dtype(x, weight, cast_before_weight))
+    rstd = vector(N, x)
+    launch = _forward_launch(N, H, stride, eps, offset, weight is not None, cast_before_weight, forward_config(H))
+    launch(rows, None if weight is None else weight.contiguous(), y, rstd)
     return y, rows, rstd
+
+
+@remembered
+def _backward_launch(
+    N: int, H: int, strides: tuple, offset: float, has_weight: bool, has_add: bool, needs_dx: bool, needs_dw: bool,
+    config: tuple, multiprocessors: int,
+) -> Launch:  # fmt: skip
+    block, tile, warps, per_multiprocessor, stages = config
+    tiles = -(-N // tile)
+    programs = programs_for(tiles, multiprocessors * per_multiprocessor) if needs_dw else tiles
+    return Launch(
+        _backward_kernel, (programs,), *strides, N, H, offset,
+        HAS_WEIGHT=has_weight, HAS_ADD=has_add, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw,
+        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if needs_dw else 1, num_warps=warps,
+    )  # fmt: skip
 
 
 def rms_norm_backward(
@@ -122,21 +149,15 @@ def rms_norm_backward(
     H, N = dy.shape[-1], rstd.shape[0]
     x, stride_x = rows_of(x)
     dy_rows, stride_dy = rows_of(dy)
-    add_rows, stride_add = (dy_rows, 0) if add is None else rows_of(add)
-    dx = torch.empty(dy.shape, dtype=x.dtype, device=dy.device) if needs_dx else None
-    block, tile, warps, per_multiprocessor, stages = backward_config(H, x.element_size())
-    tiles, shares = -(-N // tile), None
-    programs = tiles
-    if needs_dw:
-        programs = programs_for(tiles, multiprocessors(dy.device) * per_multiprocessor)
-        shares = torch.empty(1, programs, H, dtype=torch.float32, device=dy.device)
-    _backward_kernel[(programs,)](
-        dy_rows, x, rstd if weight is None else weight.contiguous(), rstd, add_rows, x if dx is None else dx,
-        rstd if shares is None else shares, stride_dy, stride_x, stride_add, N, H, offset,
-        HAS_WEIGHT=weight is not None, HAS_ADD=add is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw,
-        EXACT=block == H and N % tile == 0, ROWS=tile, BLOCK_H=block, STAGES=stages if needs_dw else 1, num_warps=warps,
+    add_rows, stride_add = (None, 0) if add is None else rows_of(add)
+    dx = empty(dy, x.dtype) if needs_dx else None
+    launch = _backward_launch(
+        N, H, (stride_dy, stride_x, stride_add), offset, weight is not None, add is not None, needs_dx, needs_dw,
+        backward_config(H, x.element_size()), multiprocessors(dy.device),
     )  # fmt: skip
-    return dx, None if shares is None or weight is None else sum_programs(shares, weight.dtype)[0]
+    shares = vector(launch.grid[0] * H, dy) if needs_dw else None
+    launch(dy_rows, x, None if weight is None else weight.contiguous(), rstd, add_rows, dx, shares)
+    return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._autograd import first_order
 from ._chunks import stats_dtype
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 TILE, WARPS = 4096, 4  # elements of q or k a program turns
 
@@ -199,18 +199,26 @@ def _config(hq: int, hk: int, D: int, angles: Angles, tile: int, warps: int) -> 
     )  # fmt: skip
 
 
+@remembered
+def _launch(
+    shape: torch.Size, hk: int, sides: int, strides: tuple[int, ...], angles: Angles, sign: float, tile: int, warps: int
+) -> Launch:
+    B, hq, S, D = shape
+    config = _config(hq, hk, D, angles, tile, warps)
+    blocks = -(-B * S // config["TOKENS_Q"]) * (hq // config["HEADS_Q"])
+    if sides == 2:
+        blocks += -(-B * S // config["TOKENS_K"]) * (hk // config["HEADS_K"])
+    return Launch(_rope_kernel, (blocks,), B * S, S, *strides, sign, **config)
+
+
 def _rotate_triton(sides: list[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, angles: Angles, sign: float) -> None:
     """Turns the first of each of one or two pairs of tensors (B, H, S, D) into the second."""
     (q, q_out), (k, k_out) = sides[0], sides[-1]
-    B, hq, S, D = q.shape
-    config = _config(hq, k.shape[1], D, angles, TILE, WARPS)
-    blocks = -(-B * S // config["TOKENS_Q"]) * (hq // config["HEADS_Q"])
-    if len(sides) == 2:
-        blocks += -(-B * S // config["TOKENS_K"]) * (k.shape[1] // config["HEADS_K"])
-    _rope_kernel[(blocks,)](
-        q, k, q_out, k_out, cos, sin, B * S, S, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3],
-        *k_out.stride()[:3], *angle_strides(cos, angles), sign, **config,
+    strides = (
+        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
     )  # fmt: skip
+    launch = _launch(q.shape, k.shape[1], len(sides), strides, angles, sign, TILE, WARPS)
+    launch(q, k, q_out, k_out, cos, sin)
 
 
 def angle_strides(cos: Tensor, angles: Angles) -> tuple[int, int, int, int]:
