@@ -347,13 +347,13 @@ def test_adapters_on_the_head_are_part_of_the_loss(wrapped):
     trainer = make(model=trainer.model)
     with stored_or_not():
         loss = trainer.compute_loss(trainer.model, dict(batch))
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
     with stored_or_not(), trainer.model.disable_adapter(), torch.no_grad():
         assert abs(trainer.compute_loss(trainer.model, dict(batch)) - want) > 0.05
     loss.backward()
     assert len(names) == 2
     for name, gradient in zip(names, gradients, strict=True):
-        torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_adapters_on_the_head_are_trained():
