@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from .commands import check, configs, convert, env, merge, run
+from .commands import cache, check, configs, convert, env, merge, run
 from .commands._shared import OVERRIDES
 from .errors import ConfigError, LigerTrainerError
 
@@ -24,6 +24,7 @@ app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)
 app.command("schema")(check.schema)
+app.add_typer(cache.app, name="cache")
 
 LAUNCHING = ("run", "resume")
 """Commands that pass what follows `--` on to accelerate's launcher; they find it in `context.obj`."""

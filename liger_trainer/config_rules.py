@@ -28,7 +28,6 @@ CALLED = {
     "lora_rank": "lora_r",
     "lr": "learning_rate",
     "model": "model_name_or_path",
-    "teacher": "teacher_model_name_or_path",
     "teacher_model": "teacher_model_name_or_path",
     "tokenizer_name_or_path": "model_name_or_path, where the tokenizer is read from",
 }
@@ -169,6 +168,27 @@ CONFLICTS = (
         ("num_sample_completions", "fsdp", "deepspeed"),
         lambda v: bool(v["num_sample_completions"] and is_sharded(v.values)),
         "expected 0: a sharded model is not sampled from.",
+    ),
+    Conflict(
+        "teacher",
+        ("teacher", "teacher_cache_dir"),
+        lambda v: v.values.get("teacher") == "cache" and not v["teacher_cache_dir"],
+        "a cache needs teacher_cache_dir, the directory that `liger-trainer cache CONFIG` writes.",
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "teacher"),
+            lambda v, key=key: key in v.given and v["teacher"] != "cache",
+            "has no effect without `teacher: cache`.",
+        )
+        for key in ("teacher_cache_dir", "verify_teacher_cache")
+    ),
+    Conflict(
+        "cache_bits",
+        ("cache_bits", "cache_kind"),
+        lambda v: "cache_bits" in v.given and v["cache_kind"] == "sampled",
+        "has no effect with `cache_kind: sampled`: draws have no log-probabilities.",
     ),
     *(_unreadable(key) for key in ("deepspeed", "fsdp_config", "accelerator_config")),
 )

@@ -148,6 +148,8 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
 
 def _device_map(config: "RunConfig") -> str | None:
     """Straight onto the GPU where one process has it; a student that is built from parts is built on the CPU."""
+    if config.values.get("teacher") == "cache":  # whether the cache belongs to the rows shows before the GPU is needed
+        return None
     state = PartialState()
     alone_on_gpu = state.num_processes == 1 and state.device is not None and state.device.type not in ("cpu", "mps")
     return "auto" if alone_on_gpu and not config.drops_layers() else None

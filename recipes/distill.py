@@ -1,4 +1,4 @@
-"""Distillation from a frozen teacher in the same process: check, load, measure, train, save, measure again."""
+"""Distillation from a frozen teacher or from a cache of one: check, load, measure, train, save, measure again."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ def main(config: RunConfig) -> Path:
 
     Raises:
         ConfigError: the configuration or a model it names is wrong, or teacher and student have different
-            tokenizers; before weights are loaded where possible.
+            tokenizers, or the cache is not of this teacher, tokenizer or data; before weights are loaded where
+            possible, and before the GPU is used.
+        CorruptError: the cache is damaged.
         DataError: the dataset is wrong.
         Interrupted: training was stopped, and a checkpoint saved.
     """
@@ -29,9 +31,9 @@ def main(config: RunConfig) -> Path:
     output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
     data = load_run_datasets(config)
     files = open_model(config, "model_name_or_path")
-    teacher_files = open_model(config, "teacher_model_name_or_path")
+    teacher = open_model(config, "teacher_model_name_or_path") if config["teacher_model_name_or_path"] else None
     check_student(config, files, data)
-    vocabulary = check_same_tokenizer(config, files, teacher_files)
+    vocabulary = check_same_tokenizer(config, files, teacher) if teacher else None
     args = config.training_args()
     print_plan(console, config, data.facts, vocabulary)
 
@@ -39,7 +41,7 @@ def main(config: RunConfig) -> Path:
     with clock("load"), loading, config.refusals("LigerDistillTrainer"):
         trainer = LigerDistillTrainer(
             load_student(config, files),
-            teacher_model=teacher_files.path,
+            teacher_model=teacher.path if teacher else None,
             args=args,
             train_dataset=data.train,
             eval_dataset=data.test,
@@ -49,10 +51,11 @@ def main(config: RunConfig) -> Path:
     prompts = held_out_prompts(config, data, files.tokenizer)
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
 
-    with clock("complete_by_teacher"):
-        taught = complete(
-            trainer.accelerator.unwrap_model(trainer.teacher), files.tokenizer, prompts, config["max_new_tokens"]
-        )
+    taught = None
+    if trainer.teacher is not None:
+        with clock("complete_by_teacher"):
+            live = trainer.accelerator.unwrap_model(trainer.teacher)
+            taught = complete(live, files.tokenizer, prompts, config["max_new_tokens"])
     before, training = train(trainer, config, checkpoint, measure_now, clock)
     with clock("save"):
         save_student(trainer, config, output_dir)
@@ -72,5 +75,6 @@ def main(config: RunConfig) -> Path:
         log_history=trainer.state.log_history,
     )
     finish(trainer, config, output_dir, results)
-    print_results(console, results, DISTILL_ROWS, output_dir)
+    known = tuple(row for row in DISTILL_ROWS if row.metric in before.metrics)  # a cache does not determine all
+    print_results(console, results, known, output_dir)
     return output_dir

@@ -38,7 +38,7 @@ def test_ls_names_and_describes_the_built_in_configurations(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == list(built_in_configs())
     assert set(built_in_configs()) == {
-        f"smollm2/{name}" for name in ("sft_full", "sft_lora", "distill_layerdrop", "distill_lora")
+        f"smollm2/{name}" for name in ("sft_full", "sft_lora", "distill_cached", "distill_layerdrop", "distill_lora")
     }
     assert all(len(line.split()) > 4 for line in printed)
 
