@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from ..config_rules import FORMER
+from ..config_rules import FORMER, GONE, renamed
 from ..config_schema import shipped_schema
 from ..config_source import Finding, Setting, read_settings
-from ..config_types import read
+from ..config_types import kinds, read
 from ..errors import ConfigError
 
 Settings = dict[str, Any]
@@ -85,10 +85,17 @@ class Converted:
         settings = dict(sorted(self.settings.items(), key=lambda item: order.index(item[0])))
         text = f"# Converted from {self.tool}: {self.label}\n"
         text += yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
-        for title, findings in (("Not converted", self.lost), ("To check", self.notes), ("Not needed", self.unneeded)):
-            if findings:
-                lines = "\n".join(str(finding) for finding in findings)
-                text += f"\n# {title}:\n" + "".join(f"#   {line}\n" for line in lines.splitlines())
+        not_needed: dict[str, list[str]] = {}
+        for finding in self.unneeded:
+            not_needed.setdefault(finding.message, []).append(finding.key)
+        comments = {
+            "Not converted": [str(finding) for finding in self.lost],
+            "To check": [str(finding) for finding in self.notes],
+            "Not needed": [f"{', '.join(names)}: {reason}" for reason, names in not_needed.items()],
+        }
+        for title, lines in comments.items():
+            if lines:
+                text += f"\n# {title}:\n" + "".join(f"#   {line}\n" for line in lines)
         return text
 
 
@@ -99,7 +106,7 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
         ConfigError: no YAML mapping, or nothing in it that the tool's table knows.
     """
     settings, findings = read_settings(text, label)
-    source = Source(dict(_flat(settings)), dict(_flat_places(settings)), label)
+    source = Source(dict(_flat(settings, tool)), dict(_flat_places(settings)), label)
     source.values = {name: _interpolated(value, source.values) for name, value in source.values.items()}
     here: Settings = {}
     lost, unneeded = list(findings), []
@@ -108,6 +115,9 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
         try:
             here.update(_converted(name, value, source, tool))
         except NotHere as reason:
+            lost.append(Finding(source.places[name], name, f"{_short(value)}: {reason}"))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a value of another form
+            reason = f"not what {tool.name} has here ({type(error).__name__}: {error})."
             lost.append(Finding(source.places[name], name, f"{_short(value)}: {reason}"))
         except _Unneeded as reason:
             unneeded.append(Finding(source.places[name], name, str(reason)))
@@ -135,30 +145,29 @@ def _converted(name: str, value: Any, source: Source, tool: Tool) -> Settings:
     for table, outcome in ((tool.unneeded, _Unneeded), (tool.unsupported, NotHere)):
         for known, reason in table.items():
             if name == known or (known.endswith(".") and name.startswith(known)):
+                if outcome is NotHere and not value:  # switched off
+                    return {}
                 raise outcome(reason)
-    for prefix in tool.passes:
-        own = name.removeprefix(prefix)
-        if name.startswith(prefix) and own in FORMER:
-            return _former(own, value)
-        if name.startswith(prefix) and own in shipped_schema().keys:
-            if shipped_schema().keys[own].section == "sampling":
-                raise NotHere("nothing is generated in training; the completions in the rows are distilled.")
-            return {own: value}
-    raise NotHere("no counterpart is known.")
+    own = next((name.removeprefix(prefix) for prefix in tool.passes if name.startswith(prefix)), "")
+    if own in GONE:
+        raise _Unneeded(f"{GONE[own]}.")
+    if own in FORMER:
+        now, setting, _ = renamed(own, Setting(value, ""))
+        return {now: setting.value}
+    if own not in shipped_schema().keys:
+        raise NotHere("no counterpart is known.")
+    if shipped_schema().keys[own].section == "sampling":
+        raise NotHere("nothing is generated in training; the completions in the rows are distilled.")
+    return {own: value}
 
 
-def _former(name: str, value: Any) -> Settings:
-    from ..config_rules import renamed
-
-    now, setting, _ = renamed(name, Setting(value, ""))
-    return {now: setting.value}
-
-
-def _flat(settings: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, by its dotted name; lists stay whole."""
+def _flat(settings: Mapping[str, Setting], tool: Tool) -> Iterator[tuple[str, Any]]:
+    """Values by their dotted names; a list stays whole, and so does a mapping that the table reads as one."""
+    mappings = {name for name, key in shipped_schema().keys.items() if "object" in kinds(key.rule)}
+    whole = {*tool.names, *tool.values, *(prefix + name for prefix in tool.passes for name in mappings)}
 
     def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and name not in whole:
             for key, item in value.items():
                 yield from walk(f"{name}.{key}", item)
         else:

@@ -32,7 +32,7 @@ def _datasets(value: Any, source: Source) -> Settings:
             raise NotHere("several data_files of one dataset; join them, or list them as datasets of their own.")
         path = files or entry["path"]
         entries.append({"path": path, "name": entry.get("name"), "split": entry.get("split")})
-    return {**datasets_of(entries), **here} if entries else {}
+    return {**datasets_of(entries, source), **here} if entries else {}
 
 
 def _adapter(value: Any, source: Source) -> Settings:
@@ -97,7 +97,7 @@ def _template(value: Any, source: Source) -> Settings:
 def _sharded(value: Any, source: Source) -> Settings:
     if not value:
         return {}
-    version = source.get("fsdp_version") or source.get("fsdp_config.fsdp_version")
+    version = source.get("fsdp_version") or source.get("fsdp_config", {}).get("fsdp_version")
     source.note(f"{_SHARDING} What fsdp_config says in detail goes into such a file.")
     return {"accelerate_config": "fsdp2" if version == 2 else "fsdp1"}
 
@@ -191,7 +191,7 @@ TOOL = Tool(
         "kd_temperature": _LOGPROBS,
         "kd_online_server_base_url": _LOGPROBS,
         "kd_online_topk": _LOGPROBS,
-        "fsdp_config.": _SHARDING,
+        "fsdp_config": _SHARDING,
         "lora_model_dir": "merge that adapter first: liger-trainer merge RUN_DIR OUT.",
         "rl": "only supervised fine-tuning and distillation have a recipe.",
         "special_tokens.": "only eos_token and pad_token can be set.",

@@ -49,20 +49,13 @@ def _evaluation(value: Any, source: Source) -> Settings:
     return {"dataset_test_split": value} if source.reading.endswith(".split") and value else {}
 
 
-def _teacher_options(value: Any, source: Source) -> Settings:
-    prefix = "teacher.kwargs."
-    given = {name.removeprefix(prefix): item for name, item in source.values.items() if name.startswith(prefix)}
-    return {"teacher_model_init_kwargs": _dtype_named(given)}
+def _options(key: str) -> Any:
+    """Keywords of `from_pretrained`."""
 
+    def function(value: Any, source: Source) -> Settings:
+        return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in (value or {}).items()}}
 
-def _model_options(value: Any, source: Source) -> Settings:
-    prefix = "model_kwargs."
-    given = {name.removeprefix(prefix): item for name, item in source.values.items() if name.startswith(prefix)}
-    return {"model_init_kwargs": _dtype_named(given)}
-
-
-def _dtype_named(options: Settings) -> Settings:
-    return {"dtype" if name == "torch_dtype" else name: value for name, value in options.items()}
+    return function
 
 
 def _attention(value: Any, source: Source) -> Settings:
@@ -97,8 +90,8 @@ TOOL = Tool(
         "dataset.eval_dataset.disk_path": _evaluation,
         "dataset.eval_dataset.split": _evaluation,
         "use_flash_attention": _attention,
-        **{f"teacher.kwargs.{name}": _teacher_options for name in ("dtype", "torch_dtype", "attn_implementation")},
-        **{f"model_kwargs.{name}": _model_options for name in ("dtype", "torch_dtype", "attn_implementation")},
+        "teacher.kwargs": _options("teacher_model_init_kwargs"),
+        "model_kwargs": _options("model_init_kwargs"),
     },
     unneeded={
         "dataset.prepared_dataset_path": "prepared rows are kept by datasets' own cache.",

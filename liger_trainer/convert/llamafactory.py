@@ -43,9 +43,9 @@ def _datasets(value: Any, source: Source) -> Settings:
             entries.append({"path": about.get("hf_hub_url", name), "name": about.get("subset")})
         if not about:
             source.note(f"{name} is a name in {_TABLE}, which was not found; put its file or hub id here.")
-        if about.get("formatting", "alpaca") == "alpaca":
+        elif about.get("formatting", "alpaca") == "alpaca":
             source.note(f"{name}: {ALPACA}")
-    return datasets_of(entries)
+    return datasets_of(entries, source)
 
 
 def _quantized(value: Any, source: Source) -> Settings:
@@ -102,8 +102,6 @@ TOOL = Tool(
         "preprocessing_num_workers": "dataset_num_proc",
         "lora_rank": "lora_r",
         "lora_alpha": "lora_alpha",
-        "additional_target": "lora_modules_to_save",
-        "resize_vocab": "resize_vocab",
     },
     values={
         "stage": _stage,

@@ -12,12 +12,15 @@ ALPACA = (
 )
 
 
-def datasets_of(entries: list[dict[str, Any]]) -> Settings:
-    """One dataset as dataset_name, several as a mixture. An entry has `path`, and may have name and split."""
+def datasets_of(entries: list[dict[str, Any]], source: Source) -> Settings:
+    """One dataset as dataset_name; several, or a part of a split, as a mixture. An entry has a path, and may have a
+    name and a split."""
     entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
-    if len(entries) == 1:
+    if len(entries) == 1 and "[" not in entries[0].get("split", ""):
         here = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
         return {here[key]: value for key, value in entries[0].items()}
+    if len(entries) > 1:
+        source.note("the rows of all these datasets need the same columns.")
     return {"datasets": [_in_mixture(entry) for entry in entries]}
 
 

@@ -93,6 +93,11 @@ def _dataset(value: Any, source: Source) -> Settings:
     return {"dataset_name": where or _DATASETS[name]}
 
 
+def _optimizer(value: Any, source: Source) -> Settings:
+    here = optimizer(value, source)
+    return {"optim": "adamw_torch_fused"} if here["optim"] == "adamw_torch" and source.get("optimizer.fused") else here
+
+
 def _betas(value: Any, source: Source) -> Settings:
     return {"adam_beta1": value[0], "adam_beta2": value[1]}
 
@@ -170,7 +175,7 @@ TOOL = Tool(
         "dtype": _precision,
         "clip_grad_norm": _clipping,
         "max_steps_per_epoch": _steps,
-        "optimizer._component_": optimizer,
+        "optimizer._component_": _optimizer,
         "optimizer.betas": _betas,
         "lr_scheduler._component_": _schedule,
         "kd_loss._component_": _distillation,
@@ -188,6 +193,7 @@ TOOL = Tool(
                 "model.lora_attn_modules",
                 "model.apply_lora_to_mlp",
                 "model.apply_lora_to_output",
+                "optimizer.fused",
                 "kd_ratio",
                 "kd_loss.sym_kd_ratio",
                 "dataset.source",
@@ -203,7 +209,6 @@ TOOL = Tool(
         "tokenizer.": "the tokenizer of the model's directory is used.",
         "loss.": "the cross-entropy is always computed in chunks, without logits.",
         "kd_loss.": "the divergence is always computed in chunks, without logits.",
-        "optimizer.fused": "adamw_torch_fused is TRL's default.",
         "shuffle": "training rows are always shuffled.",
         "metric_logger.log_dir": "logs are in output_dir.",
         "log_level": "see log_level of transformers.",

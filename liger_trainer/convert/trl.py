@@ -32,14 +32,10 @@ TOOL = Tool(
     values={"lmbda": _on_policy_share, "seq_kd": _on_policy_share},
     unneeded={
         "use_liger_kernel": "the layers and the loss are fused anyway.",
-        "include_tokens_per_second": "tokens per second are always counted.",
-        "save_safetensors": "weights are always saved as safetensors.",
     },
     unsupported={
         "max_new_tokens": f"{_OFF_POLICY} The key of this name here is the length of sample completions.",
-        "logging_dir": "trackers choose their own; set TENSORBOARD_LOGGING_DIR under `env`.",
         "dataset_streaming": "every row is checked before training, so a stream is not supported.",
-        "dataset_batch_size": "rows are tokenized in batches of datasets' own size.",
     },
     passes=("",),
     defaults=_defaults,

@@ -1,0 +1,236 @@
+"""Configurations of five other tools, as their users write them: what they become, what is lost; the result is valid."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from liger_trainer.commands.convert import Origin
+from liger_trainer.config_schema import shipped_schema
+from liger_trainer.convert import Converted, convert
+from liger_trainer.errors import ConfigError
+from liger_trainer.run_config import check_text
+
+FILES = Path(__file__).parent / "foreign_configs"
+ORIGINS = [origin.value for origin in Origin]
+
+
+def table(origin: str):
+    return importlib.import_module(f"liger_trainer.convert.{origin}").TOOL
+
+
+def converted(origin: str, text: str | None = None) -> Converted:
+    path = FILES / f"{origin}.yaml"
+    return convert(path.read_text() if text is None else text, path.name, table(origin))
+
+
+def settings(origin: str, text: str) -> dict:
+    return converted(origin, text).settings
+
+
+EXPECTED = {
+    "trl": {
+        "recipe": "distill",
+        "dtype": "bfloat16",
+        "env": {"WANDB_PROJECT": "small-students"},
+        "warmup_steps": 0.05,
+        "beta": 1.0,  # DistillationConfig's default
+        "scale_loss_by_temperature_squared": False,  # TRL does not
+        "learning_rate": 2e-5,
+        "temperature": 0.9,
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "accelerate_config": "zero2",
+        "num_processes": 4,
+    },
+    "torchtune": {
+        "recipe": "distill",
+        "model_name_or_path": "/tmp/Qwen2-0.5B-Instruct",
+        "teacher_model_name_or_path": "/tmp/Qwen2-1.5B-Instruct",
+        "lora_r": 32,
+        "lora_target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "losses": [{"type": "forward_kl", "weight": 0.25}, {"type": "ce", "weight": 0.75}],
+        "max_steps": 1000,  # 500 in each of two epochs
+        "max_grad_norm": 0.0,  # null: not clipped
+        "optim": "adamw_torch_fused",
+        "learning_rate": 3e-4,
+        "packing": True,
+        "max_length": 4096,
+        "output_dir": "/tmp/torchtune/qwen2_kd",
+        "bf16": True,
+        "dtype": "bfloat16",
+    },
+    "axolotl": {
+        "recipe": "sft",
+        "model_name_or_path": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "use_peft": True,
+        "load_in_4bit": True,
+        "lora_target_modules": "all-linear",
+        "datasets": [
+            {"path": "mlabonne/FineTome-100k", "split": "train[:20%]"},
+            {"path": "json", "data_files": "./notes.jsonl"},
+        ],
+        "holdout_fraction": 0.02,
+        "assistant_only_loss": True,
+        "eval_strategy": "steps",
+        "eval_steps": pytest.approx(1 / 6, abs=1e-6),  # twice in each of three epochs
+        "save_strategy": "epoch",
+        "attn_implementation": "flash_attention_2",
+        "per_device_train_batch_size": 2,
+        "warmup_steps": 0.1,
+        "pad_token": "<|im_end|>",
+    },
+    "distillkit": {
+        "recipe": "distill",
+        # weights are divided by their sum, 2; hs_cosine has no counterpart
+        "losses": [{"type": "ce", "weight": 0.25}, {"type": "forward_kl", "weight": 0.5}],
+        "temperature": 2.0,
+        "teacher_model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
+        "dataset_test_split": "validation",
+        "max_eval_rows": 500,
+        "max_length": 8192,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "warmup_steps": 0.025,
+    },
+    "llamafactory": {
+        "recipe": "sft",
+        "use_peft": True,
+        "load_in_4bit": True,
+        "lora_r": 16,
+        "lora_alpha": 32,  # twice the rank, unless said
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "datasets": [{"path": "identity"}, {"path": "my_chats"}],
+        "holdout_fraction": 0.1,
+        "max_length": 4096,
+        "packing": True,
+        "dtype": "bfloat16",
+    },
+}
+LOST = {
+    "trl": {"max_completion_length", "use_vllm"},
+    "torchtune": set(),
+    "axolotl": {"chat_template", "early_stopping_patience", "special_tokens.unk_token"},
+    "distillkit": {"layer_mapping"},
+    "llamafactory": {"max_samples"},
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_real_configuration(origin):
+    result = converted(origin)
+    assert {key: result.settings.get(key) for key in EXPECTED[origin]} == EXPECTED[origin]
+    assert {finding.key for finding in result.lost} == LOST[origin]
+    for finding in result.lost:  # each with the line it stands on
+        line = (FILES / finding.where.partition(":")[0]).read_text().splitlines()[int(finding.where.split(":")[1]) - 1]
+        assert finding.key.rpartition(".")[2] in line
+
+    written = result.to_yaml()
+    assert yaml.safe_load(written) == json.loads(json.dumps(result.settings))
+    assert all(f"#   {finding}" in written for finding in result.lost)
+    checked = check_text(written, "converted.yaml")
+    assert {key: checked[key] for key in EXPECTED[origin]} == EXPECTED[origin]
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_setting_that_no_table_knows_is_told(origin):
+    result = converted(origin, (FILES / f"{origin}.yaml").read_text() + "\nfrobnication: 3\n")
+    assert "frobnication: 3: no counterpart is known." in [f"{f.key}: {f.message}" for f in result.lost]
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_tables_name_keys_that_exist(origin):
+    tool, keys = table(origin), shipped_schema().keys
+    assert set(tool.names.values()) <= keys.keys()
+    told = [set(tool.names), set(tool.values), set(tool.unneeded), set(tool.unsupported)]
+    assert sum(map(len, told)) == len(set.union(*told)), "a name is in two tables"
+
+
+def test_trl_distillation_and_gkd_start_from_other_defaults():
+    teacher = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\n"
+    stable = settings("trl", teacher)
+    assert (stable["beta"], stable["learning_rate"]) == (1.0, 1e-6)
+    gkd = converted("trl", teacher + "lmbda: 0.5\nseq_kd: false\nmax_new_tokens: 128\n")
+    assert gkd.settings["beta"] == 0.5 and "max_new_tokens" not in gkd.settings
+    assert {finding.key for finding in gkd.lost} == {"lmbda", "max_new_tokens"}
+    assert settings("trl", "model_name_or_path: s\ndataset_name: d\n")["recipe"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("origin", "text", "key", "value"),
+    [
+        ("torchtune", "dtype: fp32\n", "bf16", False),
+        ("torchtune", "clip_grad_norm: 0.5\n", "max_grad_norm", 0.5),
+        ("torchtune", "optimizer: {_component_: torch.optim.AdamW}\n", "weight_decay", 0.01),  # torch's default
+        ("torchtune", "optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}\n", "optim", "paged_adamw_8bit"),
+        ("torchtune", "model: {_component_: torchtune.models.llama3.qlora_llama3_8b}\n", "load_in_4bit", True),
+        ("torchtune", "batch_size: 2\n", "gradient_checkpointing", False),  # off unless switched on
+        (
+            "torchtune",
+            "kd_loss: {_component_: a.SymmetricKLLoss, sym_kd_ratio: 0.75}\nkd_ratio: 1.0\n",
+            "losses",
+            [{"type": "forward_kl", "weight": 0.75}, {"type": "reverse_kl", "weight": 0.25}],
+        ),
+        (
+            "torchtune",
+            "dataset: {_component_: a.chat_dataset, source: json, data_files: x.json}\n",
+            "dataset_name",
+            "x.json",
+        ),
+        ("axolotl", "bf16: full\n", "bf16", True),
+        ("axolotl", "base_model: m\n", "max_length", 512),
+        ("axolotl", "base_model: m\n", "warmup_steps", 0.03),
+        ("axolotl", "saves_per_epoch: 0\n", "save_strategy", "no"),
+        ("axolotl", "gradient_checkpointing: offload\n", "activation_offloading", True),
+        ("axolotl", "datasets: [{path: d, type: completion}]\n", "dataset_name", "d"),
+        ("axolotl", "datasets: [{path: d, split: 'train[:5%]'}]\n", "datasets", [{"path": "d", "split": "train[:5%]"}]),
+        ("axolotl", "fsdp_version: 2\nfsdp: [full_shard]\n", "accelerate_config", "fsdp2"),
+        ("distillkit", "model: m\n", "losses", [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]),
+        ("distillkit", "loss_functions: [{function: jsd, weight: 3.0}]\n", "losses", [{"type": "jsd", "weight": 1.0}]),
+        ("distillkit", "loss_functions: [{function: jsd, weight: 3.0}]\n", "beta", 0.5),
+        ("llamafactory", "finetuning_type: lora\nlora_target: all\n", "lora_target_modules", "all-linear"),
+        ("llamafactory", "stage: sft\nlogging_steps: 3\n", "lora_r", 8),
+        ("llamafactory", "finetuning_type: full\nlogging_steps: 3\n", "use_peft", None),
+        ("llamafactory", "disable_gradient_checkpointing: true\n", "gradient_checkpointing", False),
+    ],
+)
+def test_one_setting(origin, text, key, value):
+    assert settings(origin, text).get(key) == value
+
+
+@pytest.mark.parametrize(
+    ("origin", "text", "reason"),
+    [
+        ("torchtune", "batch_size: 1\nresume_from_checkpoint: true\n", "checkpoints of torchtune cannot be continued"),
+        ("torchtune", "batch_size: 1\noptimizer: {_component_: my.Lion9}\n", "no such optimizer"),
+        ("torchtune", "batch_size: 1\nmax_steps_per_epoch: soon\n", "not what torchtune has here"),
+        ("axolotl", "base_model: m\nkd_trainer: true\n", "name a teacher in teacher_model_name_or_path"),
+        ("axolotl", "base_model: m\nadapter: ia3\n", "expected lora or qlora"),
+        ("distillkit", "model: m\nteacher: {kind: dataset}\n", "captured with DistillKit cannot be read"),
+        ("llamafactory", "cutoff_len: 9\nval_size: 500\n", "a number of rows"),
+    ],
+)
+def test_what_cannot_be_said_here_is_told(origin, text, reason):
+    (finding,) = converted(origin, text).lost
+    assert reason in finding.message and finding.where == f"{origin}.yaml:2"
+
+
+def test_a_switched_off_option_is_no_loss():
+    assert converted("axolotl", "base_model: m\nrl:\nkd_trainer: false\nearly_stopping_patience: 0\n").lost == []
+
+
+def test_llamafactory_finds_files_in_its_table(tmp_path):
+    table_of_rows = {"chats": {"file_name": "chats.jsonl", "formatting": "sharegpt"}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table_of_rows))
+    text = "stage: sft\ndataset: chats\n"
+    result = convert(text, str(tmp_path / "train.yaml"), table("llamafactory"))
+    assert result.settings["dataset_name"] == str(tmp_path / "data" / "chats.jsonl") and result.notes == []
+
+
+def test_what_is_no_configuration_of_that_tool():
+    with pytest.raises(ConfigError, match="nothing in it is known as a setting of DistillKit"):
+        converted("distillkit", "learning_rte: 3\n")
+    with pytest.raises(ConfigError, match="only sft converts, got 'dpo'"):
+        converted("llamafactory", "stage: dpo\n")
