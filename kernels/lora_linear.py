@@ -37,7 +37,7 @@ def lora_linear_reference(
     unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """What the op must equal, in plain torch: each adapter computes in its own dtype, the result has the base's."""
-    base = y = F.linear(x, weight if unpack is None else unpack(weight), bias)
+    base = y = F.linear(x, weight if unpack is None else unpack(weight).to(x.dtype), bias)
     for a, b, scale in adapters:
         y = y + F.linear(F.linear(x.to(a.dtype), a), b) * scale
     return y.to(base.dtype)
@@ -109,7 +109,7 @@ def lora_linear(
         weight: (O, K), frozen, in x's dtype; any under autocast. With `unpack`, what that takes.
         bias: (O,) or None, frozen, as weight.
         adapters: (a (r, K), b (O, r), scale) each; none: the linear layer alone. Ranks and dtypes may differ.
-        unpack: makes the dense (O, K) weight of a packed one. Called in forward and again in backward.
+        unpack: makes the dense (O, K) weight, in any dtype, of a packed one. Called in forward and again in backward.
 
     Returns:
         (..., O), in x's dtype, or autocast's.

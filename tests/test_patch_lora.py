@@ -1,0 +1,296 @@
+"""patch_lora: which layers run on our ops, when PEFT's forward runs instead, and what the report says."""
+
+import copy
+import importlib.util
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
+from torch import nn
+
+from liger_trainer import patch_lora
+from liger_trainer.kernels import _triton
+from liger_trainer.patching import patch
+
+on_triton = pytest.mark.skipif(not _triton.INTERPRETED, reason="the MLP's autograd function needs Triton")
+LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
+
+
+def wrapped(model: Any, autocast_adapter_dtype: bool = True, **options) -> Any:
+    torch.manual_seed(1)
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=autocast_adapter_dtype).train()
+
+
+def loss_and_gradients(model: Any) -> tuple[float, dict]:
+    loss = model(**masked_batch()).loss
+    return loss.item(), named_gradients(model, loss)
+
+
+def assert_as_plain(model: Any, plain: Any) -> None:
+    (loss, gradients), (want_loss, want) = loss_and_gradients(model), loss_and_gradients(plain)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert_same_gradients(gradients, want)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter[str]:
+    """How often our ops and PEFT's forward run, by name."""
+    counter: Counter[str] = Counter()
+
+    def counting(name, function):
+        def run(*args, **kwargs):
+            counter[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    for name in ("lora_linear", "lora_mlp"):
+        monkeypatch.setattr(patch_lora, name, counting(name, getattr(patch_lora, name)))
+    patch_lora._disproof()  # which calls the forward itself
+    monkeypatch.setattr(LoraLinear, "forward", counting("peft", LoraLinear.forward))
+    return counter
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_every_layer_on_our_ops(family, calls):
+    """Per layer, four projections of attention and one MLP. Through Triton, where the interpreter has it."""
+    plain, model = wrapped(tiny_model(family)), wrapped(tiny_model(family))
+    patched = patch(model, LORA_ONLY)
+    assert patched.report.swapped["LoRA linear"] == 14 and patched.report.swapped["LoRA MLP"] == 2
+    assert not patched.report.left_alone
+    loss_and_gradients(model)
+    assert calls == {"lora_linear": 8, "lora_mlp": 2}
+    assert_as_plain(model, plain)
+
+
+@on_triton
+def test_the_mlp_is_one_function():
+    model = wrapped(tiny_model())
+    patch(model, LORA_ONLY)
+    mlp = model.base_model.model.model.layers[0].mlp
+    out = mlp(torch.randn(2, 32, requires_grad=True))
+    assert "LoraMLPFunction" in str([node for node, _ in out.grad_fn.next_functions] + [out.grad_fn])
+
+
+def test_adapters_added_later_reach_the_mlp(calls):
+    """PEFT's new layers have PEFT's forward, and the report of `patch`, made before, says nothing of them."""
+    plain, model = wrapped(tiny_model()), tiny_model()
+    patched = patch(model)
+    model = wrapped(model)
+    assert not any("LoRA" in kind for kind in patched.report.swapped)
+    assert_as_plain(model, plain)
+    assert calls == {"lora_mlp": 2, "peft": 8 + 14}  # 14 of the plain model
+
+
+def test_patched_again_after_wrapping(calls):
+    model = tiny_model()
+    patch(model).undo()
+    model = wrapped(model)
+    patch(model)
+    loss_and_gradients(model)
+    assert calls == {"lora_linear": 8, "lora_mlp": 2}
+
+
+def test_lora_option_off(calls):
+    model = wrapped(tiny_model())
+    report = patch(model, lora=False).report
+    loss_and_gradients(model)
+    assert calls == {"peft": 14} and not any("LoRA" in kind for kind in report.swapped)
+
+
+def disable(model, layer):
+    model.base_model.disable_adapter_layers()
+
+
+def merge(model, layer):
+    layer.merge()
+
+
+def train_base(model, layer):
+    layer.base_layer.weight.requires_grad_()
+
+
+def hook(model, layer):
+    layer.lora_A.default.register_forward_hook(lambda *_: None)
+
+
+def hook_base(model, layer):
+    layer.base_layer.register_forward_pre_hook(lambda *_: None)
+
+
+def another_forward(model, layer):
+    layer.base_layer.forward = lambda x: nn.functional.linear(x, layer.base_layer.weight)
+
+
+def no_cast(model, layer):
+    layer.cast_input_dtype_enabled = False
+
+
+def dropout(model, layer):
+    layer.lora_dropout["default"] = nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize("change", [merge, train_base, hook, hook_base, another_forward, no_cast, dropout])
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])
+def test_what_runs_pefts_forward(change, name, calls):
+    """One layer in a state that the ops do not know, changed after patching: the others stay on them."""
+    plain, model = wrapped(tiny_model()), wrapped(tiny_model())
+    patch(model, LORA_ONLY)
+    for each in (plain, model):
+        change(each, each.get_submodule(f"base_model.model.model.layers.1.{name}"))
+    torch.manual_seed(5)
+    loss, gradients = loss_and_gradients(model)
+    in_mlp = "mlp" in name
+    assert calls == {"lora_linear": 10 if in_mlp else 7, "lora_mlp": 1 if in_mlp else 2, "peft": 1}
+    torch.manual_seed(5)
+    want_loss, want = loss_and_gradients(plain)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert_same_gradients(gradients, want)
+
+
+def test_disabled_adapters_are_the_base_model(calls):
+    model, base = wrapped(tiny_model()), tiny_model()
+    patch(model, LORA_ONLY)
+    with model.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(model(**masked_batch()).loss, base(**masked_batch()).loss)
+    assert calls == {"peft": 14}
+    loss_and_gradients(model)
+    assert calls == {"peft": 14, "lora_linear": 8, "lora_mlp": 2}
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+def test_hooks_on_an_mlps_children_run(name):
+    """A layer with a hook is called, so that the hook sees what it would."""
+    model, seen = wrapped(tiny_model()), []
+    patch(model, LORA_ONLY)
+    layer = model.base_model.model.model.layers[0].mlp.get_submodule(name)
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    loss_and_gradients(model)
+    assert len(seen) == 1
+
+
+REASONS = {
+    "dora": ({"use_dora": True}, "DoraLinearVariant, not plain LoRA"),
+    "dropout": ({"lora_dropout": 0.1}, "lora_dropout is 0.1; 0 takes the fused path"),
+    "lora_bias": ({"lora_bias": True}, r"an adapter has a bias \(lora_bias\)"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_the_report_says_why(case, training):
+    """Also of a model in eval mode, which is trained later."""
+    options, reason = REASONS[case]
+    model = wrapped(tiny_model("phi"), **{**options, "target_modules": ["q_proj"]}).train(training)
+    report = patch(model).report
+    assert "LoRA linear" not in report.swapped and list(report.left_alone) == ["LoRA on q_proj"]
+    assert re.search(f"PEFT's forward runs: .*{reason}", report.left_alone["LoRA on q_proj"])
+
+
+def test_other_kinds_of_lora_layers_are_reported():
+    model = wrapped(tiny_model(), target_modules=["embed_tokens", "q_proj"])
+    report = patch(model).report
+    assert report.swapped["LoRA linear"] == 2
+    assert report.left_alone == {"LoRA on embed_tokens": "PEFT's forward runs: lora.Embedding is another kind of layer"}
+
+
+def test_the_output_head_is_left_to_the_loss():
+    model = wrapped(tiny_model(), target_modules=["lm_head", "q_proj"])
+    report = patch(model).report
+    assert report.swapped["LoRA linear"] == 2
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_a_peft_that_computes_something_else_is_left_alone(monkeypatch):
+    forward = LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: forward(self, x) * 1.001)
+    monkeypatch.setattr(patch_lora, "_disproof", patch_lora._disproof.__wrapped__)
+    model = wrapped(tiny_model(), target_modules=["q_proj"])
+    report = patch(model).report
+    assert "LoRA linear" not in report.swapped
+    assert "values differ" in report.left_alone["LoRA on q_proj"]
+
+
+def test_the_proof_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    assert patch_lora._disproof.__wrapped__() is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_else_is_touched_and_undo_gives_all_back():
+    model, other = wrapped(tiny_model()), wrapped(tiny_model())
+    before = [{name: id(value) for name, value in vars(m).items()} for m in model.modules()]
+    forward = LoraLinear.forward
+    patched = patch(model)
+    assert LoraLinear.forward is forward
+    assert not any("forward" in vars(m) for m in other.modules())
+    patched.undo()
+    assert [{name: id(value) for name, value in vars(m).items()} for m in model.modules()] == before
+
+
+def test_a_copy_runs_on_its_own_tensors():
+    model = wrapped(tiny_model())
+    patch(model, LORA_ONLY)
+    twin = copy.deepcopy(model)
+    for name, parameter in twin.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    want = tiny_model()(**masked_batch()).loss.item()
+    assert loss_and_gradients(twin)[0] == pytest.approx(want, rel=1e-6) != loss_and_gradients(model)[0]
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_within_twice_pefts_error(adapters, autocast):
+    """A bf16 base with PEFT's default adapters (fp32) and with bf16 ones: gradients against the model in fp64."""
+    base = tiny_model(dtype=torch.bfloat16)
+    plain = wrapped(base, autocast_adapter_dtype=adapters == torch.float32)
+    truth = copy.deepcopy(plain).double()
+    model = copy.deepcopy(plain)
+    patch(model, LORA_ONLY)
+    results = []
+    for each in (truth, plain, model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and each is not truth):
+            loss = each(**masked_batch()).loss
+        results.append(named_gradients(each, loss))
+    want, theirs, ours = results
+    assert {g.dtype for g in ours.values()} == {adapters}
+    error = [sum((g[name].double() - want[name]).norm() ** 2 for name in want) for g in (ours, theirs)]
+    assert error[0] <= 4 * error[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_qlora(dtype, calls):
+    """A 4-bit base: the same loss and gradients, and no dense weight is kept for the backward."""
+    from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def quantised() -> Any:
+        model = tiny_model(dtype=dtype, hidden_size=64, intermediate_size=64)
+        for name, module in list(model.model.named_modules()):
+            if isinstance(module, nn.Linear):
+                layer = Linear4bit(module.in_features, module.out_features, bias=False, compute_dtype=dtype)
+                layer.load_state_dict(module.state_dict())
+                parent, _, child = name.rpartition(".")
+                setattr(model.model.get_submodule(parent), child, layer)
+        model.is_loaded_in_4bit = True
+        return wrapped(model.to(device))  # pyright: ignore[reportArgumentType]
+
+    plain, model = quantised(), quantised()
+    report = patch(model, LORA_ONLY).report
+    assert report.swapped["LoRA linear"] == 14 and report.swapped["LoRA MLP"] == 2, str(report)
+    batch = {name: x.to(device) for name, x in masked_batch().items()}
+    losses = [each(**batch).loss for each in (plain, model)]
+    want, got = (named_gradients(each, loss) for each, loss in zip((plain, model), losses, strict=True))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
+    assert_same_gradients(got, want, tolerance)
+    assert calls == {"lora_linear": 8, "lora_mlp": 2}
