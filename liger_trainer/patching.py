@@ -5,6 +5,7 @@ swapped. Nothing but the given object is touched; `undo()` gives it back as it w
 """
 
 import dataclasses
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -136,6 +137,10 @@ class Patched:
         setattr(model, _MARK, self)
 
     def _patch_loss(self, loss: LossOptions | None) -> None:
+        wanted = self.options.cross_entropy or self.options.fused_linear_cross_entropy
+        if wanted and loss is None and not _calls_loss_function(self.model):
+            self.report.leave("loss", "the model's forward computes it itself, from stored logits")
+            return
         try:
             if self.options.cross_entropy:
                 check_loss(self.model)
@@ -236,6 +241,12 @@ def _refuse_data_parallel() -> None:
 
 def _name(model: Any) -> str:
     return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
+
+
+def _calls_loss_function(model: Any) -> bool:
+    """Whether the forward of the model's class, or one that it extends, uses `self.loss_function`."""
+    forwards = (inspect.unwrap(vars(base)["forward"]) for base in type(model).__mro__ if "forward" in vars(base))
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _nothing(report: PatchReport, options: PatchOptions) -> str:
