@@ -9,6 +9,7 @@ carries a training apart. The patched run must stay within twice that; in fp32 o
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import pydoc_data.topics
@@ -93,11 +94,12 @@ def build(name: str, tiny: bool = False) -> Any:
 
 
 def batches(vocab: int, rows: int, length: int, device: str) -> Iterator[Tensor]:
-    """(rows, length) bytes of the Python manual, spread over the vocabulary, the same ones each time."""
+    """(rows, length) bytes of the Python manual, over and over, the same ones each time."""
     text = "".join(pydoc_data.topics.topics.values()).encode()
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocab
-    for start in range(0, ids.numel() - rows * length, rows * length):
-        yield ids[start : start + rows * length].view(rows, length).to(device)
+    size = rows * length
+    for start in itertools.count(0, size):
+        yield ids.roll(-start)[:size].view(rows, length).to(device)
 
 
 def train(model: Any, steps: int, rows: int, length: int, learning_rate: float, backwards: bool = False) -> Run:
