@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from .commands import cache, check, configs, convert, env, merge, run
+from .commands import cache, check, configs, convert, doctor, env, merge, run
 from .commands._shared import OVERRIDES
 from .errors import ConfigError, LigerTrainerError
 
@@ -23,6 +23,7 @@ app.command("resume", context_settings=OVERRIDES)(run.resume)
 app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)
+app.command("doctor")(doctor.doctor)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 

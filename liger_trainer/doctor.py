@@ -18,7 +18,7 @@ from .patching import NothingToPatch, Patched, PatchOptions, PatchReport
 # The kinds of a report (`PatchReport.swapped`) by the column of the table that they stand in.
 COLUMNS = {
     "norms": ("RMSNorm", "LayerNorm"),
-    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts"),
+    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts", "LoRA MLP"),
     "rope": ("rope", "QK norm + rope"),
     "head": ("fused loss",),
 }
@@ -98,6 +98,18 @@ def cells(report: PatchReport) -> dict[str, str]:
     }
 
 
+def family_of(config: Any) -> str:
+    return f"{config.model_type}, {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, 'no causal LM')}"
+
+
+def markdown_report(report: PatchReport) -> str:
+    """One model's report."""
+    swapped = [f"| {kind} | {count} |" for kind, count in report.swapped.items()]
+    left = [f"| {_cell(name)} | {_cell(why)} |" for name, why in report.left_alone.items()]
+    lines = ["| layer | instances |", "|---|---|", *swapped]
+    return "\n".join(lines + (["", "| left alone | why |", "|---|---|", *left] if left else [])) + "\n"
+
+
 def markdown(diagnoses: Iterable[Diagnosis]) -> str:
     """The families' table, and the layers that are left alone with the reasons."""
     diagnoses = list(diagnoses)
@@ -140,17 +152,25 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
     diagnoses = list(diagnoses)
     built = [d for d in diagnoses if d.report is not None]
     counts = {column: sum(bool(cells(d.report)[column]) for d in built if d.report is not None) for column in COLUMNS}
-    return f"""# Models
-
-What [`patch`](patching.md) swaps in each causal-LM family of transformers {transformers.__version__}, with the family's default
-configuration. There is no list of models in the code: layers are found by structure, and proved before they are
-swapped. This page is what the following command prints:
-
-```bash
-liger-trainer doctor --all --markdown
-```
-
-Of {len(diagnoses)} families {len(built)} can be built from their default configuration. Swapped are the norms of {counts["norms"]},
-the MLPs or experts of {counts["MLP"]}, the rotary functions of {counts["rope"]}, and the head and loss of {counts["head"]}.
-
-{markdown(diagnoses)}"""
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "What [`patch`](patching.md) swaps in each causal-LM family of transformers "
+            f"{transformers.__version__}, with the family's default",
+            "configuration. There is no list of models in the code: layers are found by structure, and proved before "
+            "they are swapped. The",
+            "page is what this command prints:",
+            "",
+            "```bash",
+            "liger-trainer doctor --all --markdown",
+            "```",
+            "",
+            f"Of {len(diagnoses)} families {len(built)} can be built from their default configuration. Swapped are the "
+            f"norms of {counts['norms']}, the MLPs or experts of {counts['MLP']},",
+            f"the rotary functions of {counts['rope']}, and the loss, which no longer stores logits, of "
+            f"{counts['head']}.",
+            "",
+            markdown(diagnoses),
+        ]
+    )
