@@ -1,0 +1,110 @@
+"""doctor: what would be patched, from a configuration alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from liger_trainer import doctor
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching import PatchOptions, patch
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+FAMILIES = ("llama", "gemma2", "mixtral", "gpt_oss", "bart", "mamba2", "cohere2", "arcee")
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr)."""
+    with pytest.raises(SystemExit) as exit:
+        main(["doctor", *arguments])
+    return exit.value.code, *capsys.readouterr()
+
+
+def test_a_model_type():
+    report = doctor.diagnose(doctor.config_of("llama"))
+    assert report.model == "llama" and not report.left_alone
+    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "fused loss": 1}
+
+
+def test_a_directory_needs_no_weights_and_gives_the_report_of_the_model(tmp_path, monkeypatch):
+    model = tiny_model("qwen3")
+    model.config.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    built = []
+    from_config = AutoModelForCausalLM.from_config
+    monkeypatch.setattr(
+        doctor.AutoModelForCausalLM, "from_config", lambda config: built.append(from_config(config)) or built[-1]
+    )
+    report = doctor.diagnose(doctor.config_of(str(tmp_path)))
+    assert str(report) == str(patch(model).report)
+    assert {parameter.device.type for parameter in built[0].parameters()} == {"meta"}
+    assert all("forward" not in vars(module) for module in built[0].modules())  # and it is given back as it was
+
+
+def test_options_and_a_model_with_nothing_to_patch():
+    options = PatchOptions(**{name: name == "geglu" for name in vars(PatchOptions())})
+    report = doctor.diagnose(doctor.config_of("gpt_oss"), options)
+    assert not report.swapped and "GptOssExperts" in report.left_alone
+
+
+def test_a_model_that_computes_its_loss_itself_says_so():
+    report = doctor.diagnose(doctor.config_of("bart"))
+    assert "from stored logits" in report.left_alone["loss"] and "fused loss" not in report.swapped
+
+
+def test_unknown_models_are_errors_with_a_hint(tmp_path):
+    with pytest.raises(ConfigError, match=r"'lama' is no directory.*Did you mean llama, "):
+        doctor.config_of("lama")
+    with pytest.raises(ConfigError, match="is no directory with a config.json"):
+        doctor.config_of(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(ConfigError, match="no_such_model"):
+        doctor.config_of(str(tmp_path))
+    with pytest.raises(ConfigError, match="The causal LM of a ViTConfig cannot be built: ValueError"):
+        doctor.diagnose(doctor.config_of("vit"))
+
+
+def test_the_command(capsys):
+    code, out, _ = run(capsys, "gpt_oss")
+    assert code == 0
+    assert "GptOssForCausalLM" in out and "RMSNorm" in out and "its gate is not" in " ".join(out.split())
+    assert "Left alone: none." in run(capsys, "llama")[1]
+    code, out, _ = run(capsys, "gpt_oss", "--markdown")
+    assert code == 0 and "| RMSNorm | 73 |" in out and "| GptOssExperts | its gate is not" in out
+
+
+def test_exit_codes(capsys):
+    for arguments, message in (([], "takes a model or --all"), (["llama", "--all"], "takes a model or --all"),
+                               (["lama"], "Did you mean llama")):  # fmt: skip
+        code, out, err = run(capsys, *arguments)
+        assert code == 2 and message in err and not out
+
+
+def test_every_family(capsys, monkeypatch):
+    names = {family: doctor.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in ("llama", "gpt_oss", "reformer")}
+    monkeypatch.setattr(doctor, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(capsys, "--all")
+    assert code == 0 and all(word in out for word in (*names, "SwiGLU", "fused", "GptOssExperts", "is_decoder=True"))
+    code, out, _ = run(capsys, "--all", "--markdown")
+    assert code == 0
+    assert f"transformers {transformers.__version__}" in out
+    assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 1" in out
+    assert "| llama | RMSNorm | SwiGLU | rope | fused |" in out
+    assert re.search(r"\| GptOssExperts \| its gate is not .* \| gpt_oss \|", out)
+    assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder", out, re.DOTALL)
+
+
+def test_the_documented_table_is_the_commands():
+    text = DOCS.read_text(encoding="utf-8")
+    (version,) = re.findall(r"transformers (\d\S+), with the family's default", text)
+    if version != transformers.__version__:
+        pytest.skip(f"the table is that of transformers {version}")
+    for family in FAMILIES:
+        row = doctor.cells(doctor.diagnose(doctor.config_of(family)))
+        assert f"\n| {family} | {' | '.join(row.values())} |\n" in text
