@@ -1,0 +1,391 @@
+"""A LoRA training step of a whole model: PEFT alone, PEFT with Liger-Kernel, PEFT with our patch.
+
+    python -m benchmarks.lora_step --output DIR       # on a GPU: DIR/lora-step.json and .md
+    python -m benchmarks.lora_step --tiny             # small enough for a CPU: does it still work
+
+Each provider has a process of its own, since Liger patches module globals; they take turns on the device. First a gate:
+loss and adapter gradients of every provider against the plain model in fp32 on a short batch. Ours must err at most
+twice as much as PEFT alone, else no time is reported. Then, per case, rounds in which each provider in turn runs one
+untimed step and STEPS timed ones: forward, backward, fused AdamW on the adapters.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .report import git_commit
+
+RANK, ALPHA, B_STD = 16, 32, 0.02
+BATCH, LENGTH, GATE_LENGTH = 4, 2048, 512
+ROUNDS, STEPS = 3, 2
+SECONDS = 120  # no round but a case's first starts later than this after the start
+FLOOR = 1e-3  # of the gate: relative error of loss and gradients
+MIB = 2**20
+PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel")
+
+COMMON = {
+    "attn_implementation": "sdpa",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "use_cache": False,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("LlamaConfig", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    }),
+    "Qwen3-1.7B": ("Qwen3Config", {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    }),
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+}  # fmt: skip
+# How adapters over a bf16 base are kept, and whether the step runs under autocast.
+MODES = {
+    "fp32 adapters": (torch.float32, False),  # PEFT's default
+    "fp32 adapters, autocast": (torch.float32, True),  # as transformers.Trainer and TRL run it with bf16=True
+    "bf16 adapters": (torch.bfloat16, False),  # autocast_adapter_dtype=False
+}
+PROVIDERS = {"peft": "PEFT", "liger": "PEFT + Liger-Kernel", "ours": "PEFT + liger-trainer"}
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    mode: str
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.mode}{', gradient checkpointing' * self.checkpointing}"
+
+
+def cases_of(shape: str) -> list[Case]:
+    return [Case(shape, mode) for mode in MODES] + [Case(shape, "fp32 adapters, autocast", checkpointing=True)]
+
+
+class Worker:
+    """One provider, in its own process: a model, and steps of it."""
+
+    def __init__(self, provider: str, tiny: bool):
+        self.provider, self.tiny = provider, tiny
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = None
+        self.initial: dict[str, torch.Tensor] = {}  # the adapters' values
+        self.optimizer: Any = None
+
+    def build(self, shape: str) -> float:
+        """Make the model with its adapters. Returns a number that depends on every weight."""
+        import transformers
+        from peft import LoraConfig, get_peft_model
+
+        self.model, self.initial = None, {}
+        config_name, sizes = SHAPES[shape]
+        config = getattr(transformers, config_name)(**COMMON, **{**sizes, **(TINY if self.tiny else {})})
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+        model: Any = get_peft_model(base, lora).train()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # values that bf16 holds too, and B not zero, so that every gradient counts
+                parameter.data = parameter.data.float()
+                if "lora_B" in name:
+                    parameter.data.normal_(std=B_STD)
+                self.initial[name] = parameter.data.bfloat16()
+        self.model, vocab = model, config.vocab_size
+        generator = torch.Generator().manual_seed(1)
+        length = (32, 16) if self.tiny else (LENGTH, GATE_LENGTH)
+        ids = torch.randint(vocab, (BATCH, length[0]), generator=generator).to(self.device)
+        self.batch, self.gate_batch = ids, ids[:1, : length[1]]
+        self._apply(base)
+        return sum(p.double().sum().item() for p in model.parameters())
+
+    def _apply(self, base: Any) -> None:
+        if self.provider == "liger":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=base)
+        elif self.provider == "ours":
+            from liger_trainer.patching import patch
+
+            print(patch(self.model).report, file=sys.stderr)
+
+    def _prepare(self, case: Case) -> None:
+        dtype, self.autocast = MODES[case.mode]
+        parameters = dict(self.model.named_parameters())
+        for name, value in self.initial.items():
+            parameters[name].data, parameters[name].grad = value.to(dtype, copy=True), None
+        trained = [parameters[name] for name in self.initial]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=self.device == "cuda")
+        if case.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    def _gradients(self) -> torch.Tensor:
+        """Of all adapters, one after another, taken off the model."""
+        parameters = dict(self.model.named_parameters())
+        gradients = torch.cat([parameters[name].grad.float().flatten() for name in self.initial])
+        self.model.zero_grad(set_to_none=True)
+        return gradients
+
+    def truth(self, shape: str, path: str) -> None:
+        """Loss and gradients of the model in fp32, written to `path`. Builds the model anew afterwards."""
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self._prepare(Case(shape, "fp32 adapters"))
+        self.model.float()
+        loss = self._loss(self.gate_batch)
+        torch.save({"loss": loss.item(), "gradients": self._gradients().cpu()}, path)
+        self.build(shape)
+
+    def gate(self, case: Case, path: str) -> dict[str, float]:
+        """Relative errors of loss and gradients on the short batch."""
+        truth = torch.load(path)
+        self._prepare(case)
+        loss = self._loss(self.gate_batch).item()
+        want = truth["gradients"].to(self.device)
+        error = (self._gradients() - want).norm() / want.norm()
+        return {"loss": abs(loss / truth["loss"] - 1), "gradients": error.item()}
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Milliseconds of STEPS steps, peak MiB above weights and optimizer, and the loss of the first step."""
+        self._prepare(case)
+        cuda = self.device == "cuda"
+        before = torch.cuda.memory_allocated() if cuda else 0
+        loss = self._step()[1]  # untimed
+        before += sum(x.nbytes for state in self.optimizer.state.values() for x in state.values())
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        ms = [self._step()[0] for _ in range(STEPS)]
+        peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
+        self.optimizer = None
+        if cuda:
+            torch.cuda.empty_cache()  # the next provider needs it
+        return {"ms": ms, "peak_mib": peak, "loss": loss}
+
+    def _step(self) -> tuple[float, float]:
+        synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        synchronize()
+        start = time.perf_counter()
+        loss = self._loss(self.batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        synchronize()
+        return 1e3 * (time.perf_counter() - start), loss.item()
+
+
+def serve(connection: Any, provider: str, tiny: bool) -> None:
+    """Answer (method, arguments) by ("done", result) or ("failed", why) until None comes."""
+    worker = Worker(provider, tiny)
+    while (request := connection.recv()) is not None:
+        method, arguments = request
+        try:
+            connection.send(("done", getattr(worker, method)(*arguments)))
+        except Exception as error:  # a peer that fails must not stop the others
+            traceback.print_exc()
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            connection.send(("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+
+
+class Provider:
+    """The parent's end of a worker."""
+
+    def __init__(self, name: str, tiny: bool):
+        context = multiprocessing.get_context("spawn")
+        self.name, (self._connection, theirs) = name, context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, tiny), daemon=True)
+        self._process.start()
+
+    def start(self, method: str, *arguments: Any) -> None:
+        self._connection.send((method, arguments))
+
+    def result(self) -> tuple[Any, str | None]:
+        """(result, None), or (None, why it failed)."""
+        status, value = self._connection.recv()
+        return (value, None) if status == "done" else (None, value)
+
+    def call(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
+        self.start(method, *arguments)
+        return self.result()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join(timeout=20)
+
+
+@dataclass
+class Result:
+    """What one provider did in one case."""
+
+    case: Case
+    provider: str
+    errors: dict[str, float] | None = None
+    ms: list[float] | None = None
+    peak_mib: float | None = None
+    loss: float | None = None
+    failure: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.ms) if self.ms else None
+
+
+def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
+    for provider in providers:  # at once: each waits for imports, not for the device
+        provider.start("build", shape)
+    built = {provider.name: provider.result() for provider in providers}
+    results = [Result(case, p.name, failure=built[p.name][1]) for case in cases_of(shape) for p in providers]
+    sums = {value for value, failure in built.values() if failure is None}
+    if len(sums) > 1:
+        raise RuntimeError(f"The providers' weights differ: {built}")
+    by_name = {provider.name: provider for provider in providers}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "truth.pt")
+        _, failure = providers[0].call("truth", shape, path)
+        if failure is not None:
+            raise RuntimeError(f"{providers[0].name} could not compute the truth: {failure}")
+        for result in (r for r in results if r.failure is None):
+            result.errors, result.failure = by_name[result.provider].call("gate", result.case, path)
+    if beyond_bound(results):
+        return results
+    for _, group in itertools.groupby(results, key=lambda r: r.case):
+        _take_turns(list(group), by_name, rounds, deadline)
+    return results
+
+
+def _take_turns(group: list[Result], providers: dict[str, Provider], rounds: int, deadline: float) -> None:
+    shuffle = random.Random(0).shuffle
+    for done in range(rounds):
+        if done and time.monotonic() > deadline:
+            return
+        shuffle(group)
+        for result in (r for r in group if r.failure is None):
+            measured, result.failure = providers[result.provider].call("measure", result.case)
+            if measured is not None:
+                result.ms = [*(result.ms or []), *measured["ms"]]
+                result.peak_mib, result.loss = measured["peak_mib"], measured["loss"]
+
+
+def beyond_bound(results: Sequence[Result]) -> list[str]:
+    """What is wrong with ours: failures, and errors beyond twice those of PEFT alone plus the floor."""
+    wrong = [f"{r.case}: {r.failure}" for r in results if r.provider == "ours" and r.failure]
+    theirs = {r.case: r.errors for r in results if r.provider == "peft" and r.errors}
+    for result in results:
+        plain = theirs.get(result.case)
+        if result.provider != "ours" or result.errors is None or plain is None:
+            continue
+        for name, error in result.errors.items():
+            if not error <= 2 * plain[name] + FLOOR:
+                wrong.append(f"{result.case}: {name} off by {error:.1e}, PEFT by {plain[name]:.1e}")
+    return wrong
+
+
+def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
+    packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
+    tokens = f"{header['batch']}x{header['length']}"
+    lines = [
+        "# A LoRA training step", "",
+        f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}. Rank {RANK} on all linear "
+        f"layers, bf16 base, {tokens} tokens, sdpa; forward, backward and AdamW. Median of {header['rounds']} "
+        f"interleaved rounds of {STEPS} steps; peak MiB above weights and optimizer. Errors: relative, of loss and "
+        "adapter gradients, against fp32 on a shorter batch.", "",
+    ]  # fmt: skip
+    if wrong:
+        return "\n".join([*lines, "No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""])
+    for case, group in itertools.groupby(results, key=lambda r: r.case):
+        lines += [f"## {case}", "", "| | ms | MiB | of ours: time | memory | loss error | gradient error |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        rows = sorted(group, key=lambda r: list(PROVIDERS).index(r.provider))
+        ours = next((r for r in rows if r.provider == "ours"), None)
+        lines += [*(_row(row, ours) for row in rows), ""]
+    return "\n".join(lines)
+
+
+def _row(result: Result, ours: Result | None) -> str:
+    title = PROVIDERS[result.provider]
+    if result.failure or result.median is None or result.errors is None:
+        return f"| {title} | {result.failure or 'not run: out of time'} | | | | | |"
+    memory = "" if result.peak_mib is None else f"{result.peak_mib:.0f}"
+    time_ratio = f"{result.median / ours.median:.2f}" if ours and ours.median else ""
+    memory_ratio = f"{result.peak_mib / ours.peak_mib:.2f}" if result.peak_mib and ours and ours.peak_mib else ""
+    errors = f"{result.errors['loss']:.1e} | {result.errors['gradients']:.1e}"
+    return f"| {title} | {result.median:.1f} | {memory} | {time_ratio} | {memory_ratio} | {errors} |"
+
+
+def header_of(tiny: bool, rounds: int) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": git_commit(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "batch": BATCH,
+        "length": 32 if tiny else LENGTH,
+        "rounds": rounds,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for lora-step.json and lora-step.md")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no further rounds after these")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + options.seconds
+    providers = [Provider(name, options.tiny) for name in sorted(set(options.providers), key=list(PROVIDERS).index)]
+    try:
+        results = [
+            result
+            for shape in options.shapes
+            for result in run_shape(shape, providers, options.rounds, deadline)
+        ]  # fmt: skip
+    finally:
+        for provider in providers:
+            provider.close()
+    header, wrong = header_of(options.tiny, options.rounds), beyond_bound(results)
+    text = markdown(header, results, wrong)
+    print(text)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        rows = [] if wrong else [asdict(result) for result in results]
+        data = json.dumps({"header": header, "gate": wrong, "results": rows}, indent=1)
+        (options.output / "lora-step.json").write_text(data + "\n")
+        (options.output / "lora-step.md").write_text(text)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
