@@ -24,7 +24,6 @@ from ._cross_entropy_rows import (
     CrossEntropyOptions,
     Targets,
     Tile,
-    gradient_factor,
     tile_gradient,
     whole_rows,
 )
@@ -95,13 +94,15 @@ def _denominator(labels, weight, ignore_index: int, num_items: float | Tensor | 
 class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets: Targets, denominator, options: CrossEntropyOptions, reduction: str, inplace):
-        ctx.options, ctx.reduction, ctx.inplace = options, reduction, inplace
-        out = torch.empty(len(FIELDS), logits.shape[0], dtype=stats_dtype(logits.dtype), device=logits.device)
+        ctx.options, ctx.inplace = options, inplace
+        ctx.set_materialize_grads(False)  # that of `out` would be zeros, which nobody reads
+        rows = logits.shape[0]
+        out = logits.new_empty((len(FIELDS), rows), dtype=stats_dtype(logits.dtype))
         # In fp16 the gradient of a mean underflows before the loss's own gradient, a scaler's, can lift it.
         ctx.ready = inplace and reduction != "none" and logits.dtype != torch.float16
         if ctx.ready:
             if denominator is not None:
-                share = denominator.reciprocal().expand(logits.shape[0]).contiguous()
+                share = denominator.expand(rows).reciprocal()
                 targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
             whole_rows(logits, None, targets, out, logits.detach(), options)
             increment_version(logits)  # which a kernel does not
@@ -120,11 +121,13 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return None, None, None, None, None, None
         if ctx.ready:
             return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
         logits, out, denominator = ctx.saved_tensors
-        upstream = (grad_loss if denominator is None else grad_loss / denominator).to(out.dtype)
-        factor = gradient_factor(upstream.expand(logits.shape[0]).contiguous(), out[1], ctx.targets, ctx.options)
+        each = grad_loss.to(out.dtype).expand(out.shape[1])
+        factor = each.contiguous() if denominator is None else each / denominator
         raw = logits.detach()
         over = ctx.inplace and not graph_is_kept()
         grad = raw if over else torch.empty_like(raw)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import first_order
-from ._gated import ACTIVATIONS, check_gated, forward, gated_reference, halves, input_gradients, runs_plain
+from ._gated import ACTIVATIONS, check_gated, forward, gated_reference, halves, input_gradients, promoted, runs_plain
 
 
 def gated_linear_reference(
@@ -31,7 +31,7 @@ class GatedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
         gate, up = halves(gate, up)
-        dtype = torch.promote_types(gate.dtype, up.dtype)
+        dtype = promoted(gate, up)
         if torch.is_autocast_enabled(gate.device.type):  # left to F.linear, the casts would be cached without a graph
             dtype = torch.get_autocast_dtype(gate.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)

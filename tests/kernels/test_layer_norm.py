@@ -28,6 +28,12 @@ def inputs(shape, place, **options):
     return random_tensors(shape, place, ALL, **options)
 
 
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    """Also on a GPU, where torch's would run on tensors as small as these."""
+    monkeypatch.setattr(module, "TORCH_NUMBERS", -1)
+
+
 @pytest.fixture(params=[False, True], ids=["", "small tiles"])
 def tiles(request, monkeypatch):
     if request.param:
@@ -115,6 +121,24 @@ def test_saves_its_input_and_two_numbers_per_row(fp32):
         layer_norm(**tensors)
     assert sorted(t.numel() for t in saved) == [24, 2 * 37, 37 * 24]
     assert {tensors["x"].data_ptr(), tensors["weight"].data_ptr()} < {t.data_ptr() for t in saved}
+
+
+def test_what_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(module, "TORCH_NUMBERS", 32)
+    x, w = torch.rand(4, 8), torch.rand(8)
+    for given in ((x, w, w), (x, w, None), (x, None, None), (x.half(), w.half(), w.half())):
+        assert module._suits_torch(*given)
+        torch.testing.assert_close(F.layer_norm(x.to(given[0].dtype), (8,), *given[1:]), layer_norm_reference(*given))
+    for given in (
+        (torch.rand(5, 8), w, w),
+        (x.t().contiguous().t(), w, w),
+        (x, None, w),
+        (x.half(), w, w),
+        (x, w, w.half()),
+    ):
+        assert not module._suits_torch(*given)
+    with torch.autocast("cpu"):  # torch's would return fp32
+        assert not module._suits_torch(x.bfloat16(), w.bfloat16(), None)
 
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(fp32):

@@ -1,12 +1,14 @@
 """What only a GPU shows of the normalizations: bf16, the launch configuration of each size, offsets beyond 2^31."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from elementwise_checks import check_op
 from norm_checks import random_tensors
 
+from liger_trainer.kernels import layer_norm as layer_norm_module
 from liger_trainer.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -22,6 +24,12 @@ NAMES = {
 SHAPES = [(2048, 4096), (2047, 1024), (333, 2560), (4099, 128), (77, 576), (512, 8192), (130, 20000), (3, 65536)]
 
 
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    """Also where torch's layer_norm would stand for ours."""
+    monkeypatch.setattr(layer_norm_module, "TORCH_NUMBERS", -1)
+
+
 def inputs(op, shape, dtype, weight_dtype=None):
     return random_tensors(shape, SimpleNamespace(device="cuda", dtype=dtype), NAMES[op][1], weight_dtype)
 
@@ -34,6 +42,15 @@ def test_sizes(op, shape, dtype, frozen):
     reference, names = NAMES[op]
     tensors = inputs(op, shape, dtype)
     check_op(op, reference, tensors, [k for k in names if k not in ("weight", "bias")] if frozen else names)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_stands_for_small_layer_norms_is_within_the_bound(dtype, monkeypatch):
+    monkeypatch.setattr(layer_norm_module, "TORCH_NUMBERS", 2**22)
+    tensors = inputs(layer_norm, (512, 4096), dtype)
+    y: Any = layer_norm(**{k: x.detach().requires_grad_() for k, x in tensors.items()})
+    assert y.grad_fn.name() == "NativeLayerNormBackward0"
+    check_op(layer_norm, layer_norm_reference, tensors, NAMES[layer_norm][1])
 
 
 @pytest.mark.parametrize("op", [rms_norm, add_rms_norm], ids=lambda op: op.__name__)
