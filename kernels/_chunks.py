@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._selection import HostCopy, Rows, RowSelection
 from ._triton import tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
@@ -20,70 +21,10 @@ LAUNCH_BYTES = 3e8  # what an H100 moves while the host launches the work of a t
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # to choose from where logits are recomputed
 
 
-class HostCopy:
-    """A device scalar on its way to the host. `get` waits for the copy, not for the work queued after it."""
-
-    def __init__(self, value: Tensor):
-        self._event = None
-        self._value = value.detach()
-        if value.is_cuda:
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._value.copy_(value.detach().reshape(()), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def get(self) -> float:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._value.item()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The labelled rows of a batch, known to the host."""
-
-    index: Tensor | None  # (count,) int64 on the device; None when every row counts
-    count: int
-    num_items: float  # what the summed loss is divided by
-
-    @property
-    def alpha(self) -> float:
-        """What the summed loss is multiplied by."""
-        return 1.0 / self.num_items if self.num_items else 0.0
-
-
-class RowSelection:
-    """Finds the labelled rows on the device, and lets the host know how many without waiting for the queue.
-
-    Started before the backbone runs, the count has arrived long before the loss asks for it. The losses start one
-    themselves when given none; the host then waits for the work queued so far, once.
-    """
-
-    def __init__(self, labels: Tensor, num_items: float | Tensor | None = None, ignore_index: int = -100):
-        valid = labels.reshape(-1) != ignore_index
-        self._total = valid.numel()
-        self._index = _first_true(valid)
-        self._count = HostCopy(valid.sum())
-        self._num_items = HostCopy(num_items) if isinstance(num_items, Tensor) else num_items
-
-    def wait(self) -> Rows:
-        count = int(self._count.get())
-        num_items = self._num_items.get() if isinstance(self._num_items, HostCopy) else self._num_items
-        index = None if count == self._total else self._index[:count]
-        return Rows(index, count, max(count, 1) if num_items is None else num_items)
-
-
-def _first_true(valid: Tensor) -> Tensor:
-    """Positions of the true entries, in order, in the front of a tensor of full length: no size the host must know."""
-    position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
-    index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
-    return index.scatter_(0, position, torch.arange(valid.numel(), device=valid.device))
-
-
 def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
     """Every row of hidden, for a loss without labels."""
     if isinstance(num_items, Tensor):
-        num_items = HostCopy(num_items).get()
+        num_items = HostCopy(num_items).get().item()
     return Rows(None, hidden.shape[0], max(hidden.shape[0], 1) if num_items is None else num_items)
 
 

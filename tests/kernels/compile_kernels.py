@@ -33,6 +33,8 @@ from liger_trainer.kernels import _triton
 
 _triton.use_triton = lambda x: True  # before the ops import it
 
+from liger_trainer.kernels import _selection  # noqa: E402
+from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
@@ -49,6 +51,8 @@ from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
 from liger_trainer.kernels.rope import rope  # noqa: E402
 from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
 from liger_trainer.kernels.tvd import tvd  # noqa: E402
+
+_selection.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 V = 32003  # longer than any kernel's block, and no multiple of one
 N = 32
@@ -186,6 +190,14 @@ def gated(dtype: torch.dtype) -> None:
     step(gated_linear, gate.detach(), up.detach(), weight)
 
 
+def low_rank(dtype: torch.dtype) -> None:
+    """What LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
+    if dtype != torch.bfloat16:
+        return
+    for count, form in product((1, 3), ("hml", "hmlh", "hhhm")):
+        split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
+
+
 def distributions(dtype: torch.dtype) -> None:
     x, t = leaf(2, N, V, dtype=dtype), leaf(2, N, V, dtype=dtype)
     for from_logits in (False, True):
@@ -227,6 +239,8 @@ def cross_entropies(dtype: torch.dtype) -> None:
 def heads(dtype: torch.dtype) -> None:
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
+    for num_items in (None, torch.tensor(3.0)):
+        _selection._find_triton(labels, num_items, -100)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
     divergence = partial(step, loss_of(linear_divergence), hidden, weight, *teacher)
@@ -268,7 +282,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         compiler.dtype = name
-        for group in (norms, rotary, gated, distributions, cross_entropies, heads):
+        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads):
             group(getattr(torch, name))
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
+from kernel_checks import PATHS, TRITON_DEVICE
 
-from liger_trainer.kernels import _chunks
+from liger_trainer.kernels import _chunks, _selection
 from liger_trainer.kernels._chunks import (
     TILE_ROWS,
     Execution,
@@ -70,9 +71,19 @@ def test_workspace_rows_are_aligned(vocab, dtype):
     assert workspace(0, vocab, dtype, torch.device("cpu")).shape == (0, vocab)
 
 
+@pytest.fixture(params=PATHS)
+def selecting(request, monkeypatch):
+    """Triton's way and torch's, the former in blocks so short that a small batch takes several."""
+    monkeypatch.setattr(_selection, "use_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(_selection, "BLOCK", 2)
+    _selection._launch.cache_clear()
+    yield TRITON_DEVICE if request.param == "triton" else "cpu"
+    _selection._launch.cache_clear()
+
+
 @pytest.mark.parametrize("labels", [[5, -100, 2, -100, -100, 0], [-100] * 3, [1, 2], [-100, 7], [3, -100], []], ids=str)
-def test_row_selection(labels):
-    labels = torch.tensor(labels, dtype=torch.int64)
+def test_row_selection(labels, selecting):
+    labels = torch.tensor(labels, dtype=torch.int64, device=selecting)
     expected = (labels != -100).nonzero().squeeze(1)
     rows = RowSelection(labels).wait()
     assert rows.count == len(expected)
@@ -81,19 +92,21 @@ def test_row_selection(labels):
         assert rows.index is None
     else:
         assert torch.equal(rows.index, expected)
-    x = torch.arange(2.0 * len(labels)).reshape(-1, 2)
+    x = torch.arange(2.0 * len(labels), device=selecting).reshape(-1, 2)
     assert torch.equal(take(x, rows), x[expected])
     assert torch.equal(put(take(x, rows), rows, len(labels)), x * (labels != -100)[:, None])
 
 
-def test_row_selection_of_a_batch_of_sequences():
-    labels = torch.tensor([[1, -100], [-100, 4]])
-    assert RowSelection(labels).wait().index.tolist() == [0, 3]
+def test_row_selection_of_a_batch_of_sequences(selecting):
+    labels = torch.tensor([[1, 2, -100], [-100, 4, -100]], device=selecting)
+    assert RowSelection(labels).wait().index.tolist() == [0, 1, 4]
+    assert RowSelection(labels.t(), ignore_index=4).wait().index.tolist() == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("given", [12, 2.5, torch.tensor(12), torch.tensor(2.5), torch.tensor([12])])
-def test_num_items(given):
-    assert RowSelection(torch.zeros(3), given).wait().num_items == float(given)
+def test_num_items(given, selecting):
+    labels = torch.zeros(3, dtype=torch.int64, device=selecting)
+    assert RowSelection(labels, given).wait().num_items == float(given)
     assert all_rows(torch.zeros(3, 4), given).num_items == float(given)
 
 

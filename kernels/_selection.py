@@ -1,0 +1,117 @@
+"""Which rows of a batch have a label: found on the device, and counted on the host without waiting for the queue.
+
+A loss drops the other rows before its products, so the host must know how many are left. Started before the backbone
+runs, the count has arrived long before the loss asks for it.
+
+Method    one program walks over the labels and writes the positions of the labelled ones, in order: one launch in place
+          of a dozen, since all this costs is the host's time
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._triton import Launch, remembered, tl, triton, use_triton
+
+BLOCK = 4096
+
+
+class HostCopy:
+    """A small tensor on its way to the host. `get` waits for the copy, not for the work queued after it."""
+
+    def __init__(self, value: Tensor):
+        self._event = None
+        self._value = value.detach()
+        if value.is_cuda:
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The labelled rows of a batch, known to the host."""
+
+    index: Tensor | None  # (count,) int64 on the device; None when every row counts
+    count: int
+    num_items: float  # what the summed loss is divided by
+
+    @property
+    def alpha(self) -> float:
+        """What the summed loss is multiplied by."""
+        return 1.0 / self.num_items if self.num_items else 0.0
+
+
+class RowSelection:
+    """The labelled rows, on their way to the host.
+
+    Given to a loss as `rows`, started before the backbone. The losses start one themselves when given none; the host
+    then waits for the work queued so far, once.
+
+    Args:
+        labels: any shape, int64.
+        num_items: what the summed loss is divided by; a tensor travels along with the count.
+        ignore_index: the label of rows that take no part.
+    """
+
+    def __init__(self, labels: Tensor, num_items: float | Tensor | None = None, ignore_index: int = -100):
+        self._total = labels.numel()
+        self._num_items = num_items
+        find = _find_triton if use_triton(labels) else _find_torch
+        given = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
+        self._index, found = find(labels.reshape(-1), given, ignore_index)
+        self._found = HostCopy(found)
+
+    def wait(self) -> Rows:
+        count, given = self._found.get().tolist()
+        count = int(count)
+        num_items = given if isinstance(self._num_items, Tensor) else self._num_items
+        index = None if count == self._total else self._index[:count]
+        return Rows(index, count, max(count, 1) if num_items is None else num_items)
+
+
+def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(positions of the labelled rows in front, [their count, num_items] in fp64), of sizes the host need not know."""
+    valid = labels != ignore_index
+    position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
+    index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
+    index.scatter_(0, position, torch.arange(valid.numel(), device=valid.device))
+    count = valid.sum(dtype=torch.float64)
+    return index, torch.stack([count, count if num_items is None else num_items.reshape(()).double()])
+
+
+@triton.jit
+def _find_kernel(
+    labels_ptr, num_items_ptr, index_ptr, found_ptr, n, ignore_index, HAS_NUM_ITEMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    lanes = tl.arange(0, BLOCK)
+    count = tl.program_id(0) * 0
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        valid = (tl.load(labels_ptr + at, mask=at < n, other=0) != ignore_index) & (at < n)
+        one = valid.to(tl.int32)
+        tl.store(index_ptr + count + tl.cumsum(one, 0) - 1, at.to(tl.int64), mask=valid)
+        count += tl.sum(one, 0)
+    tl.store(found_ptr, count.to(tl.float64))
+    if HAS_NUM_ITEMS:
+        tl.store(found_ptr + 1, tl.load(num_items_ptr).to(tl.float64))
+
+
+@remembered
+def _launch(n: int, ignore_index: int, has_num_items: bool) -> Launch:
+    return Launch(_find_kernel, (1,), n, ignore_index, HAS_NUM_ITEMS=has_num_items, BLOCK=BLOCK, num_warps=8)
+
+
+def _find_triton(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    index = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
+    found = torch.empty(2, dtype=torch.float64, device=labels.device)
+    launch = _launch(labels.numel(), ignore_index, num_items is not None)
+    launch(labels.contiguous(), num_items, index, found)
+    return index, found
