@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK, WARPS = 1024, 4
 
@@ -135,13 +135,21 @@ def split(parts: Tensor, form: str, out: Tensor, scale: float = 1.0) -> Tensor:
         out: (rows, slots, width), adjacent columns.
     """
     rows, count, width = parts.shape
-    n = rows * width
-    if n:
-        _split_kernel[(-(-n // BLOCK),)](
-            parts, out, n, width, out.stride(0), out.stride(1), scale,
-            PARTS=count, FORM=form, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    if rows * width:
+        strides = out.stride(0), out.stride(1)
+        _split_launch(rows * width, width, strides, scale, count, form, (BLOCK, WARPS))(parts, out)
     return out
+
+
+@remembered
+def _split_launch(
+    n: int, width: int, strides: tuple[int, int], scale: float, count: int, form: str, tile: tuple[int, int]
+) -> Launch:
+    block, warps = tile
+    return Launch(
+        _split_kernel, (-(-n // block),), n, width, *strides, scale,
+        PARTS=count, FORM=form, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 def _columns(factor: Tensor, form: str) -> Tensor:
