@@ -19,7 +19,7 @@ from .deferred_norm import DeferredNorm, normed_and_turned
 from .kernels.rope import rope, rope_reference
 from .structure import on_miniatures
 
-# Of 6 pairs: where the cosines of each stand. "halves": all, then all again. "pairs": each beside its copy.
+# From one cosine a pair, (..., R/2): all, then all again (Llama), each beside its copy (Cohere), or once (GPT-OSS).
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: torch.cat((x, x), -1),
     "pairs": lambda x: x.repeat_interleave(2, -1),
