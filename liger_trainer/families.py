@@ -146,13 +146,8 @@ def _plain(model_class: type) -> Iterator[None]:
 
 def _patched_as_wanted(model: Any, options: PatchOptions, wanted: tuple[str, ...]) -> Patched:
     """The patched model; ConfigError, and the model as it was, if a flag that was set has nothing in it."""
-    before, dtype = patched_record(model), torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # from_pretrained constructs in another, and on the meta device
-    try:
-        with torch.device("cpu"):
-            patched = patch(model, options)
-    finally:
-        torch.set_default_dtype(dtype)
+    before = patched_record(model)
+    patched = patch(model, options)
     try:
         _check_wanted(patched.report, wanted)
     except ConfigError:

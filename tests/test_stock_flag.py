@@ -251,6 +251,8 @@ def test_metrics_that_need_logits_get_them(flag, bf16):
     plain = make(use_liger_kernel=False, **options).evaluate()
     assert seen[0].shape == seen[1].shape and seen[0].shape[-1] == VOCAB
     torch.testing.assert_close(seen[0], seen[1], rtol=0.1 if bf16 else 1e-5, atol=0.05 if bf16 else 1e-5)
+    if bf16:  # computed under the autocast of their forward, though it is over
+        assert all(torch.equal(logits.bfloat16().float(), logits) for logits in seen.values())
     assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"], rel=2e-2 if bf16 else 1e-6)
 
 
