@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+# where the forward of a module is, and where accelerate keeps it that of a module with a hook
+_PLACES = {"forward": "_old_forward", "_old_forward": "forward"}
+
 
 class _Absent:
     """The object had no such attribute of its own. A class, because a deep copy of it is itself."""
@@ -18,7 +21,7 @@ class Replacements:
     """
 
     def __init__(self) -> None:
-        self._records: list[tuple[Any, str, Any]] = []
+        self._records: list[tuple[Any, str, Any, Any]] = []  # object, name, what was there, what is there now
         self._taken: set[int] = set()  # ids, of use only while a model is being patched
 
     def claim(self, module: nn.Module) -> None:
@@ -34,7 +37,7 @@ class Replacements:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name = value`."""
-        self._records.append((owner, name, vars(owner).get(name, _Absent)))
+        self._records.append((owner, name, vars(owner).get(name, _Absent), value))
         self._taken.add(id(owner))
         setattr(owner, name, value)
 
@@ -50,8 +53,12 @@ class Replacements:
         """Put back what was there. Doing it twice does nothing."""
         self._taken.clear()
         while self._records:
-            owner, name, before = self._records.pop()
-            if before is _Absent:
-                delattr(owner, name)
-            else:
+            owner, name, before, ours = self._records.pop()
+            other = _PLACES.get(name)
+            if other and vars(owner).get(name) is not ours and vars(owner).get(other) is ours:
+                name = other  # accelerate has put a hook on the module since, or taken it off
+                before = types.MethodType(type(owner).forward, owner) if before is _Absent else before
+            if before is not _Absent:
                 setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)

@@ -270,11 +270,24 @@ def test_accelerates_hooks(hooked_first):
     assert patched.report.swapped["RMSNorm"] == 5 and patched.report.swapped["SwiGLU"] == 2
     assert_same_outcome(outcome(model), outcome(tiny_model()))
     assert {hook.calls for hook in hooks.values()} == {1}
-    if hooked_first:
-        patched.undo()
-        remove_hook_from_submodules(model)
-        assert all("forward" not in vars(m) or m.forward.__func__ is type(m).forward for m in layers.values())
-        assert_same_outcome(outcome(model), outcome(tiny_model()))
+    patched.undo()
+    outcome(model)
+    assert {hook.calls for hook in hooks.values()} == {2}  # they stay
+    remove_hook_from_submodules(model)
+    assert all(vars(m).get("forward", m.forward).__func__ is type(m).forward for m in layers.values())
+    assert_same_outcome(outcome(model), outcome(tiny_model()), 1e-12)
+
+
+def test_undo_after_a_hook_was_taken_off():
+    model = tiny_model()
+    layers = [m for n, m in model.named_modules() if n.endswith(("mlp", "norm"))]
+    for module in layers:
+        add_hook_to_module(module, Counting())
+    patched = patch(model)
+    remove_hook_from_submodules(model)
+    assert_same_outcome(outcome(model), outcome(tiny_model()))
+    patched.undo()
+    assert all(module.forward.__func__ is type(module).forward for module in layers)
 
 
 def test_spread_by_a_device_map_with_weights_on_disk(tmp_path):
