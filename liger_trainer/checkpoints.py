@@ -25,7 +25,12 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
     found = [
         path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
     ]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def damage(checkpoint: Path) -> str | None:

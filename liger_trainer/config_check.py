@@ -67,13 +67,14 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
 
 def _override(given: dict[str, Setting], words: Mapping[str, Setting], label: str) -> Iterator[Finding]:
     """Put the command line's settings over those of the file; `~key` takes one out."""
+    in_file = tuple(given)
     for key, setting in words.items():
         if setting.value is not DROPPED:
             given[key] = setting
         elif key in given:
             del given[key]
         else:
-            yield Finding(setting.where, f"~{key}", f"{label} does not set it.{did_you_mean(key, given)}")
+            yield Finding(setting.where, f"~{key}", f"{label} does not set it.{did_you_mean(key, in_file)}")
 
 
 def _present_names(given: dict[str, Setting], problems: list[Finding], told: list[Finding]) -> dict[str, Setting]:

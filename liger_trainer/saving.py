@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from . import __version__
 from .checkpoints import CONFIG, METRICS
+from .errors import NonFiniteError
 
 if TYPE_CHECKING:
     from .report import RunResults
@@ -70,13 +71,20 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """Everything after the last evaluation: the hub if asked for, metrics.json."""
+    """Everything after the last evaluation: the hub if asked for, metrics.json.
+
+    Raises:
+        NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
+    """
     if config["push_to_hub"]:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
     if trainer.is_world_process_zero():
         content = _for_json({**asdict(results), "versions": versions()})
         _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     trainer.accelerator.end_training()
+    lost = [name for name, value in results.after.items() if math.isnan(value)]
+    if lost:
+        raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The training step of a run: a progress bar, a stop that keeps the work, tokens per second and peak memory."""
 
 import json
+import math
 import resource
 import shlex
 import signal
@@ -16,7 +17,8 @@ import torch
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from .errors import LigerTrainerError
+from .checkpoints import checkpoints_in, step_of
+from .errors import LigerTrainerError, NonFiniteError
 from .evaluation import Measurement
 from .saving import start_output
 
@@ -107,6 +109,28 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
+class StopOnNonFinite(TrainerCallback):
+    """A logged loss that is NaN or infinite ends the run, before a checkpoint of such weights is saved."""
+
+    def __init__(self) -> None:
+        self.last_finite = 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        loss = (logs or {}).get("loss")
+        if not isinstance(loss, float):
+            return
+        if math.isfinite(loss):
+            self.last_finite = state.global_step
+            return
+        before = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
+        advice = f"liger-trainer resume {args.output_dir} --checkpoint {before[-1].name}" if before else ""
+        raise NonFiniteError(
+            f"the loss up to step {state.global_step} is {loss}; it was finite up to step {self.last_finite}. Training "
+            f"stopped. {f'The last checkpoint before: {advice}' if before else 'No checkpoint was saved before.'} "
+            "A smaller learning_rate, warmup_steps or max_grad_norm may help; so may bf16 instead of fp16."
+        )
+
+
 class MeasureFirst(TrainerCallback):
     """Measures the student once training is set up and before its first step, and stores that with each checkpoint.
 
@@ -148,9 +172,11 @@ def train(
 
     Raises:
         Interrupted: a signal came; the checkpoint to go on from is named.
+        NonFiniteError: a logged loss is NaN or infinite.
     """
     stop, first = StopOnSignal(), MeasureFirst(measure, checkpoint, clock)
     trainer.add_callback(stop)
+    trainer.add_callback(StopOnNonFinite())
     trainer.add_callback(first)
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -367,9 +368,17 @@ def test_what_peft_or_a_tracker_refuses_is_a_message(run):
         assert code == 2 and "LigerTrainer refuses these settings" in err and "Traceback" not in err
 
 
-def test_a_loss_that_is_no_number_is_written_as_such(run, tmp_path):
-    code, _, err = run(SETTINGS, "learning_rate=1e30", "max_grad_norm=0", "max_steps=4")
-    assert code == 0, err
-    written = metrics(tmp_path / "out")
-    assert written["after"]["loss"] == "nan"
-    assert [entry["loss"] for entry in written["log_history"] if "loss" in entry][-1] == "nan"
+def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
+    """Exit code 5 at the first log that shows it; before a checkpoint is saved over the good ones."""
+    diverging = ("learning_rate=1e30", "max_grad_norm=0", "max_steps=4", "save_strategy=steps", "save_steps=1")
+    code, _, err = run(SETTINGS, *diverging)
+    assert code == 5 and "Traceback" not in err
+    told = re.search(r"loss up to step (\d) is nan; it was finite up to step (\d)", err)
+    assert told and int(told[1]) == int(told[2]) + 1
+    assert f"liger-trainer resume out --checkpoint checkpoint-{told[2]}\n"[:-1] in err
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{told[2]}"
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+    code, _, err = run(SETTINGS, *diverging[:3], "logging_strategy=no", "output_dir=unseen")
+    assert code == 5 and "the trained model's loss" in err
+    assert metrics(tmp_path / "unseen")["after"]["loss"] == "nan"

@@ -40,7 +40,11 @@ def config(
         document = {key: {"value": value, "set_by": where} for key, (value, where) in rows.items()}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
-    lines = {key: f"{key}: {_inline(value)}" for key, (value, _) in rows.items()}
+    # a default said aloud could contradict another setting, so that it stays a comment
+    lines = {
+        key: f"{'# ' if where.startswith('default') else ''}{key}: {_inline(value)}"
+        for key, (value, where) in rows.items()
+    }
     width = min(max(map(len, lines.values()), default=0), 60)
     for key, line in lines.items():
         typer.echo(f"{line:<{width}}  # {rows[key][1]}")

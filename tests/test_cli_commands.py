@@ -1,0 +1,251 @@
+"""Commands that start nothing: they answer without torch; and what `run` hands to a launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import liger_trainer
+from liger_trainer import cli, launching
+from liger_trainer.commands import env, run
+from liger_trainer.config_schema import shipped_schema, shipped_text
+from liger_trainer.config_source import built_in_configs
+from liger_trainer.run_config import check_text, load_run_config
+
+NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
+MISTAKES = """\
+model_name_or_path: some/model
+model_nam_or_path: x
+dataset_name: some/data
+max_length: 2.5
+max_length: 3
+packing: ture
+learning_rate: [1]
+lr_scheduler_type: cosin
+per_device_train_batch_size: 0
+lora_r: 8
+datasets:
+  - path: json
+    splits: a
+beta: 0.5
+dataset_streaming: true
+deepspeed: missing.json
+1: 2
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """The command line in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_main(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(list(arguments))
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), printed.out, printed.err
+
+    return run_main
+
+
+def test_what_starts_nothing_imports_no_torch(tmp_path):
+    """One process runs them all: in ten of their own they would import the same."""
+    (tmp_path / "wrong.yaml").write_text(MISTAKES)
+    script = """
+import json, sys
+from liger_trainer.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as stopped:
+        print("exit", words, stopped.code)
+heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    name = "smollm2/distill_lora"
+    commands = [
+        ["--help"], ["run", "--help"], ["ls"], ["ls", "sft", "--json"], ["cat", name], ["cp", name, "my.yaml"],
+        ["validate", name, "max_steps=3"], ["validate", "wrong.yaml"], ["config", name, "--diff"], ["config", name],
+        ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"],
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(Path(liger_trainer.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("exit ")]
+    assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"], done.stderr
+
+
+def test_a_file_with_many_mistakes_gets_them_all_with_their_lines(call, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(MISTAKES)
+    code, _, err = call("validate", "wrong.yaml", "max_stepz=1", "~learning_rat", "seed")
+    assert code == 2
+    head, *lines = (line.strip() for line in err.splitlines())
+    assert head == "liger-trainer: 15 problems in wrong.yaml:"
+    expected = [
+        "wrong.yaml:2: model_nam_or_path: unknown key. Did you mean model_name_or_path?",
+        "wrong.yaml:5: the key 'max_length' is given twice, first on line 4.",
+        "wrong.yaml:6: packing: expected true or false, got 'ture' (text).",
+        "wrong.yaml:7: learning_rate: expected a number, got [1] (a list).",
+        "wrong.yaml:8: lr_scheduler_type: expected one of linear, cosine, ",
+        "wrong.yaml:9: per_device_train_batch_size: expected a number of at least 1, got 0.",
+        "wrong.yaml:10: lora_r: has no effect without `use_peft: true`",
+        "wrong.yaml:13: datasets: [0].splits: unknown key. Did you mean split?",
+        "wrong.yaml:14: beta: belongs to `recipe: distill`; this is `recipe: sft`.",
+        "wrong.yaml:15: dataset_streaming: not supported: every row is checked",
+        "wrong.yaml:16: deepspeed: no such file: missing.json",
+        "wrong.yaml:17: expected a name before the colon, got 1.",
+        "command line: expected key=value, --key value or ~key, got 'seed'.",
+        "command line: ~learning_rat: wrong.yaml does not set it. Did you mean learning_rate?",
+        "command line: max_stepz: unknown key. Did you mean max_steps?",
+    ]
+    assert len(lines) == len(expected)
+    for line, start in zip(lines, expected, strict=True):
+        assert line.startswith(start)
+
+
+def test_ls_by_recipe_and_family(call):
+    every = [entry["name"] for entry in json.loads(call("ls", "--json")[1])]
+    assert every == list(built_in_configs())
+    for recipe in ("sft", "distill"):
+        entries = json.loads(call("ls", recipe, "--json")[1])
+        assert entries and all(load_run_config(entry["name"]).recipe == recipe for entry in entries)
+        assert [line.split()[0] for line in call("ls", recipe)[1].splitlines()] == [entry["name"] for entry in entries]
+    assert json.loads(call("ls", "smollm2", "--json")[1])[0]["family"] == "smollm2"
+    code, _, err = call("ls", "distil")
+    assert code == 2 and "Did you mean distill?" in err
+
+
+def test_cat_and_cp(call, tmp_path):
+    text = built_in_configs()["smollm2/sft_lora"].read_text()
+    assert call("cat", "smollm2/sft_lora")[1] == text
+    assert call("cp", "smollm2/sft_lora", "deep/down/my.yaml")[0] == 0
+    assert (tmp_path / "deep/down/my.yaml").read_text() == text
+    assert call("cp", "smollm2/sft_lora", "deep")[0] == 0 and (tmp_path / "deep/sft_lora.yaml").read_text() == text
+    (tmp_path / "deep/sft_lora.yaml").write_text("mine")
+    code, _, err = call("cp", "smollm2/sft_lora", "deep")
+    assert code == 2 and "deep/sft_lora.yaml exists" in err and (tmp_path / "deep/sft_lora.yaml").read_text() == "mine"
+    assert call("cp", "smollm2/sft_lora", "deep", "--force")[0] == 0
+    assert (tmp_path / "deep/sft_lora.yaml").read_text() == text
+
+
+def test_config_says_where_each_value_comes_from_and_is_a_configuration_again(call, tmp_path):
+    text = (
+        NEEDED + 'learning_rate: 2e-5\nmax_steps: 4\nenv: {A_TOKEN: x, SHOWN: y}\nhub_token: secret\nrun_name: "no"\n'
+    )
+    (tmp_path / "my.yaml").write_text(text)
+    code, out, _ = call("config", "my.yaml", "seed=7", "--logging_steps", "2", "~max_steps")
+    places = dict(line.rsplit("  # ", 1) for line in out.splitlines())
+    places = {line.removeprefix("# ").partition(":")[0]: place for line, place in places.items()}
+    assert code == 0 and set(places) == {"recipe", *shipped_schema().sft.keys}
+    assert (places["learning_rate"], places["seed"], places["logging_steps"]) == ("my.yaml:3", *["command line"] * 2)
+    assert (places["max_steps"], places["output_dir"]) == ("default", "recipe default")
+    assert places["bf16"] == "default: whether the GPU has it" and "secret" not in out and "A_TOKEN" not in out
+    again, first = (
+        check_text(out, "again.yaml"),
+        load_run_config("my.yaml", ["seed=7", "logging_steps=2", "~max_steps"]),
+    )
+    hidden = ("hub_token", "env")
+    assert {**again.values, **dict.fromkeys(hidden)} == {**first.values, **dict.fromkeys(hidden)}
+
+    code, out, _ = call("config", "my.yaml", "--diff", "--json")
+    shown = json.loads(out)
+    assert shown["max_steps"] == {"value": 4, "set_by": "my.yaml:4"} and shown["run_name"]["value"] == "no"
+    assert "learning_rate" not in shown  # TRL's default
+
+
+def test_schema_is_what_editors_read_and_what_validates(call):
+    document = json.loads(call("schema")[1])
+    assert document == json.loads(shipped_text()) and document["additionalProperties"] is False
+    assert document["properties"]["keep_every_nth_layer"]["minimum"] == 2
+    assert document["properties"]["datasets"]["items"]["required"] == ["path"]
+    for name in built_in_configs():
+        assert set(yaml.safe_load(call("cat", name)[1])) <= document["properties"].keys()
+
+
+def test_env_names_versions_and_what_is_missing(call, monkeypatch):
+    code, out, _ = call("env", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["needed"]["torch"] and facts["python"] == sys.version.split()[0]
+    assert set(facts["optional"]) == set(env.OPTIONAL)
+    monkeypatch.setitem(env.OPTIONAL, "no-such-package", "nothing")
+    code, out, _ = call("env")
+    assert code == 0 and "no-such-package" in out and "not installed; for nothing" in out and "GPU" in out
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would become the process, instead of becoming it."""
+    commands: list[list[str]] = []
+
+    class Replaced(Exception):
+        pass
+
+    def execv(path, arguments):
+        commands.append(arguments[1:])
+        raise Replaced
+
+    for name in (launching.LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launching.os, "execv", execv)
+    monkeypatch.setattr(run, "_run_recipe", lambda config: commands.append([config.recipe]))
+
+    def start(*arguments: str) -> list[str]:
+        commands.clear()
+        try:
+            cli.main(list(arguments))
+        except (Replaced, SystemExit):
+            pass
+        monkeypatch.delenv(launching.LAUNCHED, raising=False)
+        return commands[0] if commands else []
+
+    return start
+
+
+def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    launch = ["-m", "accelerate.commands.launch"]
+    ours = ["-m", "liger_trainer", "run", "smollm2/sft_full", "seed=1", "--packing"]
+    words = ["run", "smollm2/sft_full", "seed=1", "--packing"]
+    assert launched(*words) == ["sft"]
+    assert launched(*words, "--", "--num_processes", "2") == [*launch, "--num_processes", "2", *ours]
+
+    (tmp_path / "my.yaml").write_text(NEEDED + "num_processes: 4\naccelerate_config: zero2\n")
+    command = launched("run", "my.yaml")
+    assert (
+        command[:3] == [*launch, "--config_file"]
+        and Path(command[3]).name == "zero2.yaml"
+        and Path(command[3]).is_file()
+    )
+    assert command[4:] == ["--num_processes", "4", "-m", "liger_trainer", "run", "my.yaml"]
+    monkeypatch.setenv("RANK", "1")  # the processes that the launcher starts read the same file
+    assert launched("run", "my.yaml") == ["sft"]
+    monkeypatch.delenv("RANK")
+
+    assert launched("run", "my.yaml", "accelerate_config=zero9") == []
+    assert "accelerate_config: expected a file or one of" in capsys.readouterr().err
+    assert launched("run", "my.yaml", "max_stepz=1", "--", "--num_processes", "2") == []  # checked before it is started
+    assert "Did you mean max_steps?" in capsys.readouterr().err
+    assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
+    assert "only run and resume take arguments for a launcher" in capsys.readouterr().err
+
+
+def test_out_of_memory_is_exit_code_3(call, monkeypatch):
+    import torch
+
+    def main(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore words")
+
+    monkeypatch.setattr(run, "importlib", type("", (), {"import_module": lambda name: type("", (), {"main": main})}))
+    code, _, err = call("run", "smollm2/sft_full", "use_cpu=true")
+    assert code == 3 and "Tried to allocate 20 GiB." in err and "per_device_train_batch_size" in err
+    assert "Traceback" not in err and "More words" not in err

@@ -1,0 +1,245 @@
+"""Files of TRL's users, run unchanged; a run that is interrupted, resumed and merged. On tiny models and rows."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from liger_trainer.checkpoints import checkpoints_in, damage, resumption
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError, CorruptError
+
+# as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
+TRL_SFT = """
+# Model arguments
+model_name_or_path: student
+torch_dtype: float32
+attn_implementation: eager
+use_peft: true
+lora_r: 4
+lora_alpha: 8
+lora_target_modules:
+  - q_proj
+  - v_proj
+# Data training arguments
+dataset_name: rows.jsonl
+max_seq_length: 32
+# SFT trainer config
+bf16: false
+use_cpu: true
+do_eval: true
+eval_strategy: steps
+eval_steps: 2
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+learning_rate: "3e-2"
+logging_steps: 1
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+max_steps: 4
+per_device_train_batch_size: 2
+report_to: none
+save_strategy: steps
+save_steps: 2
+save_safetensors: true
+seed: 7
+packing: no
+use_liger_kernel: true
+output_dir: out
+"""
+# as for `trl distillation --config distillation.yaml`
+TRL_DISTILLATION = """
+model_name_or_path: student
+teacher_model_name_or_path: teacher
+dataset_name: rows.jsonl
+learning_rate: 1.0e-3
+max_steps: 1
+per_device_train_batch_size: 4
+max_completion_length: 16
+temperature: 0.9
+top_p: 0.95
+beta: 1.0
+log_completions: true
+bf16: false
+use_cpu: true
+max_length: 32
+output_dir: distilled
+"""
+QUICK = ("num_sample_completions=1", "max_new_tokens=2")  # otherwise the files as they are
+
+
+def row(i: int) -> dict:
+    question, answer = " ".join(WORDS[i : i + 3]), " ".join(WORDS[i + 3 : i + 6])
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models, rows and the two files."""
+    folder = tmp_path_factory.mktemp("trl")
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(20)))
+    (folder / "sft.yaml").write_text(TRL_SFT)
+    (folder / "distillation.yaml").write_text(TRL_DISTILLATION)
+    return folder
+
+
+@pytest.fixture
+def cli(folder, monkeypatch, capsys):
+    """The command line in that folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(list(arguments))
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The run of sft.yaml, in out/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", "sft.yaml", *QUICK])
+    assert not stopped.value.code
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of that run, as it was when it was interrupted after its last checkpoint."""
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "metrics.json").unlink()
+    return tmp_path / "run"
+
+
+def metrics(run_dir: Path) -> dict:
+    return json.loads((run_dir / "metrics.json").read_text())
+
+
+def test_a_trl_sft_file_runs_unchanged(trained, cli):
+    written = metrics(trained)
+    assert written["recipe"] == "sft" and written["training"]["steps"] == 4
+    assert written["after"]["loss"] < written["before"]["loss"]
+    assert [path.name for path in checkpoints_in(trained)] == ["checkpoint-2", "checkpoint-4"]
+    code, out, err = cli("validate", "sft.yaml")
+    assert code == 0 and "sft.yaml is valid: recipe sft, 30 settings." in out
+    assert [line.split(": ", 2)[2] for line in err.splitlines()] == [
+        "sft.yaml:4: torch_dtype: the former name of dtype.",
+        "sft.yaml:14: max_seq_length: the former name of max_length.",
+        "sft.yaml:28: warmup_ratio: the former name of warmup_steps (a number below 1 is a share of the steps).",
+        "sft.yaml:34: save_safetensors: left out: weights are always saved as safetensors.",
+    ]
+
+
+def test_a_trl_distillation_file_runs_unchanged(cli, folder):
+    code, _, err = cli("run", "distillation.yaml", *QUICK)
+    assert code == 0, err
+    written = metrics(folder / "distilled")
+    assert written["recipe"] == "distill" and written["training"]["steps"] == 1
+    assert {"reverse_kl"} <= written["after"].keys()
+    for key in ("max_completion_length", "top_p", "log_completions"):
+        assert f"{key}: has no effect: the completions in the rows are distilled" in err
+
+
+def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):
+    code, out, err = cli("merge", "out", "merged")
+    assert code == 0, err
+    assert "Merged out into" in out and "torch.float32" in out
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    adapted = AutoModelForCausalLM.from_pretrained(trained)
+    ids = torch.arange(12)[None]
+    expected, base = adapted(ids).logits, AutoModelForCausalLM.from_pretrained(folder / "student")(ids).logits
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - base).abs().max() > 1e-2  # the adapter does something
+    assert not (folder / "merged" / "adapter_config.json").exists()
+    assert AutoTokenizer.from_pretrained(folder / "merged").get_vocab() == tiny_tokenizer().get_vocab()
+    assert cli("merge", "out", "merged")[0] == 2  # it is there
+    code, out, _ = cli("merge", "out", "merged", "--force", "--dtype", "bfloat16")
+    assert code == 0 and AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto").dtype == torch.bfloat16
+
+
+def test_what_cannot_be_merged(trained, cli, folder, copy):
+    code, _, err = cli("merge", "student", "m1")
+    assert code == 2 and "student holds no adapter" in err
+    code, _, err = cli("merge", str(copy.parent), "m1")
+    assert code == 2 and f"There is one in {copy}." in err
+    code, _, err = cli("merge", "out", "m1", "--dtype", "int8")
+    assert code == 2 and "--dtype: expected float32" in err
+    code, _, err = cli("merge", "out", "m1", "--base", "./nowhere")
+    assert code == 2 and "./nowhere cannot be loaded" in err
+    weights = copy / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    code, _, err = cli("merge", str(copy), "m1")
+    assert code == 6 and "the adapter's weights cannot be read" in err
+    assert not (folder / "m1").exists()
+
+
+def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folder):
+    shutil.rmtree(copy / "checkpoint-4")
+    code, _, err = cli("resume", str(copy))
+    assert code == 0, err
+    resumed, whole = metrics(copy), metrics(trained)
+    assert resumed["training"]["steps"] == 4
+    assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], rel=1e-6)
+    assert "resume_from_checkpoint: " not in (copy / "config.yaml").read_text().partition("# Defaults")[0]
+
+    code, _, err = cli("resume", str(copy))
+    assert code == 2 and "is finished" in err and "max_steps=..." in err
+    code, _, err = cli("resume", str(copy), "max_steps=5")
+    assert code == 0, err
+    assert metrics(copy)["training"]["steps"] == 5
+
+
+def test_resume_names_what_is_damaged_and_what_is_whole(copy, cli):
+    weights = copy / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    code, _, err = cli("resume", str(copy))
+    assert code == 6 and "checkpoint-4 is damaged: adapter_model.safetensors has" in err
+    assert f"liger-trainer resume {copy} --checkpoint checkpoint-2" in err
+    _, settings = resumption(copy, "checkpoint-2", ["seed=1"])
+    assert settings == [f"output_dir={copy}", "seed=1", f"resume_from_checkpoint={copy / 'checkpoint-2'}"]
+    shutil.rmtree(copy / "checkpoint-2")
+    with pytest.raises(CorruptError, match="No other checkpoint is whole"):
+        resumption(copy, None, [])
+    with pytest.raises(ConfigError, match="expected one of checkpoint-4, got 'checkpoint-9'"):
+        resumption(copy, "checkpoint-9", [])
+    shutil.rmtree(copy / "checkpoint-4")
+    with pytest.raises(ConfigError, match="no checkpoint in .*save_strategy"):
+        resumption(copy, None, [])
+    with pytest.raises(ConfigError, match="holds no config.yaml"):
+        resumption(copy / "nowhere", None, [])
+
+
+def test_every_kind_of_damage_is_seen(copy):
+    checkpoint = copy / "checkpoint-4"
+    assert damage(checkpoint) is None
+    for name, harm, told in (
+        ("trainer_state.json", lambda path: path.unlink(), "trainer_state.json is missing"),
+        ("trainer_state.json", lambda path: path.write_text("{"), "trainer_state.json cannot be read"),
+        ("adapter_model.safetensors", lambda path: path.unlink(), "it holds no weights"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(b""), "is cut off: 0 bytes"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(b"\x05" + bytes(12)), "has no safetensors header"),
+        ("adapter_model.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x"), "instead of"),
+        ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:-30]), "optimizer.pt is cut off"),
+    ):
+        before = (checkpoint / name).read_bytes()
+        harm(checkpoint / name)
+        assert told in (damage(checkpoint) or "nothing")
+        (checkpoint / name).write_bytes(before)
+    assert zipfile.is_zipfile(checkpoint / "optimizer.pt") and damage(checkpoint) is None
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert damage(checkpoint) == "model-1.safetensors is missing"
