@@ -76,7 +76,7 @@ def patch_norms(model: nn.Module, options: Any, replacements: Replacements, repo
             continue
         key = structure.settings(module)
         if key not in proved:
-            proved[key] = structure.obstacle(module) or prove(module)
+            proved[key] = prove(module)
         norm = structure.obstacle(module) or proved[key]
         if isinstance(norm, str):
             report.leave(type(module).__name__, norm)
