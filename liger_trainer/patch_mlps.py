@@ -83,6 +83,8 @@ class Gate:
 
 def patch_mlps(model: nn.Module, options: Any, replacements: Replacements, report: Any) -> None:
     """Swap the MLPs and experts that `options` ask for. Those that a part before this one swapped are passed over."""
+    if not (options.swiglu or options.geglu or options.relu2):
+        return
     proved: dict[tuple, MLP | Gate | str | None] = {}
     for module in model.modules():
         if module in replacements:

@@ -70,6 +70,8 @@ def _narrowed(x: Any, device_type: str) -> Any:
 
 def patch_norms(model: nn.Module, options: Any, replacements: Replacements, report: Any) -> None:
     """Swap the norms that `options` ask for. Those that a part before this one computes are passed over."""
+    if not (options.rms_norm or options.layer_norm):
+        return
     proved: dict[tuple, Norm | str] = {}
     for module in model.modules():
         if module in replacements or not _looks_like_a_norm(module):

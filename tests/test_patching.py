@@ -98,6 +98,7 @@ def test_each_option_alone(option):
     model = copy.deepcopy(plain)
     patched = patch(model, {**NOTHING, option: True})
     (kind,) = patched.report.swapped
+    assert not patched.report.left_alone
     kinds = {"swiglu": "SwiGLU", "geglu": "GEGLU", "relu2": "ReLU2", "rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
     assert kind == kinds.get(option, "fused loss")
     assert_same_outcome(outcome(model, batch), outcome(plain, batch), 1e-5)
@@ -110,6 +111,13 @@ def test_the_report_is_one_line():
     assert str(report).startswith(
         "mixtral: RMSNorm 5, fused loss. Left alone: MixtralExperts (its implementation (eager)"
     )
+
+
+def test_what_was_not_asked_for_is_not_reported():
+    model = diverse("gpt_oss")
+    assert "GptOssExperts" in patch(model).report.left_alone
+    patch(model).undo()
+    assert not patch(model, {**NOTHING, "rms_norm": True}).report.left_alone
 
 
 def test_another_model_of_the_class_keeps_its_objects():
