@@ -15,7 +15,9 @@ from torch import nn
 
 from liger_trainer import patch_lora
 from liger_trainer.kernels import _triton
-from liger_trainer.patching import patch
+from liger_trainer.patch_mlps import patch_mlps
+from liger_trainer.patching import PatchOptions, PatchReport, patch
+from liger_trainer.replacements import Replacements
 
 on_triton = pytest.mark.skipif(not _triton.INTERPRETED, reason="the MLP's autograd function needs Triton")
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
@@ -243,6 +245,20 @@ def test_a_copy_runs_on_its_own_tensors():
             parameter.data.zero_()
     want = tiny_model()(**masked_batch()).loss.item()
     assert loss_and_gradients(twin)[0] == pytest.approx(want, rel=1e-6) != loss_and_gradients(model)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "self_attn.q_proj"])
+def test_compiles_whole(name):
+    """Reading a layer leaves no break in the graph."""
+    plain, model = (wrapped(tiny_model()).base_model.model.model.layers[0].get_submodule(name) for _ in range(2))
+    holder, replacements, report = nn.ModuleDict({"layer": model}), Replacements(), PatchReport("")
+    patch_mlps(holder, PatchOptions(), replacements, report)
+    patch_lora.patch_lora(holder, PatchOptions(), replacements, report)
+    assert report.swapped["LoRA MLP"] == (name == "mlp") and report.swapped["LoRA linear"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(compiled(x), plain(x))
 
 
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)

@@ -102,6 +102,19 @@ def test_fp32_factors_as_sums_of_bf16_matrices(wide_results, ranks):
     assert got["d_a0"].dtype == got["d_b0"].dtype == torch.float32
 
 
+def test_a_term_of_split_factors_is_rounded_once(wide_results):
+    """Added to zero, what reaches y and dx is the product in fp64, rounded to bf16."""
+    numerics = Numerics(torch.bfloat16, torch.float32, split=True)
+    m = normal(40, 37, like={"dtype": torch.bfloat16, "device": TRITON_DEVICE})
+    a, b = (normal(37, 6, like={"device": TRITON_DEVICE}), normal(6, 50, like={"device": TRITON_DEVICE}, seed=1))
+    values = m.new_empty(40, 4, 6)
+    _low_rank._multiply(m, a, values, 0.7, numerics)
+    y = m.new_zeros(40, 50)
+    _low_rank._add(y, values, b, 1.3, numerics)
+    truth = 0.7 * 1.3 * (m.double() @ a.double()) @ b.double()
+    torch.testing.assert_close(y.double(), truth, rtol=2**-7.99, atol=1e-3)
+
+
 def test_adapters_narrower_than_the_base(fp32):
     tensors = inputs(6, 37, like=like(fp32), adapters=torch.bfloat16)
     got = check(tensors, leaves_of(tensors))
