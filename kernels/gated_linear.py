@@ -45,14 +45,14 @@ class GatedLinearFunction(torch.autograd.Function):
         dout = dout.reshape(-1, dout.shape[-1])
         dgate = dup = dweight = h = None
         if need_gate or need_up:
-            dh = (dout @ weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
+            dh = torch.mm(dout, weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
             if need_weight:  # over dh, unless layouts of several dtypes let one thread overwrite what another reads
                 h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
             dgate, dup = input_gradients(dh, gate, up, (need_gate, need_up), ctx.activation, h)
         elif need_weight:
             h = forward(*halves(gate, up), ctx.activation, dout.dtype)
         if h is not None:
-            dweight = dout.t() @ h.view(-1, weight.shape[1])  # autograd casts it to weight's dtype
+            dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype
         dbias = dout.sum(0, dtype=ctx.bias_dtype) if need_bias else None
         return dgate, dup, dweight, dbias, None
 

@@ -155,12 +155,18 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs
 
 
 def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's own kernels give the same, fp32 inside and rounded once, and sooner, since the host is slower."""
-    if x.numel() > TORCH_NUMBERS or not x.is_contiguous() or torch.is_autocast_enabled(x.device.type):
+    """Whether torch's own kernels give the same, fp32 inside and rounded once, and sooner, since the host is slower.
+
+    Shapes that do not fit do not suit: the checks that follow say what is wrong.
+    """
+    if weight is None or not 0 < x.numel() <= TORCH_NUMBERS:
         return False
-    if weight is None:
-        return bias is None
-    return weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    columns, dtype = x.shape[-1:], x.dtype
+    if weight.dtype != dtype or weight.shape != columns:
+        return False
+    if bias is not None and (bias.dtype != dtype or bias.shape != columns):
+        return False
+    return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -194,10 +200,10 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises:
         ValueError: x has no column, or weight or bias is not one number per column.
     """
+    if x.is_cuda and not torch.compiler.is_compiling() and _suits_torch(x, weight, bias):
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     check_columns(x, weight)
     check_columns(x, bias, "bias")
     if not use_triton(x) or torch.compiler.is_compiling():
         return layer_norm_reference(x, weight, bias, eps)
-    if x.is_cuda and _suits_torch(x, weight, bias):
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return LayerNormFunction.apply(x, weight, bias, eps)
