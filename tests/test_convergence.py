@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.convergence import FLOOR, LEARNING_RATE, MODELS, SMOLLM2, STEPS, build, compare
 
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_mini_models(name):
