@@ -10,6 +10,7 @@ untimed step and STEPS timed ones: forward, backward, fused AdamW on the adapter
 """
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -174,6 +175,7 @@ class Worker:
         """Milliseconds of STEPS steps, peak MiB above weights and optimizer, and the loss of the first step."""
         self._prepare(case)
         cuda = self.device == "cuda"
+        gc.collect()  # an earlier model's cycles, which would be taken for this one's weights
         before = torch.cuda.memory_allocated() if cuda else 0
         loss = self._step()[1]  # untimed
         before += sum(x.nbytes for state in self.optimizer.state.values() for x in state.values())

@@ -8,7 +8,6 @@ schedule and number of tokens are the same. Held-out rows are measured against t
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -59,7 +58,7 @@ def table(runs: Runs, command: str) -> str:
     training, versions, data = first["training"], first["versions"], first["data"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "trl"))
     lines = [
-        f"- {training['device']}, {date.today().isoformat()}, commit {os.environ.get('BENCH_COMMIT') or git_commit()}",
+        f"- {training['device']}, {date.today().isoformat()}, commit {git_commit()}",
         f"- `{command}`: {training['steps']} steps, {training['tokens']:,} tokens a run",
         f"- {packages}",
         f"- {data['test_rows']} held-out rows; mean (least to most) of {len(runs[next(iter(runs))])} seeds",

@@ -39,7 +39,7 @@ the error of plain torch in the inputs' dtype plus a floor. Ours must stay withi
 
 @dataclass(frozen=True)
 class Header:
-    """Where and how a run was made. `commit` comes from the variable BENCH_COMMIT or from git."""
+    """Where and how a run was made."""
 
     device: str
     date: str
@@ -55,7 +55,7 @@ def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str],
     return Header(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        commit=os.environ.get("BENCH_COMMIT") or git_commit(),
+        commit=git_commit(),
         command=shlex.join(["python", "-m", "benchmarks.run", *_without_output(arguments)]),
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
@@ -81,6 +81,9 @@ def _version(package: str) -> str:
 
 
 def git_commit() -> str:
+    """From the variable BENCH_COMMIT, for a copy without its history, or from git."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
     try:
         return subprocess.run(
