@@ -1,8 +1,8 @@
-"""What the fused linear losses share: which rows count, how many at a time, and the gradients of the head.
+"""What the fused linear losses share: which rows count, how many at a time, and what becomes of their gradients.
 
-Both losses walk over the labelled rows in chunks. A chunk's logits live in one reused workspace; a row kernel turns
-them into their own gradient in place; two matrix products then carry that gradient to the hidden states and to the
-weight.
+The losses walk over the labelled rows in chunks (_linear_loss.py). A chunk's logits live in one reused workspace; a row
+kernel turns them into their own gradient in place; two matrix products then carry that gradient to the hidden states
+and to the weight (_head.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -125,34 +125,27 @@ def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)[:, :vocab]
 
 
-def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the matrix products: autocast's where it is on, else what hidden and weight promote to."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Which gradients a call must produce."""
+class Needs(NamedTuple):
+    """Which gradients a call must produce, in the order of `LinearHead.tensors`."""
 
     hidden: bool
     weight: bool
     bias: bool
+    low: bool = False
+    low_weight: bool = False
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Needs":
+    def of(cls, *tensors: Tensor | None) -> "Needs":
         enabled = torch.is_grad_enabled()
-        wanted = (t is not None and enabled and t.requires_grad for t in (hidden, weight, bias))
-        return cls(*wanted)
+        return cls(*(t is not None and enabled and t.requires_grad for t in tensors))
 
     @property
     def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
+        return any(self)
 
 
 @dataclass(frozen=True)
@@ -170,93 +163,6 @@ class Execution:
     @property
     def workspace_bytes(self) -> int:
         return int((WORKSPACE_MB if self.workspace_mb is None else self.workspace_mb) * 2**20)
-
-
-class HeadGradients:
-    """d loss / d (hidden, weight, bias), built from d loss / d logits by chunks of rows and tiles of the vocabulary.
-
-    The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
-    low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
-    gradient again. A scalar that only the device knows (factor, see `upstream_rows`) multiplies them in the end; until
-    then the weight's sum over all tokens may lie beyond fp16, and is kept in fp32.
-    """
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, rows: Rows, vocab: int,
-        how: Execution, alpha: float, factor: Tensor | None = None,
-    ):  # fmt: skip
-        self._alpha, self._factor, self._vocab = alpha, factor, vocab
-        self._hidden_sum = self.hidden = self.weight = self.bias = None
-        if needs.hidden:
-            over = how.overwrite_hidden and rows.index is None
-            shape = rows.count, hidden.shape[1]
-            self.hidden = hidden.detach() if over else torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-        if needs.weight:
-            whole = vocab == weight.shape[0] and rows.count > 0
-            make = torch.empty_like if whole else torch.zeros_like
-            wide = how.accumulate_dtype if factor is None else torch.float32
-            dtype = torch.promote_types(weight.dtype, wide or weight.dtype)
-            self.weight = make(weight, dtype=dtype, memory_format=torch.contiguous_format)
-        if needs.bias:
-            assert bias is not None
-            self.bias = torch.zeros(bias.shape[0], dtype=stats_dtype(bias.dtype), device=bias.device)
-
-    def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
-        """dlogits: (n, c); x: (n, H) and w: (c, H) in its dtype, the chunk's rows and the tile's columns."""
-        if self.weight is not None:
-            addmm_into(self.weight[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
-        if self.bias is not None:
-            self.bias[columns].add_(dlogits.sum(0, dtype=self.bias.dtype), alpha=self._alpha)
-        if self.hidden is not None:  # last: it may lie where x lies
-            self._add_hidden(dlogits, w, self.hidden[rows], columns)
-
-    def _add_hidden(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
-        """Over several tiles the sum is kept in fp32: rounding it once a tile would double its error."""
-        if columns == slice(0, self._vocab):
-            return addmm_into(out, dlogits, w, beta=0, alpha=self._alpha)
-        if columns.start == 0:
-            self._hidden_sum = torch.empty(out.shape, dtype=stats_dtype(out.dtype), device=out.device)
-        assert self._hidden_sum is not None
-        addmm_into(self._hidden_sum, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
-        if columns.stop == self._vocab:
-            out.copy_(self._hidden_sum)
-            self._hidden_sum = None
-
-    def finish(
-        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: Execution
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """d hidden (total, H), d weight (V, H) and d bias (V,), each in its input's dtype, None where not needed."""
-        if self._factor is not None:
-            multiply_([self.hidden, self.weight, self.bias], self._factor)
-        dhidden = self.hidden
-        if dhidden is not None and rows.index is not None:
-            into = hidden.detach().zero_() if how.overwrite_hidden else torch.zeros_like(hidden)
-            dhidden = into.index_copy_(0, rows.index, dhidden)
-        dweight = None if self.weight is None else self.weight.to(weight.dtype)
-        dbias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
-        return dhidden, dweight, dbias
-
-
-def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
-    """out = beta * out + alpha * a @ b. A wider out (fp32 under bf16 products) accumulates in its own precision."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif out.is_cuda and out.dtype == torch.float32:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
-    elif out.dtype == torch.promote_types(out.dtype, a.dtype):
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
-    else:
-        out.mul_(beta) if beta else out.zero_()
-        out.add_(a @ b, alpha=alpha)
-
-
-def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
-    """x @ w.T into out, which may be fp32 where x and w are narrower."""
-    if out.dtype == x.dtype:
-        return torch.mm(x, w.t(), out=out)
-    if x.is_cuda:
-        return torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
-    return torch.mm(x.to(out.dtype), w.t().to(out.dtype), out=out)
 
 
 def graph_is_kept() -> bool:
@@ -303,20 +209,6 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
             _rescale_kernel[grid](x, shape[1], *strides, factor, SPAN=RESCALED, BLOCK=4096, num_warps=8)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
-
-
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> None:
-    """side: "teacher_" where the arguments are called so."""
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
-            f"{side}hidden is {tuple(hidden.shape)}, {side}weight is {tuple(weight.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{side}bias must be one per row of {side}weight: "
-            f"{side}bias is {tuple(bias.shape)}, {side}weight {tuple(weight.shape)}."
-        )
 
 
 def check_labels(hidden: Tensor, labels: Tensor | None, ce_weight: float = 0.0) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._chunks import stats_dtype
+from ._head import Adapters, linear_reference
 from ._rows import LogitTransform, transform
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -99,13 +99,15 @@ def distillation_reference(
 def linear_divergence_reference(
     hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
     bias: Tensor | None = None, teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0,
-    softcap: float | None = None, teacher_softcap: float | None = None, vocab_size: int | None = None, **options,
+    softcap: float | None = None, teacher_softcap: float | None = None, vocab_size: int | None = None,
+    lora: Adapters = None, teacher_lora: Adapters = None, **options,
 ) -> LinearDivergence:  # fmt: skip
     """What the op must equal, in plain torch. Tests and benchmarks import this one."""
     V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
     bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
-    student = transform(F.linear(hidden, weight[:V]), bias, LogitTransform(scale, softcap))[0]
+    student = transform(linear_reference(hidden, weight, lora)[:, :V], bias, LogitTransform(scale, softcap))[0]
     with torch.no_grad():
         how = LogitTransform(teacher_scale, teacher_softcap)
-        teacher = transform(F.linear(teacher_hidden, teacher_weight[:V]), teacher_bias, how)[0]
+        logits = linear_reference(teacher_hidden, teacher_weight, teacher_lora)[:, :V]
+        teacher = transform(logits, teacher_bias, how)[0]
     return distillation_reference(student, teacher, **options)

@@ -1,12 +1,11 @@
 """The fused losses under torch.compile: one opaque op each, with gradients among its outputs.
 
 What they do depends on how many labels are in use, so there is nothing in them to trace. The op returns loss, per-token
-values and the gradients of hidden, weight and bias; its backward multiplies those by the gradient of the loss.
+values and the gradients of the head's tensors; its backward multiplies those by the gradient of the loss.
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ._autograd import first_order
@@ -25,15 +24,14 @@ def traced_outputs(loss: Tensor, per_token: Tensor, gradients: Sequence[Tensor |
     return loss, per_token.contiguous(), *(per_token.new_empty(0) if x is None else x.contiguous() for x in gradients)
 
 
-def fake_outputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fields: int, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of `traced_outputs`."""
-    stats = stats_dtype(dtype)
+def fake_outputs(inputs: Sequence, fields: int) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of `traced_outputs`, from the opaque op's inputs: `LinearHead.tensors`, ..., dtype, needs."""
+    *_, dtype, needs = inputs
+    hidden, stats = inputs[0], stats_dtype(dtype)
     loss, per_token = hidden.new_empty((), dtype=stats), hidden.new_empty((fields, hidden.shape[0]), dtype=stats)
     gradients = (
         x.new_empty(x.shape) if needed and x is not None else per_token.new_empty(0)
-        for x, needed in zip((hidden, weight, bias), needs, strict=True)
+        for x, needed in zip(inputs, needs, strict=False)
     )
     return loss, per_token, *gradients
 
@@ -45,6 +43,6 @@ def save_gradients(ctx, inputs, output) -> None:
 
 @first_order
 def scaled_gradients(ctx, grad_loss: Tensor, *_) -> tuple[Tensor | None, ...]:
-    """Backward of an opaque op whose first three inputs are hidden, weight and bias."""
-    gradients = (x * grad_loss if x.dim() and x.shape[0] else None for x in ctx.saved_tensors)
-    return *gradients, *[None] * (ctx.inputs - 3)
+    """Backward of an opaque op whose first inputs are `LinearHead.tensors`."""
+    gradients = [x * grad_loss if x.dim() and x.shape[0] else None for x in ctx.saved_tensors]
+    return *gradients, *[None] * (ctx.inputs - len(gradients))

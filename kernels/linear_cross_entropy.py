@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head, without the logits of the whole batch.
 
-    x = transform(hidden @ weight.T + bias) / temperature                 transform: scale, then softcap (_rows.py)
+    x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_rows.py)
     loss = sum over labelled rows of w [(1 - s) nll + s (lse - mean x) + z lse^2] / num_items
-           with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss
+           with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss; lora: see _head.py
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)  token_weight: (N,)
 Method    the loss is the last thing a model computes, so its gradients can be computed with it: rows without a label
@@ -22,32 +22,22 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
 from ._chunks import (
     Execution,
-    HeadGradients,
     Needs,
-    Rows,
     RowSelection,
     check_execution,
-    check_head,
     check_labels,
-    compute_dtype,
     labelled_weight,
-    project,
-    put,
-    rescale,
-    row_plan,
     selected_rows,
     stats_dtype,
     take,
     tile_plan,
-    upstream_rows,
     workspace,
 )
 from ._cross_entropy_rows import (
@@ -62,153 +52,98 @@ from ._cross_entropy_rows import (
     tile_statistics,
     whole_rows,
 )
+from ._head import Adapters, HeadGradients, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
 from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
+__all__ = ["CrossEntropy", "Lora", "linear_cross_entropy", "linear_cross_entropy_reference"]
+
 
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
-    softcap: float | None = None, **options,
+    softcap: float | None = None, lora: Adapters = None, **options,
 ) -> CrossEntropy:  # fmt: skip
     """What the op must equal, in plain torch. Tests and benchmarks import this one."""
-    logits = transform(F.linear(hidden, weight), bias, LogitTransform(scale, softcap))[0]
+    logits = transform(linear_reference(hidden, weight, lora), bias, LogitTransform(scale, softcap))[0]
     return cross_entropy_reference(logits, labels, **options)
 
 
-def _with_gradients(hidden, weight, bias, targets, rows: Rows, needs: Needs, dtype, o: CrossEntropyOptions, how):
-    """(loss, per-token (5, N), d hidden, d weight, d bias). dtype: of the products."""
-    x_rows, w = take(hidden, rows).to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.contiguous()
-    vocab = weight.shape[0]
-    out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, rows.alpha)
-    plan = row_plan(rows.count, vocab, dtype.itemsize, how)
-    logits_ws = workspace(min(plan.rows, rows.count), vocab, dtype, hidden.device)
-    for chunk in plan.chunks(rows.count):
-        x = x_rows[chunk]
-        logits = project(x, w, logits_ws[: x.shape[0]])
-        whole_rows(logits, bias, targets.rows(chunk), out[:, chunk], logits if needs.any else None, o)
-        if needs.any:
-            gradients.add(logits, x, w, chunk, slice(0, vocab))
-    loss = out[0].sum() * rows.alpha
-    per_token = put(out.t(), rows, hidden.shape[0]).t()
-    return loss, per_token, *gradients.finish(rows, hidden, weight, bias, how)
+@dataclass(frozen=True)
+class LinearCrossEntropy(LinearLoss):
+    """targets: of the rows that take part."""
 
+    targets: Targets
+    options: CrossEntropyOptions
 
-class LinearCrossEntropyFunction(torch.autograd.Function):
-    """Gradients in the forward."""
+    fields = FIELDS
+    keeps_values = True
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, needs, options, how):
-        dtype = compute_dtype(hidden, weight)
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, per_token, *gradients = _with_gradients(
-                hidden, weight, bias, targets, rows, needs, dtype, options, how
-            )
-        if needs.any:
-            ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(per_token)
-        return loss, per_token
+    def row_function(self, rows: int):
+        def of_chunk(logits, bias, chunk, out, grad):
+            whole_rows(logits, bias, self.targets.rows(chunk), out, grad, self.options)
 
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_loss, _):
-        return *rescale(ctx.saved_tensors, grad_loss), None, None, None, None, None
+        return of_chunk
 
+    def statistics(self, head: LinearHead) -> Tensor:
+        """Tile by tile of the vocabulary."""
+        rows, dtype, o = self.rows, head.dtype, self.options
+        operands = head.operands(rows, self.vocab)
+        out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=head.hidden.device)
+        plan, ws = self._tiles(head, Needs(False, False, False))
+        for chunk in plan.chunks(rows.count):
+            targets, carry = self.targets.rows(chunk), new_carry(chunk.stop - chunk.start, ws)
+            for columns in plan.tiles(self.vocab):
+                part = operands.part(chunk, columns)
+                tile_statistics(Tile(part.logits(ws), part.bias, columns.start, self.vocab), targets, carry, o)
+            out[:, chunk] = finish(carry, targets, self.vocab, o)
+        return out
 
-def _statistics(hidden, weight, bias, targets, rows: Rows, dtype, o: CrossEntropyOptions, how: Execution) -> Tensor:
-    """(5, rows.count) per-token values."""
-    x_rows, vocab = take(hidden, rows).to(dtype), weight.shape[0]
-    out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
-    plan = tile_plan(rows.count, vocab, hidden.shape[1], dtype.itemsize, Needs(False, False, False), how)
-    ws = workspace(min(plan.rows, rows.count), plan.columns, dtype, hidden.device)
-    for chunk in plan.chunks(rows.count):
-        x, chunk_targets = x_rows[chunk], targets.rows(chunk)
-        carry = new_carry(x.shape[0], ws)
-        for columns in plan.tiles(vocab):
-            tile = _tile(x, weight[columns].to(dtype), bias, columns, ws, vocab)
-            tile_statistics(tile, chunk_targets, carry, o)
-        out[:, chunk] = finish(carry, chunk_targets, vocab, o)
-    return out
+    def recomputed(
+        self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Tile by tile of the vocabulary."""
+        assert values is not None
+        rows, o, operands = self.rows, self.options, head.operands(self.rows, self.vocab)
+        factor = gradient_factor(upstream, values[1], self.targets, o)
+        gradients = HeadGradients(head, needs, rows, self.vocab, self.how, alpha=1.0, factor=largest)
+        plan, ws = self._tiles(head, needs)
+        for chunk in plan.chunks(rows.count):
+            targets, lse, chunk_factor = self.targets.rows(chunk), values[4, chunk], factor[chunk]
+            for columns in plan.tiles(self.vocab):
+                part = operands.part(chunk, columns)
+                tile = Tile(part.logits(ws), part.bias, columns.start, self.vocab)
+                tile_gradient(tile, targets, lse, chunk_factor, tile.logits, o)
+                gradients.add(tile.logits, part, chunk, columns)
+        return gradients.finish()
 
-
-def _tile(x: Tensor, w: Tensor, bias: Tensor | None, columns: slice, ws: Tensor, vocab: int) -> Tile:
-    logits = project(x, w, ws[: x.shape[0], : w.shape[0]])
-    return Tile(logits, None if bias is None else bias[columns].contiguous(), columns.start, vocab)
-
-
-def _recomputed_gradients(
-    hidden, weight, bias, targets, rows: Rows, needs: Needs, dtype, o, how, out, upstream, largest
-):  # fmt: skip
-    """(d hidden, d weight, d bias) from the gradient (rows.count,) of each row's loss: see `upstream_rows`."""
-    x_rows, vocab = take(hidden, rows).to(dtype), weight.shape[0]
-    factor = gradient_factor(upstream, out[1], targets, o)
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, alpha=1.0, factor=largest)
-    plan = tile_plan(rows.count, vocab, hidden.shape[1], dtype.itemsize, needs, how)
-    ws = workspace(min(plan.rows, rows.count), plan.columns, dtype, hidden.device)
-    for chunk in plan.chunks(rows.count):
-        x, chunk_targets, lse, chunk_factor = x_rows[chunk], targets.rows(chunk), out[4, chunk], factor[chunk]
-        for columns in plan.tiles(vocab):
-            w = weight[columns].to(dtype)
-            tile = _tile(x, w, bias, columns, ws, vocab)
-            tile_gradient(tile, chunk_targets, lse, chunk_factor, tile.logits, o)
-            gradients.add(tile.logits, x, w, chunk, columns)
-    return gradients.finish(rows, hidden, weight, bias, how)
-
-
-class RecomputedCrossEntropyFunction(torch.autograd.Function):
-    """Logits computed once more in the backward, for least memory and for a gradient of each token's loss."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, options, how, per_token_loss):
-        ctx.dtype = compute_dtype(hidden, weight)
-        ctx.call = targets, rows, options, how
-        ctx.per_token_loss = per_token_loss
-        with torch.autocast(hidden.device.type, enabled=False):
-            out = _statistics(hidden, weight, bias, targets, rows, ctx.dtype, options, how)
-        ctx.save_for_backward(hidden, weight, bias, out)
-        per_token = put(out.t(), rows, hidden.shape[0]).t()
-        ctx.mark_non_differentiable(per_token)
-        return per_token[0].clone() if per_token_loss else out[0].sum() * rows.alpha, per_token
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_loss, _):
-        hidden, weight, bias, out = ctx.saved_tensors
-        targets, rows, options, how = ctx.call
-        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * rows.alpha
-        upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
-        needs = Needs(*ctx.needs_input_grad[:3])
-        with torch.autocast(hidden.device.type, enabled=False):
-            gradients = _recomputed_gradients(
-                hidden, weight, bias, targets, rows, needs, ctx.dtype, options, how, out, upstream, largest
-            )
-        return *gradients, None, None, None, None, None
+    def _tiles(self, head: LinearHead, needs: Needs):
+        """(Plan, workspace of a tile)."""
+        count, dtype = self.rows.count, head.dtype
+        plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how)
+        return plan, workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
 
 
 @torch.library.custom_op("liger_trainer::linear_cross_entropy", mutates_args=())
 def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weight: Tensor | None,
-    num_items: Tensor | None, scale: float, softcap: float | None, temperature: float, label_smoothing: float,
-    z_loss: float, ignore_index: int, dft: bool, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
-    dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, labels: Tensor,
+    token_weight: Tensor | None, num_items: Tensor | None, scale: float, softcap: float | None, temperature: float,
+    label_smoothing: float, z_loss: float, ignore_index: int, dft: bool, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
     rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     targets = Targets(take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype))
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
-    how = Execution(workspace_mb, accumulate_dtype)
-    loss, per_token, *gradients = _with_gradients(
-        hidden, weight, bias, targets, rows, Needs(*needs), dtype, options, how
-    )
-    return traced_outputs(loss, per_token, gradients)  # pyright: ignore[reportReturnType]
+    loss = LinearCrossEntropy(rows, weight.shape[0], Execution(workspace_mb, accumulate_dtype), targets, options)
+    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
+    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
 
 
 @_traced_op.register_fake
-def _(hidden, weight, bias, *options):
-    *_, dtype, needs = options
-    return fake_outputs(hidden, weight, bias, dtype, len(FIELDS), needs)
+def _(*inputs):
+    return fake_outputs(inputs, len(FIELDS))
 
 
 _traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
@@ -220,7 +155,7 @@ def linear_cross_entropy(
     scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, label_smoothing: float = 0.0,
     z_loss: float = 0.0, ignore_index: int = -100, dft: bool = False, rows: RowSelection | None = None,
     recompute: bool = False, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
-    overwrite_hidden: bool = False,
+    overwrite_hidden: bool = False, lora: Adapters = None,
 ) -> CrossEntropy:  # fmt: skip
     """Cross-entropy of `hidden @ weight.T` against labels, with the gradients computed on the way.
 
@@ -252,6 +187,8 @@ def linear_cross_entropy(
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed
             hidden.
+        lora: low-rank additions to the head, one `Lora` or several. Computed in the products' dtype, whatever theirs;
+            gradients come in theirs.
 
     Returns:
         CrossEntropy: loss and per-token values.
@@ -259,28 +196,24 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, an option out of range, or options that exclude each other.
     """
-    check_head(hidden, weight, bias)
+    check_head(hidden, weight, bias, lora)
     check_labels(hidden, labels)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
+    check_overwritten(overwrite_hidden, lora)
+    head = LinearHead.of(hidden, weight, bias, lora)
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
-        needs = Needs.of(hidden, weight, bias)
-        loss, per_token, *_ = _traced_op(
-            hidden, weight, bias, labels, token_weight, None if num_items is None else torch.as_tensor(num_items),
+        value, per_token, *_ = _traced_op(
+            *head.tensors, labels, token_weight, None if num_items is None else torch.as_tensor(num_items),
             scale, softcap, temperature, label_smoothing, z_loss, ignore_index, dft, workspace_mb, accumulate_dtype,
-            compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
+            head.dtype, list(Needs.of(*head.tensors)),
         )  # fmt: skip
-        return CrossEntropy(loss, per_token[1], per_token[2], per_token[3] > 0)
+        return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
     selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     token_weight = labelled_weight(token_weight, selected, hidden.dtype)
     targets = Targets(take(labels, selected).contiguous(), token_weight)
-    if recompute:
-        loss, per_token = RecomputedCrossEntropyFunction.apply(
-            hidden, weight, bias, targets, selected, options, how, reduction == "none"
-        )
-    else:
-        needs = Needs.of(hidden, weight, bias)
-        loss, per_token = LinearCrossEntropyFunction.apply(hidden, weight, bias, targets, selected, needs, options, how)
-    return CrossEntropy(loss, per_token[1], per_token[2], per_token[3] > 0)
+    loss = LinearCrossEntropy(selected, weight.shape[0], how, targets, options)
+    value, per_token = linear_loss(loss, head, recompute, reduction)
+    return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)

@@ -1,6 +1,6 @@
 """Distillation of a linear head from a teacher that is known at K entries a token; no logits are stored.
 
-    s = transform(hidden @ weight.T + bias) / T,  q = softmax(s)          student
+    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
     p_k = exp(log_probs_k) for the token ids_k, k = 1..K                  teacher, out of a cache
     P = sum p_k,  Q = sum q_k,  R = max(0, 1 - P)                         R: what the cache says nothing about
 
@@ -31,37 +31,33 @@ Source    draws and their lack of bias, bias of the likeliest K: Anshumann et al
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
 from ._chunks import (
     Execution,
-    HeadGradients,
     Needs,
     Rows,
     RowSelection,
     check_execution,
-    check_head,
     check_labels,
-    compute_dtype,
     labelled_weight,
-    project,
-    put,
-    rescale,
-    row_plan,
     selected_rows,
-    stats_dtype,
     take,
-    workspace,
 )
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
 from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+
+__all__ = [
+    "LinearSparseDivergence", "Lora", "linear_sparse_divergence", "linear_sparse_divergence_reference",
+    "sparse_divergence_reference",
+]  # fmt: skip
 
 MAX_ENTRIES = 1024  # of a token: they lie in the registers of one program
 
@@ -105,11 +101,12 @@ def linear_sparse_divergence_reference(
     labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
     scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
     token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
-    top_ids: Tensor | None = None,
+    reduction: str = "mean", top_ids: Tensor | None = None, lora: Adapters = None,
 ) -> LinearSparseDivergence:  # fmt: skip
     """What the op must equal, in plain torch. Tests and benchmarks import this one."""
     V = min(weight.shape[0], vocab_size or weight.shape[0])
-    s = transform(F.linear(hidden, weight[:V]), None if bias is None else bias[:V], LogitTransform(scale, softcap))[0]
+    logits, bias = linear_reference(hidden, weight, lora)[:, :V], None if bias is None else bias[:V]
+    s = transform(logits, bias, LogitTransform(scale, softcap))[0]
     keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
@@ -118,7 +115,9 @@ def linear_sparse_divergence_reference(
     divergence = sparse_divergence_reference(s, ids, log_probs, tail=tail, temperature=temperature)
     divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
     each = (divergence - ce_weight * log_prob) * (1.0 if token_weight is None else token_weight)
-    loss = each[keep].sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+    loss = each.where(keep, 0)
+    if reduction == "mean":
+        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
     mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
     is_top1 = (log_prob >= log_q.amax(-1)) & has_label
     agrees = torch.zeros_like(keep)
@@ -129,89 +128,58 @@ def linear_sparse_divergence_reference(
 
 
 @dataclass(frozen=True)
-class SparseCall:
-    """Everything of a call that has no gradient of its own. targets: of the rows that take part."""
+class LinearSparse(LinearLoss):
+    """targets: of the rows that take part."""
 
     targets: SparseTargets
-    rows: Rows
-    vocab: int
     options: SparseOptions
-    how: Execution
 
-    @classmethod
-    def of(
-        cls, hidden, ids, log_probs, labels, token_weight, top_ids, rows: Rows, vocab: int, options, how
-    ) -> "SparseCall":
-        targets = SparseTargets(
-            take(ids, rows).contiguous(), take(log_probs.detach(), rows).contiguous(),
-            None if labels is None else take(labels, rows).contiguous(),
-            labelled_weight(token_weight, rows, hidden.dtype),
-            None if top_ids is None else take(top_ids, rows).contiguous(),
-        )  # fmt: skip
-        return cls(targets, rows, vocab, options, how)
+    fields = FIELDS
 
+    def row_function(self, rows: int):
+        def of_chunk(logits, bias, chunk, out, grad):
+            sparse_rows(logits, bias, self.targets.rows(chunk), out, grad, self.options)
 
-def _with_gradients(hidden, weight, bias, call: SparseCall, needs: Needs, dtype: torch.dtype):
-    """(loss, per-token (7, N), d hidden, d weight, d bias). dtype: of the products."""
-    rows, vocab, how = call.rows, call.vocab, call.how
-    x_rows, w = take(hidden, rows).to(dtype), weight[:vocab].to(dtype)
-    row_bias = None if bias is None else bias[:vocab].contiguous()
-    out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=hidden.device)
-    gradients = HeadGradients(hidden, weight, bias, needs, rows, vocab, how, rows.alpha)
-    plan = row_plan(rows.count, vocab, dtype.itemsize, how)
-    ws = workspace(min(plan.rows, rows.count), vocab, dtype, hidden.device)
-    for chunk in plan.chunks(rows.count):
-        x = x_rows[chunk]
-        logits = project(x, w, ws[: x.shape[0]])
-        targets = call.targets.rows(chunk)
-        sparse_rows(logits, row_bias, targets, out[:, chunk], logits if needs.any else None, call.options)
-        if needs.any:
-            gradients.add(logits, x, w, chunk, slice(0, vocab))
-    per_token = put(out.t(), rows, hidden.shape[0]).t()
-    return out[0].sum() * rows.alpha, per_token, *gradients.finish(rows, hidden, weight, bias, how)
+        return of_chunk
+
+    def weighted(self, factor: Tensor) -> "LinearSparse":
+        given = self.targets.token_weight
+        token_weight = factor if given is None else factor * given
+        return replace(self, targets=replace(self.targets, token_weight=token_weight))
 
 
-class LinearSparseDivergenceFunction(torch.autograd.Function):
-    """Gradients in the forward."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call: SparseCall, needs: Needs):
-        dtype = compute_dtype(hidden, weight)
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, per_token, *gradients = _with_gradients(hidden, weight, bias, call, needs, dtype)
-        if needs.any:
-            ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(per_token)
-        return loss, per_token
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad_loss, _):
-        return *rescale(ctx.saved_tensors, grad_loss), None, None
+def _sparse(
+    hidden, ids, log_probs, labels, token_weight, top_ids, rows: Rows, vocab: int, how: Execution, options
+) -> LinearSparse:
+    targets = SparseTargets(
+        take(ids, rows).contiguous(), take(log_probs.detach(), rows).contiguous(),
+        None if labels is None else take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype),
+        None if top_ids is None else take(top_ids, rows).contiguous(),
+    )  # fmt: skip
+    return LinearSparse(rows, vocab, how, targets, options)
 
 
 @torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=())
 def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, log_probs: Tensor, labels: Tensor | None,
-    token_weight: Tensor | None, top_ids: Tensor | None, num_items: Tensor | None, tail: str, scale: float,
-    softcap: float | None, temperature: float, ce_weight: float, scale_by_temperature_squared: bool, ignore_index: int,
-    vocab: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, dtype: torch.dtype,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, ids: Tensor,
+    log_probs: Tensor, labels: Tensor | None, token_weight: Tensor | None, top_ids: Tensor | None,
+    num_items: Tensor | None, tail: str, scale: float, softcap: float | None, temperature: float, ce_weight: float,
+    scale_by_temperature_squared: bool, ignore_index: int, vocab: int, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
     rows = selected_rows(hidden, labels, None, num_items, ignore_index)
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype)
-    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, top_ids, rows, vocab, options, how)
-    loss, per_token, *gradients = _with_gradients(hidden, weight, bias, call, Needs(*needs), dtype)
-    return traced_outputs(loss, per_token, gradients)  # pyright: ignore[reportReturnType]
+    loss = _sparse(hidden, ids, log_probs, labels, token_weight, top_ids, rows, vocab, how, options)
+    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
+    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
 
 
 @_traced_op.register_fake
-def _(hidden, weight, bias, *options):
-    *_, dtype, needs = options
-    return fake_outputs(hidden, weight, bias, dtype, len(FIELDS), needs)
+def _(*inputs):
+    return fake_outputs(inputs, len(FIELDS))
 
 
 _traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
@@ -221,9 +189,10 @@ def linear_sparse_divergence(
     hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", kind: str = "forward_kl",
     labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
     scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
-    token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, rows: RowSelection | None = None,
-    vocab_size: int | None = None, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
-    overwrite_hidden: bool = False, top_ids: Tensor | None = None,
+    token_weight: Tensor | None = None, reduction: str = "mean", scale_by_temperature_squared: bool = True,
+    rows: RowSelection | None = None, vocab_size: int | None = None, recompute: bool = False,
+    workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
+    top_ids: Tensor | None = None, lora: Adapters = None,
 ) -> LinearSparseDivergence:  # fmt: skip
     """Distillation of a student's head from a teacher known at K tokens a row, mixed with hard cross-entropy.
 
@@ -246,9 +215,11 @@ def linear_sparse_divergence(
         bias: (V,), added to the logits.
         scale, softcap: what the model does to its logits, see `linear_cross_entropy`.
         num_items: what the sum over tokens is divided by; default the number of rows that take part.
-        token_weight, rows, accumulate_dtype, overwrite_hidden: see `linear_cross_entropy`.
+        token_weight, reduction, rows, accumulate_dtype, overwrite_hidden, lora: see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the divergence, value and gradient, by temperature^2.
         vocab_size: the real vocabulary, where the head is padded beyond it.
+        recompute: compute the logits again in the backward: four products for three, and a gradient for each token's
+            loss. The workspace stays what it is.
         workspace_mb: MiB for the chunk of logits, see `linear_cross_entropy`.
         top_ids: (N,) int64 or int32, the teacher's likeliest token of each row, for `agrees`. Within the vocabulary.
 
@@ -258,28 +229,29 @@ def linear_sparse_divergence(
     Raises:
         ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
     """
-    check_head(hidden, weight, bias)
+    check_head(hidden, weight, bias, lora)
     _check_targets(hidden, ids, log_probs, top_ids, kind)
     check_labels(hidden, labels, ce_weight)
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
-    check_execution(hidden, token_weight, "mean", num_items, False, overwrite_hidden)
-    vocab, needs = min(weight.shape[0], vocab_size or weight.shape[0]), Needs.of(hidden, weight, bias)
+    check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
+    check_overwritten(overwrite_hidden, lora)
+    vocab, head = min(weight.shape[0], vocab_size or weight.shape[0]), LinearHead.of(hidden, weight, bias, lora)
     if torch.compiler.is_compiling():
-        check_traceable(rows, False, overwrite_hidden)
-        loss, per_token, *_ = _traced_op(
-            hidden, weight, bias, ids, log_probs.detach(), labels, token_weight, top_ids,
+        check_traceable(rows, recompute, overwrite_hidden)
+        value, per_token, *_ = _traced_op(
+            *head.tensors, ids, log_probs.detach(), labels, token_weight, top_ids,
             None if num_items is None else torch.as_tensor(num_items), tail, scale, softcap, temperature, ce_weight,
-            scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype,
-            compute_dtype(hidden, weight), [needs.hidden, needs.weight, needs.bias],
+            scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype, head.dtype,
+            list(Needs.of(*head.tensors)),
         )  # fmt: skip
-        return _named(loss, per_token)
+        return _named(value, per_token)
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
     selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    call = SparseCall.of(hidden, ids, log_probs, labels, token_weight, top_ids, selected, vocab, options, how)
-    return _named(*LinearSparseDivergenceFunction.apply(hidden, weight, bias, call, needs))
+    loss = _sparse(hidden, ids, log_probs, labels, token_weight, top_ids, selected, vocab, how, options)
+    return _named(*linear_loss(loss, head, recompute, reduction))
 
 
 def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:

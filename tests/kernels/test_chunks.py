@@ -9,9 +9,7 @@ from liger_trainer.kernels._chunks import (
     Needs,
     Rows,
     RowSelection,
-    addmm_into,
     all_rows,
-    project,
     put,
     row_plan,
     selected_rows,
@@ -19,6 +17,7 @@ from liger_trainer.kernels._chunks import (
     tile_plan,
     workspace,
 )
+from liger_trainer.kernels._head import addmm_into, project
 from liger_trainer.kernels._triton import use_triton
 
 

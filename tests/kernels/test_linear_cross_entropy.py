@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from kernel_checks import LEAVES, check_cross_entropy, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _chunks, _cross_entropy_rows
+from liger_trainer.kernels import _cross_entropy_rows, _head
 from liger_trainer.kernels import linear_cross_entropy as module
 from liger_trainer.kernels._chunks import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -29,13 +29,13 @@ OPTIONS = {
 @pytest.fixture
 def products(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the gradients' products, in order."""
-    shapes, addmm_into = [], _chunks.addmm_into
+    shapes, addmm_into = [], _head.addmm_into
 
     def spy(out, a, b, **factors):
         shapes.append(tuple(out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_chunks, "addmm_into", spy)
+    monkeypatch.setattr(_head, "addmm_into", spy)
     return shapes
 
 
@@ -309,13 +309,13 @@ def test_label_outside_the_vocabulary_gives_nan_under_triton(fp32, label):
 
 
 def test_autocast_computes_in_its_dtype(monkeypatch):
-    dtypes, project = [], module.project
+    dtypes, project = [], _head.project
 
     def spy(x, w, out):
         dtypes.append((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(module, "project", spy)
+    monkeypatch.setattr(_head, "project", spy)
     tensors = random_inputs(33, 16, 50, bias=True, ignored=0.2)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(linear_cross_entropy, tensors, workspace_mb=0.001)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check_divergence, evaluate, random_inputs, random_pair, set_path
 
-from liger_trainer.kernels import _chunks, _divergence_rows
+from liger_trainer.kernels import _divergence_rows, _head
 from liger_trainer.kernels import linear_divergence as module
 from liger_trainer.kernels._chunks import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -48,13 +48,13 @@ OPTIONS = {
 @pytest.fixture
 def products(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the gradients' products, in order."""
-    shapes, addmm_into = [], _chunks.addmm_into
+    shapes, addmm_into = [], _head.addmm_into
 
     def spy(out, a, b, **factors):
         shapes.append(tuple(out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_chunks, "addmm_into", spy)
+    monkeypatch.setattr(_head, "addmm_into", spy)
     return shapes
 
 
@@ -437,13 +437,13 @@ def test_label_outside_the_vocabulary_gives_nan_under_triton(fp32, label):
 
 
 def test_autocast_computes_in_its_dtype(monkeypatch):
-    dtypes, project = [], module.project
+    dtypes, project = [], _head.project
 
     def spy(x, w, out):
         dtypes.append((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(module, "project", spy)
+    monkeypatch.setattr(_head, "project", spy)
     tensors = random_pair(33, 16, 8, 50, bias=True, ignored=0.2)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(linear_divergence, tensors, kind=MIX, **CE)
@@ -520,10 +520,10 @@ def test_kinds(kind, beta, expected):
         ),
         ({"teacher_hidden": torch.zeros(3, 5)}, "same tokens: hidden has 4 rows, teacher_hidden 3"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"one per row of hidden: labels is \(3,\), hidden \(4, 6\)"),
-        ({"bias": torch.zeros(19)}, r"^bias must be one per row of weight: bias is \(19,\), weight is \(20, 6\)"),
+        ({"bias": torch.zeros(19)}, r"^bias must be one per row of weight: bias is \(19,\), weight \(20, 6\)"),
         (
             {"teacher_bias": torch.zeros(21)},
-            r"teacher_bias must .* teacher_bias is \(21,\), teacher_weight is \(20, 5\)",
+            r"teacher_bias must .* teacher_bias is \(21,\), teacher_weight \(20, 5\)",
         ),
         ({"labels": None, "ce_weight": 0.5}, "ce_weight is 0.5, but cross-entropy needs labels"),
         ({"logits_dtype": torch.float64}, "logits_dtype must be None or torch.float32, got torch.float64"),

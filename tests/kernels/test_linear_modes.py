@@ -10,7 +10,7 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _chunks
+from liger_trainer.kernels import _chunks, _head
 from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
 from liger_trainer.kernels import linear_divergence as divergence_module
 from liger_trainer.kernels._chunks import RowSelection
@@ -62,7 +62,7 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 @pytest.fixture
 def products(monkeypatch, loss) -> list[tuple]:
     """The products in order: ("logits", rows, columns), and ("gradient", *shape)."""
-    shapes, project, addmm_into = [], loss.module.project, _chunks.addmm_into
+    shapes, project, addmm_into = [], _head.project, _head.addmm_into
 
     def spy_on_logits(x, w, out):
         shapes.append(("logits", *out.shape))
@@ -72,8 +72,8 @@ def products(monkeypatch, loss) -> list[tuple]:
         shapes.append(("gradient", *out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(loss.module, "project", spy_on_logits)
-    monkeypatch.setattr(_chunks, "addmm_into", spy_on_gradients)
+    monkeypatch.setattr(_head, "project", spy_on_logits)
+    monkeypatch.setattr(_head, "addmm_into", spy_on_gradients)
     return shapes
 
 
@@ -288,13 +288,13 @@ def test_label_outside_the_vocabulary(fp32, tiled, label):
 def test_recompute_under_autocast(loss, monkeypatch):
     set_path(monkeypatch, "torch")
     tensors = loss.inputs(33, 16, 50, bias=True, ignored=0.2)
-    dtypes, project = set(), loss.module.project
+    dtypes, project = set(), _head.project
 
     def spy(x, w, out):
         dtypes.add((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(loss.module, "project", spy)
+    monkeypatch.setattr(_head, "project", spy)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(loss.op, tensors, recompute=True)
         plain = evaluate(loss.reference, tensors)

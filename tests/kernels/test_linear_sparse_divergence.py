@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _chunks, _sparse_rows
+from liger_trainer.kernels import _head, _sparse_rows
 from liger_trainer.kernels import linear_sparse_divergence as module
 from liger_trainer.kernels._chunks import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -354,13 +354,13 @@ def test_int32_ids(fp32):
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "weight")])
 def test_frozen_inputs_skip_their_products(fp32, monkeypatch, frozen):
-    shapes, addmm_into = [], _chunks.addmm_into
+    shapes, addmm_into = [], _head.addmm_into
 
     def spy(out, a, b, **factors):
         shapes.append(tuple(out.shape))
         addmm_into(out, a, b, **factors)
 
-    monkeypatch.setattr(_chunks, "addmm_into", spy)
+    monkeypatch.setattr(_head, "addmm_into", spy)
     tensors = random_sparse(5, 6, 20, 4, device=fp32.device, bias=True)
     check_sparse(tensors, frozen=frozen, workspace_mb=2 * 20 * 4 / 2**20)  # chunks of 2, 2 and 1 rows
     expected = []
@@ -446,6 +446,32 @@ def test_token_weight(place):
     tensors = random_sparse(7, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
     tensors["token_weight"] = torch.linspace(-1, 2, 7, device=place.device, dtype=place.dtype)
     check_sparse(tensors, **ALL)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_recomputed(place, reduction, tail):
+    tensors = random_sparse(7, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    tensors["token_weight"] = torch.linspace(-1, 2, 7, device=place.device, dtype=place.dtype)
+    options = ALL | {"recompute": True, "reduction": reduction, "workspace_mb": TINY, "tail": tail}
+    upstream = 3.0
+    if reduction == "none":
+        del options["num_items"]
+        upstream = torch.linspace(-1.5, 3.0, 7)
+    check_sparse(tensors, upstream, **options)
+
+
+def test_recomputing_holds_nothing_but_its_inputs(fp32):
+    tensors = random_sparse(6, 6, 20, 4, device=fp32.device, bias=True, ignored=0.3)
+    leaves = {k: tensors[k].requires_grad_() for k in LEAVES}
+    loss = linear_sparse_divergence(**tensors, recompute=True).loss
+    held = [x for x in loss.grad_fn.saved_tensors if x is not None]
+    assert {x.data_ptr() for x in held} == {x.data_ptr() for x in leaves.values()}
+    expected = torch.autograd.grad(linear_sparse_divergence(**tensors).loss, list(leaves.values()))
+    for _ in range(2):  # a graph that is kept serves again
+        got = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
 
 
 def test_cross_entropy_is_that_of_the_other_op(fp32):
@@ -557,13 +583,13 @@ def test_reference_against_its_definition():
 
 
 def test_autocast_computes_in_its_dtype(monkeypatch):
-    dtypes, project = [], module.project
+    dtypes, project = [], _head.project
 
     def spy(x, w, out):
         dtypes.append((x.dtype, w.dtype, out.dtype))
         return project(x, w, out)
 
-    monkeypatch.setattr(module, "project", spy)
+    monkeypatch.setattr(_head, "project", spy)
     tensors = random_sparse(33, 16, 50, 5, bias=True, ignored=0.2)
     with torch.autocast("cpu", torch.bfloat16):
         got = evaluate(linear_sparse_divergence, tensors, **ALL)
@@ -605,6 +631,8 @@ def test_compiles_as_one_graph(labels, frozen):
         ({"bias": torch.zeros(19)}, r"^bias must be one per row of weight: bias is \(19,\), weight \(20, 6\)"),
         ({"token_weight": torch.zeros(3)}, r"token_weight is \(3,\), hidden \(4, 6\)"),
         ({"labels": None, "ce_weight": 0.5}, "ce_weight is 0.5, but cross-entropy needs labels"),
+        ({"reduction": "none"}, "needs recompute=True"),
+        ({"recompute": True, "reduction": "sum"}, 'reduction must be "mean" or "none"'),
         ({"tail": "renormalize"}, "tail must be one of bucket, none, got 'renormalize'"),
         ({"top_ids": torch.zeros(3)}, "top_ids must be int64 or int32, one per row"),
         ({"kind": "reverse_kl"}, "kind must be forward_kl, got 'reverse_kl'"),

@@ -21,16 +21,19 @@ import torch
 from kernel_checks import LEAVES, PATHS, evaluate, random_inputs, random_pair
 
 from liger_trainer.kernels import _chunks
+from liger_trainer.kernels._head import Lora
 from liger_trainer.kernels._triton import INTERPRETED
 from liger_trainer.kernels.cross_entropy import cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence_reference
+from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence_reference
 
 KERNELS = Path(_chunks.__file__).resolve().parent
 REFERENCES = {
     "cross_entropy": cross_entropy_reference,
     "linear_cross_entropy": linear_cross_entropy_reference,
     "linear_divergence": linear_divergence_reference,
+    "linear_sparse_divergence": linear_sparse_divergence_reference,
 }
 FUNCTIONS = {
     "triton": {
@@ -47,10 +50,11 @@ FUNCTIONS = {
         ],
     },
     "torch": {
-        "_chunks": [
-            "Rows", "put", "take", "labelled_weight", "upstream_rows", "HeadGradients", "addmm_into", "project",
-            "rescale", "multiply_",
+        "_chunks": ["Rows", "put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
+        "_head": [
+            "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
         ],
+        "_linear_loss": ["LinearLoss", "walk", "with_gradients", "Recomputed"],
         "_rows": ["transform"],
         "_cross_entropy_rows": [
             "new_carry", "finish", "_weighted", "_of_label", "_known", "_whole_rows_torch", "_tile_statistics_torch",
@@ -60,27 +64,28 @@ FUNCTIONS = {
             "_log_ratios_torch", "_rows_torch", "_divergence_torch", "_cross_entropy_torch", "DivergenceOptions",
         ],
         "_divergence_reference": ["divergence_weights"],
-        "linear_cross_entropy": [
-            "_with_gradients", "_statistics", "_tile", "_recomputed_gradients", "RecomputedCrossEntropyFunction",
-        ],
-        "linear_divergence": ["LinearHead", "Pair", "_walk", "_with_gradients", "RecomputedDivergenceFunction"],
+        "linear_cross_entropy": ["LinearCrossEntropy"],
+        "linear_divergence": ["LinearPair", "_pair"],
+        "linear_sparse_divergence": ["LinearSparse", "_sparse"],
         "cross_entropy": ["_denominator", "CrossEntropyFunction"],
     },
 }  # fmt: skip
+ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
 RUN = [path for path in PATHS if path == "torch" or INTERPRETED]
 FLAGS = {"agrees", "is_top1", "higher", "inside"}
 INDICES = {"cols", "lanes", "offsets", "label"}
 FIRST = {"row", "logits_ptr", "student_ptr", "teacher_ptr", "grad_ptr", "carry_ptr", "labels", "place"}
 # Names of no number, or of one that sizes memory or tells the drivers what to do.
 NO_VALUE = {
-    "_", "dtype", "teacher_dtype", "logits_dtype", "teacher_logits_dtype", "wide", "teacher_wide", "device", "n", "o",
-    "how", "options", "needs", "inputs", "plan", "bounds", "limit", "grid", "whole", "over", "make", "shape", "strides",
-    "rows", "targets", "chunk_targets", "each_row", "label_rows", "chunk_labels", "vocab", "tile", "carry", "largest",
-    "ws", "teacher_ws", "grad_ws", "logits_ws", "out", "into", "student", "teacher", "logits", "given", "weights",
-    "bias", "hidden", "gradients", "result", "self", "self.hidden", "self.weight", "self.bias", "self._hidden_sum",
-    "self._factor", "ctx", "ctx.call", "ctx.pair", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss",
-    "ctx.reduction", "ctx.inplace", "ctx.ready",
+    "_", "dtype", "teacher_dtype", "wide", "device", "n", "o", "how", "options", "needs", "inputs", "plan", "bounds",
+    "limit", "grid", "whole", "over", "make", "shape", "strides", "rows", "targets", "each_row", "label_rows", "vocab",
+    "tile", "carry", "largest", "size", "columns", "terms", "part", "operands", "*larger", "*tensors", "smallest",
+    "common", "low", "dlogits", "adapters", "row_function", "of_chunk", "loss", "ctx.loss", "head", "of_teacher", "ws",
+    "grad_ws", "out", "into", "student", "teacher", "logits", "given", "weights", "bias", "hidden", "gradients",
+    "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "ctx",
+    "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
 }  # fmt: skip
+SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "_tiles")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 ON_GPU = "runs on a GPU alone"
@@ -219,7 +224,7 @@ def of_call(call: ast.Call) -> Iterator[tuple[str, Callable[[], None]]]:
 def returns_value(call: ast.Call) -> bool:
     """Not what writes to out, nor an object that is made of values."""
     name = ast.unparse(call.func)
-    nothing = name in ("torch.mm", "addmm_into", "gradients.finish", "cls") or name[0].isupper()
+    nothing = name in ("torch.mm", "addmm_into", "gradients.finish", "cls", "replace") or name[0].isupper()
     return not (nothing or name.endswith("_torch"))
 
 
@@ -255,7 +260,7 @@ def plants(file: str, path: str) -> tuple[ast.Module, list[Plant]]:
     for owner in tree.body:
         if getattr(owner, "name", None) in FUNCTIONS[path][file]:
             for node in [owner] if isinstance(owner, ast.FunctionDef) else owner.body:
-                if isinstance(node, ast.FunctionDef) and node.name != "__post_init__":
+                if isinstance(node, ast.FunctionDef) and node.name not in SIZING:
                     found += [p._replace(what=f"{node.name}: {p.what}") for p in plants_of(node.body)]
     return tree, sorted(found, key=lambda p: p.line)
 
@@ -291,17 +296,31 @@ def check(
 ) -> Check:
     """ours: options that the reference does not take."""
     double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-    truth = evaluate(REFERENCES[op], double, upstream, leaves=leaves_of(op), **options)
+    truth = evaluate(with_adapters(REFERENCES[op], Lora), double, upstream, leaves=leaves_of(op), **options)
     half = torch.float16 in [x.dtype for x in tensors.values()] and "logits_dtype" not in ours
     return Check(op, tensors, options | dict(ours), upstream, truth, half)
 
 
 def leaves_of(op: str) -> tuple[str, ...]:
-    return ("logits",) if op == "cross_entropy" else LEAVES
+    return ("logits",) if op == "cross_entropy" else (*LEAVES, *ADAPTERS)
+
+
+def with_adapters(op: Callable, lora: type[Lora]) -> Callable:
+    """The op, with the adapters of its head as arguments of their own."""
+
+    def run(**values):
+        tensors = {name: values.pop(name) for name in (*ADAPTERS, *TEACHER_ADAPTER) if name in values}
+        if "a0" in tensors:
+            values["lora"] = [lora(tensors["a0"], tensors["b0"], 0.5), lora(tensors["a1"], tensors["b1"], 1.3)]
+        if "teacher_a" in tensors:
+            values["teacher_lora"] = lora(tensors["teacher_a"], tensors["teacher_b"], 0.7)
+        return op(**values)
+
+    return run
 
 
 def run(ops: Mapping[str, Callable], c: Check) -> dict[str, torch.Tensor]:
-    op = ops[c.op]
+    op = with_adapters(ops[c.op], sys.modules[ops["linear_cross_entropy"].__module__].Lora)
     if c.options.get("inplace"):  # over a part of wider rows that depend on the leaf
 
         def over_columns(logits, **values):
@@ -325,7 +344,8 @@ def checks(path: str) -> list[Check]:
     token_weight = {"token_weight": torch.tensor([0.5, 2.0, 1.5])}
     each = torch.tensor([0.5, 2.0, -1.5])
     mix = {"forward_kl": 0.5, "reverse_kl": 0.4, "jsd": 0.6}
-    ce = {"ce_weight": 0.7, "z_loss": 0.05}
+    ce_alone = {"ce_weight": 0.7}
+    ce = {"z_loss": 0.05, **ce_alone}
     caps = {"softcap": 4.0, "teacher_softcap": 5.0, "scale": 1.3, "teacher_scale": 0.8}
     smooth = {"label_smoothing": 0.3}
     every = {"softcap": 4.0, "scale": 1.3, "temperature": 1.7, "z_loss": 0.1, **smooth}
@@ -334,7 +354,25 @@ def checks(path: str) -> list[Check]:
         "teacher_bias": torch.full((9,), -9.0, dtype=dtype),  # its largest logit, times 1.01, is smaller
         "bias": torch.full((9,), 3.0, dtype=dtype),  # a mean logit that smoothing sees
     }
+    shapes = ((2, 3), (9, 2), (1, 3), (9, 1), (2, 2), (9, 2))
+    adapters = {
+        name: torch.randn(shape, dtype=dtype, generator=generator)
+        for name, shape in zip((*ADAPTERS, *TEACHER_ADAPTER), shapes, strict=True)
+    }
+    of_student = {name: adapters[name] for name in ADAPTERS}
+    sparse_teacher = {"ids": torch.tensor([[1, 4], [0, 8], [3, 2]]), "log_probs": torch.log(torch.full((3, 2), 0.4))}
     linear, divergence, plain = "linear_cross_entropy", "linear_divergence", "cross_entropy"
+    of_products = [  # which are the same to the row kernels of either path
+        check(linear, single(bias=True, ignored=0.3) | of_student, one_row, upstream=3.0),
+        check(linear, single(ignored=0.3) | of_student, tiles, upstream=each, reduction="none"),
+        check(divergence, pair(bias=True, labels=False) | adapters, one_row, kind=mix, vocab_size=7),
+        check(divergence, pair(ignored=0.3) | adapters, {"recompute": True}, upstream=3.0),
+        check("linear_sparse_divergence", single(ignored=0.3) | sparse_teacher, {"recompute": True}, upstream=3.0),
+        check(
+            "linear_sparse_divergence", single() | sparse_teacher | token_weight | of_student, {"recompute": True},
+            top_ids=torch.tensor([0, 4, 8]), upstream=each, reduction="none", **ce_alone,
+        ),
+    ]  # fmt: skip
     return [
         check(plain, given_weight, upstream=3.0, **every),
         check(linear, single(bias=True, ignored=0.3), one_row, **every),
@@ -363,6 +401,7 @@ def checks(path: str) -> list[Check]:
         check(plain, given_weight, {"inplace": True}, num_items=torch.tensor(7.0), **smooth),
         check(plain, given, num_items=7.0),
         check(plain, given, reduction="sum"),
+        *(of_products if path == "torch" else ()),
     ]  # fmt: skip
 
 

@@ -1,0 +1,264 @@
+"""The linear head of the fused losses: its products by chunks of rows and tiles of the vocabulary, and its gradients.
+
+    logits = hidden @ weight.T + bias + low @ low_weight.T,  low = sum_i scaling_i dropout_i(hidden) @ a_i.T
+
+The low-rank terms of all adapters are one: their a_i stand below one another, their b_i = low_weight beside one
+another. low is made by plain torch, so autograd carries its gradient on to every a_i, to hidden, and through the
+dropout; what meets the vocabulary is a second product beside the first, of a few columns. Source: LoRA (Hu et al.
+2021, arXiv:2106.09685).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._chunks import Execution, Needs, Rows, multiply_, stats_dtype, take
+
+
+class Lora(NamedTuple):
+    """A low-rank addition to a head's weight: logits += scaling * dropout(hidden) @ a.T @ b.T."""
+
+    a: Tensor  # (r, H)
+    b: Tensor  # (V, r)
+    scaling: float = 1.0
+    dropout: float = 0.0  # probability; 0 outside of training
+
+
+Adapters = Lora | Sequence[Lora] | None
+
+
+def adapters_of(lora: Adapters) -> Sequence[Lora]:
+    if lora is None:
+        return ()
+    return (lora,) if isinstance(lora, Lora) else lora
+
+
+def low_rank(hidden: Tensor, lora: Adapters, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """(low (N, R), low_weight (V, R)), R the sum of the ranks; low in `dtype`, low_weight in the adapters' own."""
+    adapters = adapters_of(lora)
+    if not adapters:
+        return None, None
+    low = [_low(hidden, adapter, dtype) for adapter in adapters]
+    if len(adapters) == 1:
+        return low[0], adapters[0].b
+    return torch.cat(low, 1), torch.cat([adapter.b for adapter in adapters], 1)
+
+
+def _low(hidden: Tensor, adapter: Lora, dtype: torch.dtype) -> Tensor:
+    x = (F.dropout(hidden, adapter.dropout) if adapter.dropout else hidden).to(dtype)
+    return torch.addmm(x.new_zeros(()), x, adapter.a.to(dtype).t(), beta=0, alpha=adapter.scaling)  # rounded once
+
+
+def linear_reference(hidden: Tensor, weight: Tensor, lora: Adapters = None) -> Tensor:
+    """(N, V) logits without bias, in plain torch: every adapter by itself."""
+    logits = F.linear(hidden, weight)
+    for a, b, scaling, dropout in adapters_of(lora):
+        x = F.dropout(hidden, dropout) if dropout else hidden
+        logits = logits + F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scaling
+    return logits
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the matrix products: autocast's where it is on, else what hidden and weight promote to."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """The inputs of one side, in the order of its gradients, and the dtype of its products."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    low: Tensor | None  # (N, R)
+    low_weight: Tensor | None  # (V, R)
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapters = None) -> "LinearHead":
+        dtype = compute_dtype(hidden, weight)
+        return cls(hidden, weight, bias, *low_rank(hidden, lora, dtype), dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias, self.low, self.low_weight
+
+    def detached(self) -> "LinearHead":
+        bias, low, low_weight = (None if x is None else x.detach() for x in self.tensors[2:])
+        return LinearHead(self.hidden.detach(), self.weight.detach(), bias, low, low_weight, self.dtype)
+
+    def operands(self, rows: Rows, vocab: int) -> "Operands":
+        """The rows that take part, in the products' dtype, and the first `vocab` words, in their own."""
+        terms = [(take(self.hidden, rows).to(self.dtype), self.weight[:vocab])]
+        if self.low is not None and self.low_weight is not None:
+            terms.append((take(self.low, rows).to(self.dtype), self.low_weight[:vocab]))
+        return Operands(terms, None if self.bias is None else self.bias[:vocab].contiguous())
+
+
+class Operands(NamedTuple):
+    """Of the logits of a chunk of rows and a tile of the vocabulary."""
+
+    terms: list[tuple[Tensor, Tensor]]  # (n, H) and (c, H), and with adapters (n, R) and (c, R)
+    bias: Tensor | None  # (c,)
+
+    def part(self, rows: slice, columns: slice) -> "Operands":
+        """The part's weights in the products' dtype."""
+        terms = [(x[rows], w[columns].to(x.dtype)) for x, w in self.terms]
+        return Operands(terms, None if self.bias is None else self.bias[columns])
+
+    def logits(self, workspace: Tensor) -> Tensor:
+        """(n, c) without bias, in the corner of the workspace. The smallest product first: it is rounded once more."""
+        *larger, smallest = self.terms
+        out = workspace[: smallest[0].shape[0], : smallest[1].shape[0]]
+        project(*smallest, out)
+        for x, w in larger:
+            addmm_into(out, x, w.t(), beta=1, alpha=1.0)
+        return out
+
+
+class TermGradients:
+    """d loss / d (x, w) of one product x @ w.T, see `HeadGradients`."""
+
+    def __init__(
+        self, x: Tensor, w: Tensor, needs: tuple[bool, bool], rows: Rows, vocab: int, alpha: float,
+        wide: torch.dtype | None, overwrite: bool,
+    ):  # fmt: skip
+        self._vocab, self._alpha = vocab, alpha
+        self._x_sum = self.x = self.w = None
+        if needs[0]:
+            over = overwrite and rows.index is None
+            self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=x.dtype, device=x.device)
+        if needs[1]:
+            make = torch.empty_like if vocab == w.shape[0] and rows.count > 0 else torch.zeros_like
+            dtype = torch.promote_types(w.dtype, wide or w.dtype)
+            self.w = make(w, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
+        """dlogits: (n, c); x: (n, H) and w: (c, H) in its dtype, the chunk's rows and the tile's columns."""
+        if self.w is not None:
+            addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
+        if self.x is not None:  # last: it may lie where x lies
+            self._add_x(dlogits, w, self.x[rows], columns)
+
+    def _add_x(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
+        """Over several tiles the sum is kept in fp32: rounding it once a tile would double its error."""
+        if columns == slice(0, self._vocab):
+            return addmm_into(out, dlogits, w, beta=0, alpha=self._alpha)
+        if columns.start == 0:
+            self._x_sum = torch.empty(out.shape, dtype=stats_dtype(out.dtype), device=out.device)
+        assert self._x_sum is not None
+        addmm_into(self._x_sum, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
+        if columns.stop == self._vocab:
+            out.copy_(self._x_sum)
+            self._x_sum = None
+
+    def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
+        dx = self.x
+        if dx is not None and rows.index is not None:
+            into = x.detach().zero_() if overwrite else torch.zeros_like(x)
+            dx = into.index_copy_(0, rows.index, dx)
+        return dx, None if self.w is None else self.w.to(w.dtype)
+
+
+class HeadGradients:
+    """d loss / d (hidden, weight, bias, low, low_weight), built from d loss / d logits by chunks and tiles.
+
+    The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
+    low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
+    gradient again. A scalar that only the device knows (factor, see `upstream_rows`) multiplies them in the end; until
+    then the weight's sum over all tokens may lie beyond fp16, and is kept in fp32.
+    """
+
+    def __init__(
+        self, head: LinearHead, needs: Needs, rows: Rows, vocab: int, how: Execution, alpha: float,
+        factor: Tensor | None = None,
+    ):  # fmt: skip
+        self._head, self._rows, self._how, self._alpha, self._factor = head, rows, how, alpha, factor
+        wide = how.accumulate_dtype if factor is None else torch.float32
+        common = rows, vocab, alpha, wide
+        self._terms = [
+            TermGradients(head.hidden, head.weight, (needs.hidden, needs.weight), *common, how.overwrite_hidden)
+        ]
+        if head.low is not None and head.low_weight is not None:
+            low = TermGradients(head.low, head.low_weight, (needs.low, needs.low_weight), *common, False)
+            self._terms.append(low)
+        self._bias = None
+        if needs.bias:
+            assert head.bias is not None
+            self._bias = torch.zeros(head.bias.shape[0], dtype=stats_dtype(head.bias.dtype), device=head.bias.device)
+
+    def add(self, dlogits: Tensor, operands: Operands, rows: slice, columns: slice) -> None:
+        """dlogits: (n, c), of the operands' logits: the chunk's rows and the tile's columns."""
+        if self._bias is not None:
+            self._bias[columns].add_(dlogits.sum(0, dtype=self._bias.dtype), alpha=self._alpha)
+        for gradients, (x, w) in zip(self._terms, operands.terms, strict=True):
+            gradients.add(dlogits, x, w, rows, columns)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Those of `LinearHead.tensors`, each in its tensor's shape and dtype, None where not needed."""
+        head = self._head
+        if self._factor is not None:
+            multiply_([self._bias, *(t for term in self._terms for t in (term.x, term.w))], self._factor)
+        dhidden, dweight = self._terms[0].finish(self._rows, head.hidden, head.weight, self._how.overwrite_hidden)
+        dbias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
+        if head.low is None or head.low_weight is None:
+            return dhidden, dweight, dbias, None, None
+        return dhidden, dweight, dbias, *self._terms[1].finish(self._rows, head.low, head.low_weight, False)
+
+
+def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
+    """out = beta * out + alpha * a @ b. A wider out (fp32 under bf16 products) accumulates in its own precision."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    elif out.is_cuda and out.dtype == torch.float32:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
+    elif out.dtype == torch.promote_types(out.dtype, a.dtype):
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
+    else:
+        out.mul_(beta) if beta else out.zero_()
+        out.add_(a @ b, alpha=alpha)
+
+
+def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    """x @ w.T into out, which may be fp32 where x and w are narrower."""
+    if out.dtype == x.dtype:
+        return torch.mm(x, w.t(), out=out)
+    if x.is_cuda:
+        return torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
+    return torch.mm(x.to(out.dtype), w.t().to(out.dtype), out=out)
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapters = None, side: str = "") -> None:
+    """side: "teacher_" where the arguments are called so."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
+            f"{side}hidden is {tuple(hidden.shape)}, {side}weight is {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{side}bias must be one per row of {side}weight: "
+            f"{side}bias is {tuple(bias.shape)}, {side}weight {tuple(weight.shape)}."
+        )
+    for i, adapter in enumerate(adapters_of(lora)):
+        if not isinstance(adapter, Lora):
+            raise ValueError(f"{side}lora must be a Lora or a sequence of them, got {type(adapter).__name__}.")
+        a, b = adapter.a.shape, adapter.b.shape
+        if (*b[:1], *a[1:]) != weight.shape or a[:1] != b[1:]:
+            raise ValueError(
+                f"Adapter {i} of {side}lora must have a (r, H) and b (V, r) for {side}weight (V, H): "
+                f"a is {tuple(a)}, b {tuple(b)}, {side}weight {tuple(weight.shape)}."
+            )
+
+
+def check_overwritten(overwrite_hidden: bool, lora: Adapters) -> None:
+    """What autograd needs hidden for; through a dropout it keeps a copy of its own."""
+    needed = (adapter.a.requires_grad and not adapter.dropout for adapter in adapters_of(lora))
+    if overwrite_hidden and torch.is_grad_enabled() and any(needed):
+        raise ValueError("overwrite_hidden would overwrite what the gradient of lora's a needs: leave it out.")
