@@ -47,17 +47,13 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
     problems += _missing(given, recipe, label)
 
     wrong = {problem.key for problem in problems}
-    settings = {
-        key: Setting(read(setting.value, keys[key].rule), setting.where)
-        for key, setting in known.items()
-        if key not in wrong
-    }
+    settings = {key: Setting(read(setting.value, keys[key].rule), setting.where) for key, setting in known.items()}
     values = {key: deepcopy(spec.default) for key, spec in keys.items()}
     values.update({key: setting.value for key, setting in settings.items()})
     values["recipe"] = recipe  # also where it is inferred
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
-    view = View(values, {key for key in known if key in settings})
+    view = View(values, known.keys())
     for key, message in conflicts(view, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
     if not problems:

@@ -51,7 +51,9 @@ def is_launched() -> bool:
 
 
 def launch(launcher: list[str], arguments: list[str]) -> None:
-    """Become `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS`. Does not return; its exit code is the run's.
+    """Become `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS`, and do not return.
+
+    The exit code is the launcher's: 1 for whatever ended one of its processes.
 
     Raises:
         ConfigError: this process was started by a launcher itself.

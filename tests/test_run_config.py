@@ -52,11 +52,14 @@ packing: yes
 gradient_checkpointing: off
 lora_target_modules: all-linear
 use_peft: true
-max_length: null
 packing_strategy: bfd
 max_length: 512
-""".replace("max_length: null\n", "")
+seed: "7"
+weight_decay: "1e-2"
+run_name: "8"
+"""
     )
+    assert (config["seed"], config["weight_decay"], config["run_name"]) == (7, 0.01, "8")  # text that is a number
     assert config.recipe == "sft"
     assert config["learning_rate"] == 2e-4 and isinstance(config["learning_rate"], float)
     assert config["eval_strategy"] == "no"
@@ -146,6 +149,16 @@ def test_one_wrong_value(load, line, complaint):
 )
 def test_keys_without_effect_are_refused(load, line, reason):
     assert reason in refused(load, NEEDED + line + "\n")
+
+
+def test_a_key_that_is_wrong_is_not_held_against_others(load):
+    message = refused(load, NEEDED + "use_peft: maybe\nload_in_4bit: true\n")
+    assert message == "run.yaml:3: use_peft: expected true or false, got 'maybe' (text)."
+
+
+def test_a_choice_among_numbers_is_one_of_those_numbers(load):
+    message = refused(load, NEEDED + "teacher_model_name_or_path: t\ncache_bits: 8.0\n")
+    assert message.endswith("cache_bits: expected one of 8, 16, got 8.0 (a number). Write 8.")
 
 
 def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
