@@ -8,6 +8,7 @@ operation, later silently.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -205,7 +206,14 @@ def deferred_logits(model: nn.Module) -> Iterator[str | None]:
         return
     assert module is not None
     state, project = Forward(type(model).__name__), module.forward
-    module.forward = lambda hidden: DeferredLogits(hidden, head, project, state)  # type: ignore[method-assign]
+
+    def forward(hidden: Tensor, **kwargs):
+        if not kwargs:
+            return DeferredLogits(hidden, head, project, state)
+        own = functools.partial(project, **kwargs)
+        return DeferredLogits(hidden, head, own, state).compute(f"an output head called with {', '.join(kwargs)}")
+
+    module.forward = forward  # type: ignore[method-assign]
     try:
         yield None
     finally:

@@ -1,50 +1,121 @@
-"""The output head of a causal LM, read when it is used: FSDP and PEFT replace modules and parameters after patching."""
+"""The output head of a causal LM, read when it is used: FSDP and PEFT replace modules and parameters after patching.
 
-from dataclasses import dataclass
+PEFT's layers are known by the forward that they run, so PEFT need not be imported, and one whose forward has been
+replaced by another is not taken for what it was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .errors import ConfigError
+from .kernels._head import Lora
 
 
 @dataclass(frozen=True)
 class Head:
-    """Weight (V, H) and bias (V,) or None of a linear output head, whole, as plain tensors."""
+    """A linear output head as plain, whole tensors: x @ weight.T + bias, and the low-rank terms of its adapters."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    lora: tuple[Lora, ...] = ()
 
     @classmethod
     def read(cls, module: nn.Module | None) -> "Head | str":
-        """The head, or in words why `module` cannot be replaced by its weight and bias."""
-        if module is None:
-            return "the model has no output embeddings"
-        module = _active(module)
-        if type(module).forward is not nn.Linear.forward:
-            return f"its output head is a {type(module).__name__}, which does more than a linear map"
-        if "forward" in vars(module):
-            return f"the forward of its output head ({type(module).__name__}) has been replaced"
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if weight is None or not weight.is_floating_point():
-            return f"the weight of its output head ({type(module).__name__}) is not a floating-point matrix"
-        if hasattr(weight, "ds_id"):
-            raise ConfigError(
-                "The output head is partitioned by DeepSpeed ZeRO-3, which the fused losses do not gather. "
-                "Use ZeRO-2 or FSDP2."
-            )
-        return cls(_whole(weight), None if bias is None else _whole(bias))
+        """The head, or in words why `module` cannot be replaced by what a `Head` holds."""
+        return "the model has no output embeddings" if module is None else _read(module)
 
 
-def _active(module: Any) -> nn.Module:
-    """What PEFT's `modules_to_save` wrapper delegates to."""
-    copies = getattr(module, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return module
-    adapter = next(iter(module.active_adapters), "")
-    if getattr(module, "disable_adapters", False) or adapter not in copies:
-        return module.original_module
-    return copies[adapter]
+def _read(module: Any) -> Head | str:
+    if "forward" in vars(module):
+        return f"the forward of its output head ({type(module).__name__}) has been replaced"
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return _of_linear(module)
+    of_peft = _OF_PEFT.get(f"{forward.__module__}.{forward.__qualname__}")
+    if of_peft is None:
+        return f"its output head is a {type(module).__name__}, which does more than a linear map"
+    return of_peft(module)
+
+
+def _of_linear(module: Any) -> Head | str:
+    weight, bias = module.weight, module.bias
+    if not weight.is_floating_point():
+        return f"the weight of its output head ({type(module).__name__}) is not a floating-point matrix"
+    if hasattr(weight, "ds_id"):
+        raise ConfigError(
+            "The output head is partitioned by DeepSpeed ZeRO-3, which the fused losses do not gather. "
+            "Use ZeRO-2 or FSDP2."
+        )
+    return Head(_whole(weight), None if bias is None else _whole(bias))
+
+
+def _of_wrapper(module: Any) -> Head | str:
+    """Modules to save, of which the active adapter's copy is used; or trainable tokens, a layer of their own."""
+    if hasattr(module, "token_adapter"):
+        return _read(module.token_adapter)
+    active = module.active_adapters
+    if module.disable_adapters or not active or any(name not in module._adapters for name in active):
+        return _read(module.original_module)
+    return _read(module.modules_to_save[active[0]])
+
+
+def _of_trainable_tokens(module: Any) -> Head | str:
+    """A weight whose rows of the trained tokens are replaced, differentiably. PEFT's layer leaves out the bias."""
+    _unmerge_if_disabled(module)
+    base = _read(module.base_layer)
+    if isinstance(base, str) or module.disable_adapters or module.merged or not module.active_adapters:
+        return base
+    module._check_overlapping_tokens(module.active_adapters)
+    return Head(_whole(module.get_merged_weights(module.active_adapters)), None)
+
+
+def _of_lora(module: Any) -> Head | str:
+    _unmerge_if_disabled(module)
+    head = _read(module.base_layer)
+    if isinstance(head, str) or module.disable_adapters or module.merged:
+        return head
+    for name in (name for name in module.active_adapters if name in module.lora_A):
+        adapter = _adapter(module, name)
+        if isinstance(adapter, str):
+            return f"the adapter {name!r} on its output head {adapter}"
+        head = replace(head, lora=(*head.lora, adapter), bias=_with_bias(head.bias, module.lora_B[name].bias, adapter))
+    return head
+
+
+def _adapter(module: Any, name: str) -> Lora | str:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    variant = module.lora_variant.get(name)
+    if variant is not None:
+        return f"is more than plain LoRA ({type(variant).__name__})"
+    if any("forward" in vars(m) or type(m).forward is not nn.Linear.forward for m in (a, b)):
+        return "has layers that do more than a linear map"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"drops out by {type(dropout).__name__}"
+    p = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+    return Lora(_whole(a.weight), _whole(b.weight), module.scaling[name], p)
+
+
+def _with_bias(bias: Tensor | None, of_adapter: Tensor | None, adapter: Lora) -> Tensor | None:
+    if of_adapter is None:
+        return bias
+    scaled = _whole(of_adapter) * adapter.scaling
+    return scaled if bias is None else bias + scaled
+
+
+def _unmerge_if_disabled(module: Any) -> None:
+    """What PEFT's forwards do first."""
+    if module.disable_adapters and module.merged:
+        module.unmerge()
+
+
+_OF_PEFT: dict[str, Callable[[Any], Head | str]] = {
+    "peft.utils.other.AuxiliaryTrainingWrapper.forward": _of_wrapper,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": _of_trainable_tokens,
+    "peft.tuners.lora.layer.Linear.forward": _of_lora,
+}
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> Cr
         return cross_entropy_reference(logits.flatten(0, -2), targets.labels, num_items=targets.num_items, **common)
     return linear_cross_entropy(
         logits.hidden.flatten(0, -2), logits.head.weight, targets.labels, bias=logits.head.bias,
-        scale=logits.scale, softcap=logits.softcap, rows=targets.rows, **common,
+        scale=logits.scale, softcap=logits.softcap, rows=targets.rows, lora=logits.head.lora, **common,
     )  # fmt: skip
 
 
@@ -132,5 +132,5 @@ def _distillation(
         student.hidden.flatten(0, -2), student.head.weight, teacher.hidden.flatten(0, -2), teacher.head.weight,
         bias=student.head.bias, teacher_bias=teacher.head.bias, scale=student.scale, teacher_scale=teacher.scale,
         softcap=student.softcap, teacher_softcap=teacher.softcap, vocab_size=distillation.vocab_size,
-        rows=targets.rows, **common,
+        rows=targets.rows, lora=student.head.lora, teacher_lora=teacher.head.lora, **common,
     )  # fmt: skip

@@ -275,16 +275,31 @@ def test_lora_elsewhere_leaves_the_head_fused():
     assert isinstance(outputs.logits, DeferredLogits)
 
 
-def lora_on_head():
-    return peft_pair(LoraConfig(target_modules=["lm_head", "v_proj"], r=4))
-
-
 def dora_on_head():
     return peft_pair(LoraConfig(target_modules=["lm_head"], r=4, use_dora=True))
 
 
-def trainable_tokens():
-    return peft_pair(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5, 7]), "llama_tied")
+def replaced_adapter():
+    """An adapter whose first product is more than a linear map."""
+    model, truth = peft_pair(LoraConfig(target_modules=["lm_head"], r=4))
+    for m in (model, truth):
+        a = m.base_model.model.lm_head.lora_A["default"]
+        a.forward = lambda x, a=a: type(a).forward(a, x) * 2
+    return model, truth
+
+
+class HalfDropout(nn.Dropout):
+    """Not known to be what its class says."""
+
+    def forward(self, x):
+        return x / 2
+
+
+def another_dropout():
+    model, truth = peft_pair(LoraConfig(target_modules=["lm_head"], r=4, lora_dropout=0.5))
+    for m in (model, truth):
+        m.base_model.model.lm_head.lora_dropout["default"] = HalfDropout()
+    return model, truth
 
 
 def replaced_forward():
@@ -307,9 +322,9 @@ def missing_head():
 
 
 OBSTACLES = {
-    lora_on_head: "its output head is a Linear, which does more",
-    dora_on_head: "its output head is a Linear, which does more",
-    trainable_tokens: "its output head is a TrainableTokens",
+    dora_on_head: r"the adapter 'default' on its output head is more than plain LoRA \(DoraLinearVariant\)",
+    replaced_adapter: "the adapter 'default' on its output head has layers that do more than a linear map",
+    another_dropout: "the adapter 'default' on its output head drops out by HalfDropout",
     replaced_forward: r"the forward of its output head \(Linear\) has been replaced",
     missing_head: "the model has no output embeddings",
 }

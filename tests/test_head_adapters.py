@@ -1,0 +1,239 @@
+"""PEFT on the output head: the fused loss and every gradient against the unfused model in fp64."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
+
+from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.fused import FusedLoss
+from liger_trainer.head import Head, output_module
+from liger_trainer.kernels.linear_divergence import distillation_reference
+from liger_trainer.losses import Distillation, LossOptions
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+    pytest.mark.usefixtures("chunked_torch"),
+]
+TOKENS = masked_batch()["input_ids"][0, :3].tolist()
+
+
+def lora(**options) -> LoraConfig:
+    given = {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False, **options}
+    return LoraConfig(**given)
+
+
+def wrapped(family: str, config: Any) -> PeftModel:
+    """A model whose trainable parameters differ from those of its base."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        if model.get_output_embeddings().bias is not None:
+            model.get_output_embeddings().bias.normal_(generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(1)
+    model = get_peft_model(model, config)
+    return spread_trainable(model)
+
+
+def spread_trainable(model: Any) -> Any:
+    for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.1
+    return model
+
+
+def assert_fused_equals_plain(model: Any, truth: Any, options: LossOptions | None = None) -> dict[str, torch.Tensor]:
+    batch = masked_batch()
+    FusedLoss(model.get_base_model(), options)
+    got, want = model(**batch), truth(**batch)
+    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
+    assert isinstance(got.logits, DeferredLogits) or not torch.is_grad_enabled()
+    gradients = {}
+    if got.loss.requires_grad:
+        gradients = named_gradients(model, got.loss)
+        assert_same_gradients(gradients, named_gradients(truth, want.loss))
+    return gradients
+
+
+CONFIGS: dict[str, tuple[str, Any]] = {
+    "lora": ("llama", lora()),
+    "rank 1": ("llama", lora(r=1)),
+    "rslora": ("llama", lora(use_rslora=True)),
+    "alone": ("llama", lora(target_modules=["lm_head"])),
+    "with a softcap": ("gemma2", lora()),
+    "with a scale": ("granite", lora()),
+    "with a bias": ("phi", lora()),
+    "with biases": ("phi", lora(lora_bias=True)),
+    "with a bias of its own": ("llama", lora(lora_bias=True)),
+    "beside trained biases": ("phi", lora(bias="all")),
+    "beside a trained embedding": ("llama", lora(modules_to_save=["embed_tokens"])),
+    "tied": ("llama_tied", lora()),
+    "tied adapters": ("llama_tied", lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)),
+    "tokens": ("llama", lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": TOKENS})),
+    "tokens, tied": ("llama_tied", lora(target_modules=["q_proj"], trainable_token_indices=TOKENS)),
+    "tokens without the bias": ("phi", TrainableTokensConfig(target_modules=["lm_head"], token_indices=TOKENS)),
+    "saved": ("phi", lora(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "saved, tied": (
+        "llama_tied",
+        lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_loss_and_every_gradient_equal_the_plain_model(case):
+    model, truth = wrapped(*CONFIGS[case]), wrapped(*CONFIGS[case]).double()  # adapters that are tied cannot be copied
+    gradients = assert_fused_equals_plain(model, truth)
+    assert all(x.any() for x in gradients.values())
+    assert sum("lm_head" in name for name in gradients) or "tied" in case
+
+
+def test_the_logits_read_later_are_those_of_the_plain_model():
+    model = wrapped("phi", lora())
+    truth, batch = copy.deepcopy(model), masked_batch()
+    FusedLoss(model.get_base_model())
+    torch.testing.assert_close(model(**batch).logits.detach(), truth(**batch).logits.detach())
+
+
+def several(model: Any) -> None:
+    config = lora(r=2, lora_alpha=9, target_modules=["lm_head"])
+    model.add_adapter("other", config)
+    model.add_adapter("elsewhere", lora(target_modules=["v_proj"]))
+    model.base_model.set_adapter(["default", "other", "elsewhere"])
+
+
+def not_the_first(model: Any) -> None:
+    model.add_adapter("other", lora(r=2))
+    model.set_adapter("other")
+
+
+def none_on_the_head(model: Any) -> None:
+    model.add_adapter("elsewhere", lora(target_modules=["v_proj"]))
+    model.set_adapter("elsewhere")
+
+
+def frozen_a(model: Any) -> None:
+    output_module(model).lora_A["default"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [several, not_the_first, none_on_the_head, frozen_a])
+def test_several_adapters(change):
+    torch.manual_seed(2)
+    model = wrapped("llama", lora())
+    change(model)
+    gradients = assert_fused_equals_plain(model, double_copy(model))
+    assert all(x.any() for x in gradients.values())
+    if change is several:
+        assert len(Head.read(output_module(model)).lora) == 2
+
+
+@pytest.mark.parametrize("case", ["lora", "tokens, tied", "saved"])
+def test_adapters_disabled(case):
+    model = wrapped(*CONFIGS[case])
+    truth = double_copy(model)
+    with_adapters = truth(**masked_batch()).loss
+    with model.disable_adapter(), truth.disable_adapter(), torch.no_grad():
+        assert_fused_equals_plain(model, truth)
+        assert abs(with_adapters - truth(**masked_batch()).loss) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["lora", "with biases", "tokens, tied"])
+def test_adapters_merged_and_unmerged(case):
+    model = wrapped(*CONFIGS[case])
+    truth = double_copy(model)
+    want = truth(**masked_batch()).loss.double()
+    model.merge_adapter()
+    FusedLoss(model.get_base_model())
+    head = Head.read(output_module(model))
+    assert isinstance(head, Head) and not head.lora
+    merged = model(**masked_batch()).loss
+    torch.testing.assert_close(merged.double(), want.detach(), rtol=1e-5, atol=0)
+    assert not merged.requires_grad
+    with model.disable_adapter(), truth.disable_adapter():  # PEFT's own forwards unmerge here
+        got, want = model(**masked_batch()).loss, truth(**masked_batch()).loss
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=0)
+    assert case == "tokens, tied" or not output_module(model).merged
+
+
+def test_dropout_is_drawn_as_the_plain_model_draws_it():
+    model = wrapped("llama", lora(lora_dropout=0.3, target_modules=["lm_head"])).train()
+    plain, batch = copy.deepcopy(model), masked_batch()
+    FusedLoss(model.get_base_model())
+    results = []
+    for m in (model, plain):
+        torch.manual_seed(7)
+        loss = m(**batch).loss
+        results.append((loss, named_gradients(m, loss)))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-6, atol=0)
+    assert_same_gradients(results[0][1], results[1][1])
+    assert abs(results[0][0] - model.eval()(**batch).loss) > 1e-3
+    torch.testing.assert_close(model(**batch).loss, plain.eval()(**batch).loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_distillation_with_adapters_on_both_sides(kind):
+    student, teacher = wrapped("phi", lora()), wrapped("gemma2", lora(r=2))
+    truth, batch = double_copy(student), masked_batch()
+    true_teacher = double_copy(teacher)
+    inputs = {k: x for k, x in batch.items() if k != "labels"}
+    labels = shift_labels_of(batch["labels"]).flatten()
+    with torch.no_grad():
+        logits = true_teacher(**inputs).logits.flatten(0, 1)
+    want = distillation_reference(
+        truth(**inputs).logits.flatten(0, 1), logits, kind=kind, labels=labels, ce_weight=0.3, temperature=1.5
+    )
+    options = Distillation(weights={kind: 1.0}, ce_weight=0.3, temperature=1.5)
+    FusedLoss(student.get_base_model(), LossOptions(distillation=options))
+    with torch.no_grad(), deferred_logits(teacher.get_base_model()):
+        of_teacher = teacher(**inputs).logits
+    got = student(**batch, teacher_logits=of_teacher, fused_lm_head=True)
+    torch.testing.assert_close(got.loss.double(), want.loss, rtol=1e-5, atol=0)
+    assert_same_gradients(named_gradients(student, got.loss), named_gradients(truth, want.loss))
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_half_precision_keeps_the_adapters_gradients_in_fp32():
+    """PEFT keeps adapters in fp32 over a base in bf16; the products are bf16's."""
+    model = get_peft_model(tiny_model().bfloat16(), lora())
+    truth, plain, batch = double_copy(model), copy.deepcopy(model), masked_batch()
+    want = named_gradients(truth, truth(**batch).loss)
+    FusedLoss(model.get_base_model())
+    errors = []
+    for m in (model, plain):
+        loss = m(**batch).loss
+        gradients = named_gradients(m, loss)
+        errors.append(sum((gradients[n].double() - g).square().sum() for n, g in want.items() if "lm_head" in n).sqrt())
+        assert abs(loss.item() - truth(**batch).loss.item()) < 0.02 * loss.item()
+    for part in ("lora_A", "lora_B"):
+        assert getattr(output_module(model), part)["default"].weight.grad.dtype == torch.float32
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_adapters_chosen_row_by_row_compute_the_logits():
+    model = wrapped("llama", lora()).eval()
+    truth, batch = double_copy(model), masked_batch()
+    names = ["default", "__base__", "default"]
+    FusedLoss(model.get_base_model())
+    with torch.no_grad(), pytest.warns(MaterializedLogitsWarning, match="an output head called with adapter_names"):
+        got = model(**batch, adapter_names=names).loss
+    with torch.no_grad():
+        torch.testing.assert_close(got.double(), truth(**batch, adapter_names=names).loss.double(), rtol=1e-6, atol=0)
+
+
+def test_a_peft_that_computes_something_else_is_not_taken_for_lora(monkeypatch):
+    model = wrapped("llama", lora())
+    layer = type(output_module(model))
+    own: Callable = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x: own(self, x) * 1.01)
+    assert "does more than a linear map" in str(Head.read(output_module(model)))
+
+
+def test_the_weight_of_a_frozen_head_gets_no_gradient():
+    model = wrapped("llama", lora(target_modules=["lm_head"]))
+    head = Head.read(output_module(model))
+    assert isinstance(head, Head) and not head.weight.requires_grad and head.weight.shape == (VOCAB, 32)
+    (adapter,) = head.lora
+    assert adapter.a.requires_grad and adapter.b.requires_grad and adapter.scaling == 1.5
