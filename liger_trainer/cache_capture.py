@@ -47,7 +47,7 @@ from .teacher_cache import (
 from .teacher_reader import TeacherReader
 from .trainer import LigerTrainer
 
-LOCK = ".lock"
+LOCK, MIB = ".lock", 2**20
 Progress = Callable[[int, int], None]
 """Called with the tokens that have been read and those there will be."""
 
@@ -163,9 +163,7 @@ def capture(
     try:
         before = _earlier(path)
         rows = prepare_rows(args, tokenizer, train, test)
-        index = _Capture.of(path, teacher, args, rows, before).run(progress or (lambda *_: None))
-        (path / LOCK).unlink(missing_ok=True)
-        return index
+        return _Capture.of(path, teacher, args, rows, before).run(progress or (lambda *_: None))
     finally:
         lock.release()
 
@@ -206,7 +204,7 @@ class _Capture:
         before: CacheIndex | None,
     ) -> "_Capture":  # fmt: skip
         settings = _settings(args, rows.tokenizer)
-        plan = Plan.of(rows, max(1, args.cache_shard_mb * 2**20 // settings.format.bytes))
+        plan = Plan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
         model = _ready(load_teacher(teacher, args), args)
         _check_vocabulary(model, settings.vocab_size)
         given = teacher if isinstance(teacher, str) else None
@@ -243,7 +241,8 @@ class _Capture:
         return cls(path, plan, reader, index, args.per_device_eval_batch_size)
 
     def run(self, progress: Progress) -> CacheIndex:
-        write_index(self.path, self.index)
+        if not (self.path / INDEX).is_file():
+            write_index(self.path, self.index)
         for number in range(len(self.index.shards), self.plan.shards):
             shard = self._write_shard(number, progress)
             self._update(shards=(*self.index.shards, shard))

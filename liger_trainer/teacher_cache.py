@@ -345,4 +345,5 @@ def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
         "offsets": torch.from_numpy(offsets.astype(np.int64)),
         "records": torch.cat(records),
     }
-    return save(tensors, metadata={"format": "liger-trainer teacher cache", "version": str(VERSION)})
+    # One entry: safetensors writes several in any order, and the same rows must give the same bytes.
+    return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})

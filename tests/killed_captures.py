@@ -1,0 +1,99 @@
+"""Captures that are killed over and over, and one that is not. Run as a script: FOLDER SEED KIND...
+
+Each capture is a process of its own, forked from one that has imported everything. It is killed by SIGKILL after a
+random time, or kills itself right before or after a random one of the calls that make a file durable.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import datasets
+import torch
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerDistillConfig, cache_capture, teacher_cache
+from liger_trainer.kernels import _triton
+
+BYTES_OF_A_SHARD = 512
+
+
+def captured(folder: str, kind: str) -> None:
+    options = {"cache_kind": kind, "cache_entries": 8, "per_device_eval_batch_size": 2, "cache_shard_mb": 1}
+    args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=folder, **options)
+    cache_capture.capture(tiny_model(seed=3), args, tiny_tokenizer(), completions(24))
+
+
+def die_at_a_call(number: int) -> None:
+    """Before or after the number-th of these calls, by turns."""
+    calls = 0
+
+    def mortal(function):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = function(*args)
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return call
+
+    os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
+
+
+def attempt(folder: str, kind: str, calls: int | None, seconds: float | None) -> bool:
+    """Whether the capture came to its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if calls is not None:
+                die_at_a_call(calls)
+            captured(folder, kind)
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            os._exit(1)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return False
+    assert os.WEXITSTATUS(status) == 0, "the capture failed"
+    return True
+
+
+def main(folder: Path, kind: str, seed: int) -> int:
+    """How many captures were killed on the way to the end of one."""
+    start = time.perf_counter()
+    assert attempt(str(folder / "whole"), kind, None, None)
+    took, rng, killed = time.perf_counter() - start, random.Random(seed), 0
+    path = str(folder / "killed")
+    moments = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(3)] + [(rng.randint(1, 30), None) for _ in range(5)]
+    for calls, seconds in moments:
+        if not is_finished(path):
+            killed += not attempt(path, kind, calls, seconds)
+    assert is_finished(path) or attempt(path, kind, None, None)
+    return killed
+
+
+def is_finished(path: str) -> bool:
+    file = Path(path, teacher_cache.INDEX)
+    return file.is_file() and teacher_cache.read_index(file.parent).finished
+
+
+if __name__ == "__main__":
+    cache_capture.MIB, _triton.INTERPRETED = BYTES_OF_A_SHARD, False
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    for name in sys.argv[3:]:
+        print(f"{name}: killed {main(Path(sys.argv[1], name), name, int(sys.argv[2]))} times")
