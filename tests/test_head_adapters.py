@@ -9,11 +9,14 @@ import torch
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 
+from liger_trainer.cache_format import TokenTargets
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.fused import FusedLoss
 from liger_trainer.head import Head, output_module
 from liger_trainer.kernels.linear_divergence import distillation_reference
+from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_reference
 from liger_trainer.losses import Distillation, LossOptions
+from liger_trainer.sparse_teacher import SparseTeacher
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
@@ -193,6 +196,28 @@ def test_distillation_with_adapters_on_both_sides(kind):
     torch.testing.assert_close(got.loss.double(), want.loss, rtol=1e-5, atol=0)
     assert_same_gradients(named_gradients(student, got.loss), named_gradients(truth, want.loss))
     assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_distillation_from_a_cache():
+    student, batch = wrapped("phi", lora()), masked_batch()
+    truth = double_copy(student)
+    n, length = batch["labels"].shape
+    ids = torch.stack(
+        [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i))[:4] for i in range(n * length)]
+    )
+    of_token = torch.zeros(n, length)
+    targets = TokenTargets(
+        ids=ids.view(n, length, 4), log_probs=torch.full((n, length, 4), 0.2).log(), unnamed=of_token,
+        top_ids=ids[:, 0].view(n, length), label_log_prob=of_token, entropy=of_token,
+    )  # fmt: skip
+    teacher = SparseTeacher(targets, "bucket", VOCAB)
+    logits = truth(**{k: x for k, x in batch.items() if k != "labels"}).logits.flatten(0, 1)
+    keep = shift_labels_of(batch["labels"]).flatten() != -100
+    want = sparse_divergence_reference(logits, ids, targets.log_probs.flatten(0, 1))[keep].mean()
+    FusedLoss(student.get_base_model(), LossOptions(distillation=Distillation()))
+    got = student(**batch, teacher_logits=teacher, fused_lm_head=True).loss
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+    assert_same_gradients(named_gradients(student, got), named_gradients(truth, want))
 
 
 def test_half_precision_keeps_the_adapters_gradients_in_fp32():
