@@ -109,6 +109,9 @@ EQUIVALENT = {
     "_known: return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)": (
         LABELS
     ),
+    "tile_statistics: class_weight = None if targets.class_weight is None else targets.class_weight[tile.columns]": (
+        "rows with class weights come whole on this path"
+    ),
     "backward: grad = raw if over else torch.empty_like(raw)": STORAGE,
     "addmm_into: torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)": ON_GPU,
     "project: return torch.mm(x, w.t(), out_dtype=out.dtype, out=out)": ON_GPU,
