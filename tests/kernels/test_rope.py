@@ -167,6 +167,16 @@ def test_angles_are_constants(fp32):
     assert grads[0] is not None and grads[2] is None and grads[3] is None
 
 
+def test_programs_for_one_side_alone():
+    """A gradient that is not needed costs no programs, whose results would be the other's once more."""
+    turning = module.Angles(32, 1, (32, 32), False)
+    one, both = (
+        module._launch(torch.Size((2, 4, 64, 64)), 4, sides, (1,) * 16, turning, 1.0, 4096, 4).grid[0]
+        for sides in (1, 2)
+    )
+    assert both == 2 * one
+
+
 def test_turning_back_is_the_inverse(fp32):
     given = tensors(fp32, rotary=8)
     there = rope(**given)
