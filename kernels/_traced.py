@@ -6,10 +6,14 @@ values and the gradients of the head's tensors; its backward multiplies those by
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ._autograd import first_order
 from ._chunks import RowSelection, stats_dtype
+
+# The host waits for the number of labels, which no CUDA graph can hold: Inductor leaves the ops out of those.
+TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def check_traceable(rows: RowSelection | None, recompute: bool, overwrite_hidden: bool) -> None:

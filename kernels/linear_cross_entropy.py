@@ -55,7 +55,7 @@ from ._cross_entropy_rows import (
 from ._head import Adapters, HeadGradients, LinearHead, Lora, check_head, check_overwritten, linear_reference
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
-from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
 __all__ = ["CrossEntropy", "Lora", "linear_cross_entropy", "linear_cross_entropy_reference"]
@@ -125,7 +125,7 @@ class LinearCrossEntropy(LinearLoss):
         return plan, workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
 
 
-@torch.library.custom_op("liger_trainer::linear_cross_entropy", mutates_args=())
+@torch.library.custom_op("liger_trainer::linear_cross_entropy", mutates_args=(), tags=TAGS)
 def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, labels: Tensor,
     token_weight: Tensor | None, num_items: Tensor | None, scale: float, softcap: float | None, temperature: float,
@@ -183,7 +183,7 @@ def linear_cross_entropy(
         recompute: compute the logits again in the backward instead of the gradients in the forward: the least memory,
             for a third more arithmetic.
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default
-            512, with recompute the size of the hidden states.
+            512, or 2,048 rows where these take up to 1024; with recompute the size of the hidden states.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed
             hidden.
@@ -208,6 +208,7 @@ def linear_cross_entropy(
             scale, softcap, temperature, label_smoothing, z_loss, ignore_index, dft, workspace_mb, accumulate_dtype,
             head.dtype, list(Needs.of(*head.tensors)),
         )  # fmt: skip
+        per_token = per_token.detach()
         return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)

@@ -49,7 +49,7 @@ from ._divergence_rows import FIELDS, DivergenceOptions, RowInputs, divergence_r
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform
-from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = [
     "KINDS", "LinearDivergence", "Lora", "distillation_reference", "divergence_reference", "divergence_weights",
@@ -95,7 +95,7 @@ class LinearPair(LinearLoss):
 SCALARS = (*KINDS, "beta", "ce_weight", "temperature", "label_smoothing", "z_loss")
 
 
-@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=())
+@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=(), tags=TAGS)
 def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
     teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
@@ -207,7 +207,7 @@ def linear_divergence(
             [softcap or 0.0, teacher_softcap or 0.0], scale_by_temperature_squared, ignore_index, vocab, logits_dtype,
             workspace_mb, accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
         )  # fmt: skip
-        return _named(value, per_token)
+        return _named(value, per_token.detach())
     options = DivergenceOptions(
         **weights, beta=beta, ce_weight=ce_weight, temperature=temperature, label_smoothing=label_smoothing,
         z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,

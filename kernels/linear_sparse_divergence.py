@@ -52,7 +52,7 @@ from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, li
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
-from ._traced import check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = [
     "LinearSparseDivergence", "Lora", "linear_sparse_divergence", "linear_sparse_divergence_reference",
@@ -159,7 +159,7 @@ def _sparse(
     return LinearSparse(rows, vocab, how, targets, options)
 
 
-@torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=())
+@torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=(), tags=TAGS)
 def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, ids: Tensor,
     log_probs: Tensor, labels: Tensor | None, token_weight: Tensor | None, top_ids: Tensor | None,
@@ -245,7 +245,7 @@ def linear_sparse_divergence(
             scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype, head.dtype,
             list(Needs.of(*head.tensors)),
         )  # fmt: skip
-        return _named(value, per_token)
+        return _named(value, per_token.detach())
     shape = LogitTransform(scale, softcap)
     options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)

@@ -129,11 +129,9 @@ class DeferredLogits:
     def compute(self, why: str | None = None) -> Tensor:
         """The real logits. `why` names the operation that needs them."""
         if self.forward.running:
-            warnings.warn(
+            _warn(
                 f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
-                "fused, and the logits of the whole batch are stored.",
-                MaterializedLogitsWarning,
-                stacklevel=3,
+                "fused, and the logits of the whole batch are stored."
             )
         logits = self.project(self.hidden)
         logits = logits if self.cast is None else logits.to(self.cast)
@@ -160,6 +158,11 @@ _DEFERRED = {
     torch.tanh: "tanh", torch.mul: "mul", torch.multiply: "mul", torch.div: "div", torch.true_divide: "div",
     torch.reshape: "reshape",
 }  # fmt: skip
+
+
+@torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
+def _warn(message: str) -> None:
+    warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
 
 
 def _operator(name: str):
@@ -217,5 +220,5 @@ def deferred_logits(model: nn.Module) -> Iterator[str | None]:
     try:
         yield None
     finally:
-        del module.forward
+        vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False

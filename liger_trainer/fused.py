@@ -86,7 +86,7 @@ class FusedLoss:
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
         def forward(model, *args, **kwargs):  # the one called: a deep copy of the model is another
             if not self._active:
-                return self._own_forward(model)(*args, **kwargs)
+                return self._own_forward(model, *args, **kwargs)
             return self._forward(model, *args, **kwargs)
 
         self._function = forward
@@ -103,29 +103,29 @@ class FusedLoss:
         else:
             self.model.forward = self._replaced
 
-    def _own_forward(self, model: Any) -> Callable:
+    def _own_forward(self, model: Any, *args, **kwargs) -> Any:
         if self._inner is None:
-            return types.MethodType(type(model).forward, model)
+            return type(model).forward(model, *args, **kwargs)
         if isinstance(self._inner, types.MethodType):
-            return types.MethodType(self._inner.__func__, model)
-        return self._inner
+            return self._inner.__func__(model, *args, **kwargs)
+        return self._inner(*args, **kwargs)
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | SparseTeacher | None = None,
         fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
-        own_forward = self._own_forward(model)
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
-            return own_forward(*args, **kwargs)
+            return self._own_forward(model, *args, **kwargs)
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         loss = _LossFunction(targets, self.options, teacher_logits)
         model.loss_function = loss
         try:
             with deferred_logits(model) as obstacle:
                 if obstacle is not None:
-                    _warn_once(f"{type(model).__name__} stores the logits of the whole batch: {obstacle}.")
-                outputs = own_forward(*args, labels=shift_labels if labels is None else labels, **kwargs)
+                    _report_stored_logits(type(model).__name__, obstacle)
+                given = shift_labels if labels is None else labels
+                outputs = self._own_forward(model, *args, labels=given, **kwargs)
         finally:
             del model._loss_function
         if not fused_lm_head:
@@ -235,6 +235,11 @@ def _token_output(outputs: Any, result: LossResult, targets: Targets) -> TokenLo
     return output
 
 
+@torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
+def _report_stored_logits(model_name: str, obstacle: str) -> None:
+    _warn_once(f"{model_name} stores the logits of the whole batch: {obstacle}.")
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
+    warnings.warn(message, MaterializedLogitsWarning, stacklevel=5)

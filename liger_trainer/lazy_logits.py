@@ -27,6 +27,7 @@ class LazyLogits(Tensor):
     _real: functools.partial
 
     @staticmethod
+    @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
     def of(deferred: DeferredLogits) -> "LazyLogits":
         """Logits to be computed as they would have been now: without gradient, under the autocast of this moment."""
         lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)

@@ -7,6 +7,7 @@ take the plain torch reference of the same loss.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Targets:
     shape: torch.Size  # (batch, length)
     shifted: bool  # whether they were shifted here; the last position then predicts nothing
     num_items: float | Tensor | None
-    rows: RowSelection
+    rows: RowSelection | None  # None under torch.compile, where the losses select the rows themselves
 
     @classmethod
     def of(cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None) -> "Targets":
@@ -59,19 +60,27 @@ class Targets:
         assert given is not None
         aligned = given if shift_labels is not None else pad(given[..., 1:], (0, 1), value=IGNORE_INDEX)
         flat = aligned.reshape(-1)
-        return cls(flat, given.shape, shift_labels is None, num_items, RowSelection(flat, num_items, IGNORE_INDEX))
+        return cls(flat, given.shape, shift_labels is None, num_items, _selection(flat, num_items))
 
     def to(self, device: torch.device) -> "Targets":
         """Where the logits are: a model spread over devices ends on another than it begins."""
         if self.labels.device == device:
             return self
         flat = self.labels.to(device)
-        return replace(self, labels=flat, rows=RowSelection(flat, self.num_items, IGNORE_INDEX))
+        return replace(self, labels=flat, rows=_selection(flat, self.num_items))
 
     def per_token(self, values: Tensor) -> Tensor:
         """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""
         values = values.view(self.shape)
         return values[..., :-1] if self.shifted else values
+
+    def for_ops(self) -> dict[str, Any]:
+        """The rows as an op takes them: their selection, or else what it makes one of."""
+        return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
+
+
+def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection | None:
+    return None if torch.compiler.is_compiling() else RowSelection(labels, num_items, IGNORE_INDEX)
 
 
 Logits = DeferredLogits | Tensor
@@ -110,7 +119,7 @@ def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> Cr
         return cross_entropy_reference(logits.flatten(0, -2), targets.labels, num_items=targets.num_items, **common)
     return linear_cross_entropy(
         logits.hidden.flatten(0, -2), logits.head.weight, targets.labels, bias=logits.head.bias,
-        scale=logits.scale, softcap=logits.softcap, rows=targets.rows, lora=logits.head.lora, **common,
+        scale=logits.scale, softcap=logits.softcap, lora=logits.head.lora, **targets.for_ops(), **common,
     )  # fmt: skip
 
 
@@ -132,5 +141,5 @@ def _distillation(
         student.hidden.flatten(0, -2), student.head.weight, teacher.hidden.flatten(0, -2), teacher.head.weight,
         bias=student.head.bias, teacher_bias=teacher.head.bias, scale=student.scale, teacher_scale=teacher.scale,
         softcap=student.softcap, teacher_softcap=teacher.softcap, vocab_size=distillation.vocab_size,
-        rows=targets.rows, lora=student.head.lora, teacher_lora=teacher.head.lora, **common,
+        lora=student.head.lora, teacher_lora=teacher.head.lora, **targets.for_ops(), **common,
     )  # fmt: skip

@@ -200,8 +200,18 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _4bit_types() -> tuple[type, ...]:
+    return _installed_4bit_types()
+
+
+@torch.compiler.assume_constant_result
+def _lora_types() -> tuple[type, ...]:
+    return _installed_lora_types()
+
+
+@functools.cache
+def _installed_4bit_types() -> tuple[type, ...]:
     if not is_bnb_4bit_available():
         return ()
     from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4  # pyright: ignore[reportMissingImports]
@@ -210,7 +220,7 @@ def _4bit_types() -> tuple[type, ...]:
 
 
 @functools.cache
-def _lora_types() -> tuple[type, ...]:
+def _installed_lora_types() -> tuple[type, ...]:
     if not is_bnb_4bit_available():
         return (LoraLinear,)
     from peft.tuners.lora.bnb import Linear4bit  # pyright: ignore[reportAttributeAccessIssue]

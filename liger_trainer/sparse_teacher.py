@@ -64,8 +64,8 @@ def sparse_distillation(
     if isinstance(student, DeferredLogits):
         result = linear_sparse_divergence(
             student.hidden.flatten(0, -2), student.head.weight, ids, log_probs, bias=student.head.bias,
-            scale=student.scale, softcap=student.softcap, vocab_size=teacher.vocab_size, rows=targets.rows,
-            lora=student.head.lora, **common,
+            scale=student.scale, softcap=student.softcap, vocab_size=teacher.vocab_size,
+            lora=student.head.lora, **targets.for_ops(), **common,
         )  # fmt: skip
     else:
         logits = student.flatten(0, -2)[:, : teacher.vocab_size]

@@ -1,0 +1,278 @@
+"""Patched models under torch.compile: whole graphs, with the loss and the gradients of the plain model."""
+
+import copy
+import shutil
+import sys
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import (
+    assert_same_gradients,
+    completions,
+    masked_batch,
+    named_gradients,
+    shift_labels_of,
+    texts,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import liger_trainer
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.kernels import _triton
+from liger_trainer.lazy_logits import LazyLogits
+from liger_trainer.losses import Distillation, LossOptions
+
+pytestmark = [
+    pytest.mark.filterwarnings("error:Dynamo detected a call:UserWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def pair(family="llama", **overrides):
+    """A plain model, and a copy of it that is patched."""
+    plain = tiny_model(family, num_hidden_layers=1, **overrides)
+    model = copy.deepcopy(plain)
+    return plain, model, patch(model)
+
+
+def compiled(model, **options):
+    return torch.compile(model, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+def assert_same(got, want, rtol=1e-5):
+    """Losses and gradients of two models, each (model, loss)."""
+    torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=0)
+    assert_same_gradients(named_gradients(*got), named_gradients(*want), rtol=rtol)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gemma2", "granite", "cohere"])
+def test_one_graph_with_the_plain_models_gradients(family):
+    plain, model, patched = pair(family)
+    assert patched.fused is not None and len(patched.report.swapped) >= 3
+    batch = masked_batch()
+    eager = model(**batch).loss
+    assert_same((model, compiled(model)(**batch).loss), (plain, plain(**batch).loss))
+    torch.testing.assert_close(compiled(model)(**batch).loss, eager)
+
+
+CALLS = {
+    "divisor": lambda batch: batch | {"num_items_in_batch": torch.tensor(7)},
+    "divisor as a number": lambda batch: batch | {"num_items_in_batch": 7},
+    "shifted labels": lambda batch: batch | {"shift_labels": shift_labels_of(batch["labels"])},
+    "without labels": lambda batch: {k: v for k, v in batch.items() if k != "labels"},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_arguments(call):
+    plain, model, _ = pair()
+    batch = CALLS[call](masked_batch())
+    got, want = compiled(model)(**batch), plain(**batch)
+    if "labels" in batch:
+        assert_same((model, got.loss), (plain, want.loss))
+    torch.testing.assert_close(got.logits + 0, want.logits)  # the deferred ones are computed when they are read
+
+
+def test_per_token_values():
+    _, model, _ = pair()
+    assert_same_outputs(model, masked_batch() | {"fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}, 6)
+
+
+def assert_same_outputs(model, batch, at_least):
+    got, want = compiled(model)(**batch), model(**batch)
+    assert got.keys() == want.keys() and len(got) >= at_least
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+        assert got[name].requires_grad == value.requires_grad == (name in ("loss", "token_loss"))
+
+
+def test_distillation():
+    _, model, patched = pair()
+    teacher = tiny_model("qwen3", seed=3)
+    patched.fuse(LossOptions(distillation=Distillation(ce_weight=0.3)))
+    batch = masked_batch()
+    with torch.no_grad(), deferred_logits(teacher):
+        logits = teacher(**{k: x for k, x in batch.items() if k != "labels"}).logits
+    batch |= {"teacher_logits": logits, "fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}
+    assert_same_outputs(model, batch, 12)
+
+
+def test_batches_of_other_sizes_and_another_divisor():
+    """Two graphs, the second for any size; none that is made anew for each number of labels."""
+    plain, model, _ = pair()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = compiled(model, backend=counter)
+    for i, length in enumerate((7, 9, 11, 12, 13)):
+        batch = masked_batch(seed=i, length=length) | {"num_items_in_batch": torch.tensor(length + i)}
+        torch.testing.assert_close(step(**batch).loss, plain(**batch).loss)
+    assert counter.frame_count == 2
+
+
+def test_the_model_is_left_as_it_was():
+    _, model, patched = pair()
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    compiled(model)(**masked_batch()).loss.backward()
+    for module in model.modules():
+        assert vars(module).keys() - {"_is_torch_compile"} == before[id(module)].keys()  # transformers' own
+    patched.undo()
+    assert "forward" not in vars(model) and "_loss_function" not in vars(model)
+
+
+def test_loss_without_gradients_leaves_the_logits_for_later():
+    """One graph for all that is computed, and one break after it: a graph cannot make logits that wait."""
+    plain, model, _ = pair()
+    batch, counter = masked_batch(), CompileCounterWithBackend("aot_eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, want = torch.compile(model, backend=counter)(**batch), plain(**batch)
+        assert isinstance(got.logits, LazyLogits)
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(got.logits + 0, want.logits)
+        skipped = compiled(model)(**batch, skip_logits=True)
+    assert counter.frame_count == 1 and "logits" not in skipped
+    assert isinstance(compiled(model)(**batch).logits, DeferredLogits)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "all-linear"])
+def test_adapters(target):
+    plain = tiny_model(num_hidden_layers=1)
+    config = LoraConfig(r=2, target_modules=target if target == "all-linear" else [target], init_lora_weights=False)
+    plain = get_peft_model(plain, config).eval()
+    model = copy.deepcopy(plain)
+    assert patch(model).report.swapped["LoRA linear"]
+    assert_same((model, compiled(model)(**masked_batch()).loss), (plain, plain(**masked_batch()).loss))
+
+
+def test_a_head_that_cannot_be_deferred_warns_when_it_is_traced():
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
+    model = copy.deepcopy(plain)
+    patch(model)
+    liger_trainer.fused._warn_once.cache_clear()
+    with pytest.warns(MaterializedLogitsWarning, match="does more than a linear map"):
+        loss = compiled(model)(**masked_batch()).loss
+    assert_same((model, loss), (plain, plain(**masked_batch()).loss))
+
+
+def test_an_unknown_operation_on_the_logits_warns_when_it_is_traced():
+    plain, model, _ = pair()
+    hidden = torch.randn(2, 32)
+    with pytest.warns(MaterializedLogitsWarning, match="__neg__"):
+        with deferred_logits(model):
+            got = compiled(lambda x: -model.lm_head(x))(hidden)
+    torch.testing.assert_close(got, -plain.lm_head(hidden))
+
+
+def test_elementwise_kernels_make_way_for_inductor(monkeypatch):
+    """Where Triton would be launched, a traced model takes the ops' plain torch form instead."""
+    plain = tiny_model("qwen3", num_hidden_layers=1)
+    model = copy.deepcopy(plain)
+    patch(model, fused_linear_cross_entropy=False)
+
+    def launch(self, *tensors):
+        raise RuntimeError("a kernel was launched")
+
+    monkeypatch.setattr(_triton.Launch, "__call__", launch)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: True)
+    ids = {"input_ids": masked_batch()["input_ids"]}
+    torch.testing.assert_close(compiled(model)(**ids).logits, plain(**ids).logits)
+    with pytest.raises(RuntimeError, match="launched"):
+        model(**ids)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor():
+    plain, model, _ = pair("qwen3")
+    batch = masked_batch()
+    assert_same((model, compiled(model, backend="inductor")(**batch).loss), (plain, plain(**batch).loss))
+
+
+# Trainers: the losses of a run of theirs with the plain model, and no graph break that it does not have.
+
+RUN = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def breaks():
+    return {reason.splitlines()[0] for reason in counters["graph_break"]}
+
+
+def run(make, **options):
+    """Losses and graph breaks of a trainer's run."""
+    torch.compiler.reset()
+    counters.clear()
+    return losses(make(tiny_model("qwen3", num_hidden_layers=1), **options)), breaks()
+
+
+def stock_trainer(model, **options):
+    ids = [row["input_ids"] for row in tiny_tokens()]
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(model, train_args(TrainingArguments, **options), train_dataset=data)
+
+
+def tiny_tokens():
+    return [{"input_ids": masked_batch(seed)["input_ids"][0]} for seed in range(12)]
+
+
+def sft(cls):
+    def make(model, **options):
+        args = train_args(SFTConfig, **options)
+        return cls(model, args, train_dataset=completions(), processing_class=tiny_tokenizer())
+
+    return make
+
+
+@pytest.mark.parametrize("way", ["patch", "stock flag", "LigerTrainer"])
+def test_trainers(way):
+    make = sft(SFTTrainer) if way == "LigerTrainer" else stock_trainer
+    want, plain_breaks = run(make, **RUN)
+    if way == "patch":
+
+        def make(model, **options):
+            patch(model)
+            return stock_trainer(model, **options)
+
+    elif way == "LigerTrainer":
+        make = sft(LigerTrainer)
+    else:
+        liger_trainer.enable()
+    try:
+        got, our_breaks = run(make, **RUN, **({"use_liger_kernel": True} if way == "stock flag" else {}))
+    finally:
+        liger_trainer.disable()
+    assert got == pytest.approx(want, rel=1e-4) and len(got) == 3
+    assert our_breaks <= plain_breaks
+
+
+def test_distillation_trainer():
+    def make(model, **options):
+        return LigerDistillTrainer(
+            model, teacher_model=tiny_model("llama", seed=5), args=train_args(LigerDistillConfig, **options),
+            train_dataset=texts(), processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+
+    got, found = run(make, **RUN)
+    want, _ = run(make, max_steps=3)
+    assert got == pytest.approx(want, rel=1e-5) and not found
