@@ -16,6 +16,7 @@ from ._selection import HostCopy, Rows, RowSelection
 from ._triton import tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
+BYTES_A_WORD = 4096  # of a larger workspace for a larger vocabulary, up to twice as much: 2,048 rows of bf16 logits
 TILE_ROWS = 256
 LAUNCH_BYTES = 3e8  # what an H100 moves while the host launches the work of a tile
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # to choose from where logits are recomputed
@@ -88,7 +89,7 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
     Each chunk reads and writes the weight's gradient once, so few and large chunks approach the speed of the bare
     matrix products; a rule by V / H alone (Liger-Kernel's) gives small models chunks that are bound by that traffic.
     """
-    limit = _whole_tiles(max(1, how.workspace_bytes // (vocab * bytes_per_logit)), down=True)
+    limit = _whole_tiles(max(1, how.workspace_bytes(vocab) // (vocab * bytes_per_logit)), down=True)
     chunks = max(1, -(-count // limit))
     return Plan(max(1, min(limit, _whole_tiles(-(-count // chunks)))), vocab)
 
@@ -101,7 +102,7 @@ def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "N
     less than the size of the hidden states, the rest is for what else is held for each row.
     """
     budget = max(16, 0.97 * count * hidden_size * itemsize / 2**20) * 2**20
-    budget = int(budget if how.workspace_mb is None else how.workspace_bytes)
+    budget = int(budget if how.workspace_mb is None else how.workspace_bytes(vocab))
     plans = []
     for rows in CHUNK_ROWS:
         left = budget - 4 * rows * hidden_size * needs.hidden
@@ -152,7 +153,7 @@ class Needs(NamedTuple):
 class Execution:
     """How a fused linear loss is computed, which changes time and memory, and the rounding of its gradients."""
 
-    workspace_mb: float | None = None  # None: WORKSPACE_MB, or what `tile_plan` takes where logits are recomputed
+    workspace_mb: float | None = None  # None: see workspace_bytes, or `tile_plan` where logits are recomputed
     accumulate_dtype: torch.dtype | None = None  # of the weight's gradient while chunks are added to it
     overwrite_hidden: bool = False
 
@@ -160,9 +161,11 @@ class Execution:
         if self.accumulate_dtype not in (None, torch.float32):
             raise ValueError(f"accumulate_dtype must be None or torch.float32, got {self.accumulate_dtype}.")
 
-    @property
-    def workspace_bytes(self) -> int:
-        return int((WORKSPACE_MB if self.workspace_mb is None else self.workspace_mb) * 2**20)
+    def workspace_bytes(self, vocab: int) -> int:
+        if self.workspace_mb is not None:
+            return int(self.workspace_mb * 2**20)
+        least = int(WORKSPACE_MB * 2**20)
+        return min(max(least, BYTES_A_WORD * vocab), 2 * least)
 
 
 def graph_is_kept() -> bool:

@@ -21,6 +21,15 @@ from liger_trainer.kernels._head import addmm_into, project
 from liger_trainer.kernels._triton import use_triton
 
 
+@pytest.mark.parametrize(
+    ("vocab", "bytes_per_logit", "rows"),
+    [(32000, 2, 8192), (128256, 2, 2048), (151936, 2, 2048), (262144, 2, 2048), (262144, 4, 1024), (524288, 2, 1024)],
+)
+def test_default_workspace(vocab, bytes_per_logit, rows):
+    """512 MiB, and up to 1 GiB for as many rows of a large vocabulary."""
+    assert row_plan(8192, vocab, bytes_per_logit, Execution()).rows == rows
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 1000, 4096, 5000])
 @pytest.mark.parametrize("limit", [0.5, 1, 3, 100, 128, 200, 300, 1024, 10**6])
 def test_chunks_cover_every_row_once_within_the_workspace(count, limit):
