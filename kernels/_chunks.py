@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._selection import HostCopy, Rows, RowSelection
-from ._triton import tl, triton, use_triton
+from ._triton import Launch, remembered, tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
 BYTES_A_WORD = 4096  # of a larger workspace for a larger vocabulary, up to twice as much: 2,048 rows of bf16 logits
@@ -177,7 +177,7 @@ RESCALED = 2**16  # numbers a program: most often it finds out that there is not
 
 
 @triton.jit
-def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def _rescale_kernel(x_ptr, factor_ptr, columns, stride_row, stride_column, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         program, spans = tl.program_id(0).to(tl.int64), tl.cdiv(columns, SPAN)
@@ -187,6 +187,12 @@ def _rescale_kernel(x_ptr, columns, stride_row, stride_column, factor_ptr, SPAN:
             at = program // spans * stride_row + cols * stride_column
             x = tl.load(x_ptr + at, mask=cols < columns)
             tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=cols < columns)
+
+
+@remembered
+def _rescale_launch(rows: int, columns: int, strides: tuple[int, int], span: int) -> Launch:
+    grid = (rows * -(-columns // span),)
+    return Launch(_rescale_kernel, grid, columns, *strides, SPAN=span, BLOCK=4096, num_warps=8)
 
 
 def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
@@ -208,8 +214,7 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
             continue
         if use_triton(x):
             shape, strides = ((1, x.numel()), (0, 1)) if x.is_contiguous() else (x.shape, x.stride())
-            grid = (shape[0] * triton.cdiv(shape[1], RESCALED),)
-            _rescale_kernel[grid](x, shape[1], *strides, factor, SPAN=RESCALED, BLOCK=4096, num_warps=8)
+            _rescale_launch(*shape, strides, RESCALED)(x, factor)
         elif factor.item() != 1.0:
             x.mul_(factor.item())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._chunks import stats_dtype
 from ._rows import LogitTransform, load_label_logit, load_logits, transform
-from ._triton import tl, triton, use_triton
+from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
@@ -313,7 +313,7 @@ def _tile_gradient_kernel(
 def _launch(logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntropyOptions) -> dict:
     """The constants that every kernel of this file takes."""
     plain = bias is None and targets.class_weight is None and o.transform.softcap is None and not o.label_smoothing
-    block = min(BLOCK if plain else BLOCK // 2, triton.next_power_of_2(logits.shape[1]))  # half: registers would spill
+    block = min(BLOCK if plain else BLOCK // 2, 1 << (logits.shape[1] - 1).bit_length())  # half: registers would spill
     return {
         "BLOCK": block,
         "num_warps": min(32, max(4, block // 256)),
@@ -334,13 +334,15 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         return _whole_rows_torch(logits, bias, targets, out, grad, o)
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
-    _whole_rows_kernel[(logits.shape[0],)](
-        logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
-        logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
+    kept_launch(
+        _whole_rows_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
         **_launch(logits, bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
         HAS_IGNORED=targets.ignore_index is not None, DFT=o.dft, WRITE_GRAD=grad is not None,
+    )(
+        logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
+        logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
     )  # fmt: skip
 
 
@@ -364,11 +366,12 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
     if not use_triton(tile.logits):
         return _tile_statistics_torch(tile, targets, class_weight, carry, o)
     logits = tile.logits
-    _tile_statistics_kernel[(logits.shape[0],)](
+    kept_launch(
+        _tile_statistics_kernel, (logits.shape[0],), logits.stride(0), carry.stride(0), logits.shape[1], tile.first,
+        *_scalars(o), **_launch(logits, tile.bias, targets, o),
+    )(
         logits, logits if tile.bias is None else tile.bias, targets.labels,
-        logits if class_weight is None else class_weight, carry, logits.stride(0), carry.stride(0),
-        logits.shape[1], tile.first, *_scalars(o),
-        **_launch(logits, tile.bias, targets, o),
+        logits if class_weight is None else class_weight, carry,
     )  # fmt: skip
 
 
@@ -396,11 +399,14 @@ def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, gra
     logits = tile.logits
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
-    _tile_gradient_kernel[(logits.shape[0],)](
-        logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
-        class_weight_sum, lse, logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
+    kept_launch(
+        _tile_gradient_kernel, (logits.shape[0],),
+        logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
         **_launch(logits, tile.bias, targets, o), HAS_IGNORED=targets.ignore_index is not None,
+    )(
+        logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
+        class_weight_sum, lse,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._rows import LogitTransform, transform
-from ._triton import tl, triton, use_triton
+from ._triton import kept_launch, tl, triton, use_triton
 
 LANES, WARPS = 1024, 32  # half of either with the JSD, which computes more a number
 VECTOR_BYTES = 16  # of a row that a thread reads at once
@@ -326,9 +326,8 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
     padded = -(-vocab // 16) * 16
     if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # rows that are no `workspace`'s
         padded = vocab
-    _divergence_kernel[(student.shape[0],)](
-        student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,
-        student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, grad, out,
+    kept_launch(
+        _divergence_kernel, (student.shape[0],),
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), vocab, padded,
         float(o.student.scale), float(o.student.softcap or 1.0),
         float(o.teacher.scale), float(o.teacher.softcap or 1.0),
@@ -342,6 +341,9 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
         WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype,
         LANES=LANES // 2 if o.jsd else LANES, VECTOR=max(1, VECTOR_BYTES // student.element_size()),
         num_warps=WARPS // 2 if o.jsd else WARPS,
+    )(
+        student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,
+        student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, grad, out,
     )  # fmt: skip
 
 

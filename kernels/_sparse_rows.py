@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._rows import LogitTransform, load_label_logit, load_logits, transform
-from ._triton import tl, triton, use_triton
+from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
 FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees")
@@ -234,11 +234,8 @@ def sparse_rows(
 
 def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
-    _sparse_kernel[(logits.shape[0],)](
-        logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
-        logits if targets.labels is None else targets.labels,
-        logits if targets.token_weight is None else targets.token_weight,
-        logits if targets.top_ids is None else targets.top_ids, out,
+    kept_launch(
+        _sparse_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
         float(o.ce_weight),
@@ -247,6 +244,11 @@ def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, ou
         HAS_TEMPERATURE=o.temperature != 1.0, HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket",
         WRITE_GRAD=grad is not None, BLOCK=block, K_BLOCK=triton.next_power_of_2(K),
         num_warps=min(WARPS, max(4, block // 256)),
+    )(
+        logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
+        logits if targets.labels is None else targets.labels,
+        logits if targets.token_weight is None else targets.token_weight,
+        logits if targets.top_ids is None else targets.top_ids, out,
     )  # fmt: skip
 
 

@@ -99,6 +99,7 @@ class Launch:
 
 
 remembered = functools.lru_cache(1024)  # of a function that makes launches: as many lengths of a batch are kept
+kept_launch = functools.lru_cache(4096)(Launch)  # where what makes a launch is quickly told
 
 
 @functools.cache
@@ -122,4 +123,4 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-__all__ = ["INSTALLED", "INTERPRETED", "Launch", "remembered", "tl", "triton", "use_triton"]
+__all__ = ["INSTALLED", "INTERPRETED", "Launch", "kept_launch", "remembered", "tl", "triton", "use_triton"]

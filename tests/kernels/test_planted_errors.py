@@ -202,9 +202,10 @@ def results_of_call(body: list[ast.stmt], at: ast.Assign, names: list[str]) -> I
 
 def of_call(call: ast.Call) -> Iterator[tuple[str, Callable[[], None]]]:
     """A store, a launch, or a torch function that writes to its first argument or to out."""
+    call = call.func if isinstance(call.func, ast.Call) else call  # kept_launch(numbers and constants)(tensors)
     keywords = {k.arg: k for k in call.keywords}
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    if isinstance(call.func, ast.Subscript) or name == "":  # a launch, or addmm_into
+    if name == "":  # a launch, or addmm_into
         for i, x in enumerate(call.args):
             if isinstance(x, ast.BinOp) or (isinstance(x, ast.Call) and ast.unparse(x.func) == "float"):
                 yield f" argument {ast.unparse(x)}", replace(call, "args", i)
@@ -249,7 +250,7 @@ def plants_of(body: list[ast.stmt]) -> Iterator[Plant]:
             found = of_call(s.value)
         elif isinstance(s, ast.Expr) and isinstance(s.value, ast.IfExp):
             found = of_call(s.value.body)
-        launch = isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Subscript)
+        launch = isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Call)
         for what, apply in found:
             yield Plant(s.lineno, what.strip() if launch else ast.unparse(s).splitlines()[0] + what, apply)
         for field in ("body", "orelse"):
