@@ -13,21 +13,17 @@ import argparse
 import gc
 import itertools
 import json
-import multiprocessing
-import random
-import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .processes import Provider, Result, take_turns, versions
 from .report import git_commit
 
 RANK, ALPHA, B_STD = 16, 32, 0.02
@@ -199,63 +195,6 @@ class Worker:
         return 1e3 * (time.perf_counter() - start), loss.item()
 
 
-def serve(connection: Any, provider: str, tiny: bool) -> None:
-    """Answer (method, arguments) by ("done", result) or ("failed", why) until None comes."""
-    worker = Worker(provider, tiny)
-    while (request := connection.recv()) is not None:
-        method, arguments = request
-        try:
-            connection.send(("done", getattr(worker, method)(*arguments)))
-        except Exception as error:  # a peer that fails must not stop the others
-            traceback.print_exc()
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
-            connection.send(("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
-
-
-class Provider:
-    """The parent's end of a worker."""
-
-    def __init__(self, name: str, tiny: bool):
-        context = multiprocessing.get_context("spawn")
-        self.name, (self._connection, theirs) = name, context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, name, tiny), daemon=True)
-        self._process.start()
-
-    def start(self, method: str, *arguments: Any) -> None:
-        self._connection.send((method, arguments))
-
-    def result(self) -> tuple[Any, str | None]:
-        """(result, None), or (None, why it failed)."""
-        status, value = self._connection.recv()
-        return (value, None) if status == "done" else (None, value)
-
-    def call(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
-        self.start(method, *arguments)
-        return self.result()
-
-    def close(self) -> None:
-        self._connection.send(None)
-        self._process.join(timeout=20)
-
-
-@dataclass
-class Result:
-    """What one provider did in one case."""
-
-    case: Case
-    provider: str
-    errors: dict[str, float] | None = None
-    ms: list[float] | None = None
-    peak_mib: float | None = None
-    loss: float | None = None
-    failure: str | None = None
-
-    @property
-    def median(self) -> float | None:
-        return statistics.median(self.ms) if self.ms else None
-
-
 def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
     for provider in providers:  # at once: each waits for imports, not for the device
         provider.start("build", shape)
@@ -275,21 +214,8 @@ def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: 
     if beyond_bound(results):
         return results
     for _, group in itertools.groupby(results, key=lambda r: r.case):
-        _take_turns(list(group), by_name, rounds, deadline)
+        take_turns(list(group), by_name, rounds, deadline)
     return results
-
-
-def _take_turns(group: list[Result], providers: dict[str, Provider], rounds: int, deadline: float) -> None:
-    shuffle = random.Random(0).shuffle
-    for done in range(rounds):
-        if done and time.monotonic() > deadline:
-            return
-        shuffle(group)
-        for result in (r for r in group if r.failure is None):
-            measured, result.failure = providers[result.provider].call("measure", result.case)
-            if measured is not None:
-                result.ms = [*(result.ms or []), *measured["ms"]]
-                result.peak_mib, result.loss = measured["peak_mib"], measured["loss"]
 
 
 def beyond_bound(results: Sequence[Result]) -> list[str]:
@@ -343,18 +269,11 @@ def header_of(tiny: bool, rounds: int) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": git_commit(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
         "batch": BATCH,
         "length": 32 if tiny else LENGTH,
         "rounds": rounds,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -367,7 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
-    providers = [Provider(name, options.tiny) for name in sorted(set(options.providers), key=list(PROVIDERS).index)]
+    providers = [
+        Provider(Worker, name, options.tiny) for name in sorted(set(options.providers), key=list(PROVIDERS).index)
+    ]
     try:
         results = [
             result

@@ -1,6 +1,7 @@
 """Patched models under torch.compile: whole graphs, with the loss and the gradients of the plain model."""
 
 import copy
+import json
 import shutil
 import sys
 import warnings
@@ -25,6 +26,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import liger_trainer
+from benchmarks import compiled as benchmark
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.kernels import _triton
@@ -276,3 +278,34 @@ def test_distillation_trainer():
     got, found = run(make, **RUN)
     want, _ = run(make, max_steps=3)
     assert got == pytest.approx(want, rel=1e-5) and not found
+
+
+# The benchmark.
+
+GATE = {"loss": 1e-3, "gradient norm": 1e-3, "gradients": 1e-2}
+HEADER = {"device": "CPU", "date": "", "commit": "", "packages": {}, "tokens": 32, "rounds": 1}
+
+
+@pytest.mark.parametrize("name", GATE)
+def test_benchmark_refuses_more_than_twice_the_error_of_the_plain_model(name):
+    plain = benchmark.Result("Llama-3.2-1B", "plain", GATE, [20.0, 30.0, 40.0], 300.0)
+
+    def wrong(errors, failure=None):
+        return benchmark.beyond_bound([plain, benchmark.Result(plain.case, "ours_compiled", errors, failure=failure)])
+
+    assert not wrong(GATE) and wrong(GATE, "RuntimeError: no")
+    (reason,) = wrong({**GATE, name: 2.5 * GATE[name] + benchmark.FLOOR})
+    assert name in reason and wrong({**GATE, name: float("nan")})
+    assert "| transformers | 30.0 | 300 | 1.0e-03 |" in benchmark.markdown(HEADER, [plain], [])
+    refused = benchmark.markdown(HEADER, [plain], [reason])
+    assert reason in refused and "30.0" not in refused
+
+
+@pytest.mark.slow
+def test_tiny_benchmark(tmp_path):
+    names = ["plain", "ours", "ours_compiled"]
+    arguments = ["--tiny", "--shapes", "Qwen3-0.6B", "--rounds", "1", "--providers", *names]
+    assert benchmark.main([*arguments, "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "compiled.json").read_text())["results"]
+    assert [row["provider"] for row in rows] == names and all(len(row["ms"]) == benchmark.STEPS for row in rows)
+    assert (tmp_path / "compiled.md").read_text().count("liger-trainer") == 2
