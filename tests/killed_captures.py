@@ -1,7 +1,7 @@
 """Captures that are killed over and over, and one that is not. Run as a script: FOLDER SEED KIND...
 
 Each capture is a process of its own, forked from one that has imported everything. It is killed by SIGKILL after a
-random time, or kills itself right before or after a random one of the calls that make a file durable.
+random time, or kills itself right before or after one of the calls that make a shard and the index durable.
 """
 
 import os
@@ -78,7 +78,10 @@ def main(folder: Path, kind: str, seed: int) -> int:
     assert attempt(str(folder / "whole"), kind, None, None)
     took, rng, killed = time.perf_counter() - start, random.Random(seed), 0
     path = str(folder / "killed")
-    moments = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(3)] + [(rng.randint(1, 30), None) for _ in range(5)]
+    moments = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(3)]
+    moments += [
+        (calls, None) for calls in rng.sample(range(1, 13), 12)
+    ]  # a shard and the index: 6 calls, 2 moments each
     for calls, seconds in moments:
         if not is_finished(path):
             killed += not attempt(path, kind, calls, seconds)

@@ -183,12 +183,14 @@ def logits_by_hand(model, ids):
 @pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2", "llama_tied"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_topk_is_what_the_teacher_says(tmp_path, monkeypatch, family, temperature):
-    """Scales, softcaps and biases of the head, chunks of logits, rows of different lengths in one batch."""
+    """Scales, softcaps and biases of the head, chunks of logits, rows of different lengths in a batch, shards."""
     monkeypatch.setattr(teacher_reader, "_CHUNK_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(cache_capture, "MIB", 8)  # several shards
     teacher = tiny_model(family, seed=3)
     options = {"cache_entries": 9, "cache_bits": 16, "temperature": temperature, "per_device_eval_batch_size": 5}
     args = captured(tmp_path / "c", completions(13), teacher=teacher, **options)
     cache = TeacherCache(tmp_path / "c", verify=True)
+    assert len(cache.index.shards) > 2
     rows = prepare_rows(args, tiny_tokenizer(), completions(13))
     seen = 0
     for document in documents(rows.datasets["train"]):
