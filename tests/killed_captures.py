@@ -79,9 +79,7 @@ def main(folder: Path, kind: str, seed: int) -> int:
     took, rng, killed = time.perf_counter() - start, random.Random(seed), 0
     path = str(folder / "killed")
     moments = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(3)]
-    moments += [
-        (calls, None) for calls in rng.sample(range(1, 13), 12)
-    ]  # a shard and the index: 6 calls, 2 moments each
+    moments += [(calls, None) for calls in rng.sample(range(1, 13), 12)]  # six calls a shard, before and after each
     for calls, seconds in moments:
         if not is_finished(path):
             killed += not attempt(path, kind, calls, seconds)
