@@ -231,7 +231,7 @@ def run(make, **options):
 def stock_trainer(model, **options):
     ids = [row["input_ids"] for row in tiny_tokens()]
     data = [{"input_ids": row, "labels": row} for row in ids]
-    return Trainer(model, train_args(TrainingArguments, **options), train_dataset=data)
+    return Trainer(model, train_args(TrainingArguments, **options), train_dataset=data)  # pyright: ignore[reportArgumentType]
 
 
 def tiny_tokens():
