@@ -7,11 +7,12 @@ it off again.
 
 # ModelOutput wants a default for every field:
 # pyright: reportAssignmentType=false
+import contextlib
 import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,15 @@ class FusedLoss:
         else:
             self.model.forward = self._replaced
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the context calls are only passed on, so that another fused loss can stand above this one."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
     def _own_forward(self, model: Any, *args, **kwargs) -> Any:
         if self._inner is None:
             return type(model).forward(model, *args, **kwargs)
@@ -117,8 +127,11 @@ class FusedLoss:
     ):  # fmt: skip
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
             return self._own_forward(model, *args, **kwargs)
+        set_on_model = getattr(model, "_loss_function", None)
+        if set_on_model is not None:  # perhaps since this was made
+            check_loss(model)
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
-        loss = _LossFunction(targets, self.options, teacher_logits)
+        loss = LossOfOneForward(targets, self.options, teacher_logits)
         model.loss_function = loss
         try:
             with deferred_logits(model) as obstacle:
@@ -128,11 +141,15 @@ class FusedLoss:
                 outputs = self._own_forward(model, *args, labels=given, **kwargs)
         finally:
             del model._loss_function
+            if set_on_model is not None:
+                model._loss_function = set_on_model
+        self._seen(model, outputs, loss)
         if not fused_lm_head:
             return _with_readable_logits(outputs, bool(skip_logits))
-        if loss.result is None:
-            raise ConfigError(f"{type(model).__name__} does not compute its loss through `loss_function`.")
-        return _token_output(outputs, loss.result, loss.targets)
+        return token_output(model, outputs, loss)
+
+    def _seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
+        """For a subclass that wants the per-token values of every pass: `token_output` makes them of these."""
 
 
 def stored_logits_loss(
@@ -204,7 +221,7 @@ def _readable(value: Any) -> Any:
     return LazyLogits.of(value) if lazy else value
 
 
-class _LossFunction:
+class LossOfOneForward:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
     def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None):
@@ -217,8 +234,11 @@ class _LossFunction:
         return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 
-def _token_output(outputs: Any, result: LossResult, targets: Targets) -> TokenLossOutput:
-    per_token = targets.per_token
+def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossOutput:
+    """The per-token values of one pass. Raises ConfigError where the model did not call its loss function."""
+    result, targets, per_token = loss.result, loss.targets, loss.targets.per_token
+    if result is None:
+        raise ConfigError(f"{type(model).__name__} does not compute its loss through `loss_function`.")
     output = TokenLossOutput(
         loss=outputs["loss"],
         token_loss=result.loss,

@@ -18,6 +18,7 @@ from tiny import (
     tiny_model,
 )
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 from trl.trainer.utils import add_fused_lm_head
 
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
@@ -228,6 +229,25 @@ def test_a_model_with_another_loss_is_refused():
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM has a loss of its own \(<lambda>\)"):
         FusedLoss(model)
+
+
+def test_a_loss_that_is_set_on_the_model_later_is_refused_and_stays():
+    model = tiny_model("llama")
+    fused = FusedLoss(model)
+    model.loss_function = own = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    with pytest.raises(ConfigError, match="a loss of its own"):
+        model(**masked_batch())
+    fused.undo()
+    assert vars(model)["_loss_function"] is own
+    assert model(**masked_batch()).loss.item() == model(**masked_batch()).logits.sum().item()
+
+
+def test_the_causal_lm_loss_set_on_the_model_is_still_set_after_a_forward():
+    model = tiny_model("llama")
+    model.loss_function = ForCausalLMLoss  # as models do whose class name stands for another loss
+    FusedLoss(model)
+    model(**masked_batch())
+    assert vars(model)["_loss_function"] is ForCausalLMLoss
 
 
 def test_a_model_that_does_not_call_its_loss_function_is_refused():
