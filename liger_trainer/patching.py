@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from .errors import ConfigError
 from .fused import FusedLoss, check_loss, has_trl_head, stored_logits_loss
 from .losses import LossOptions
@@ -22,6 +25,9 @@ from .patch_norms import patch_norms
 from .replacements import Replacements
 
 _MARK = "_liger_patched"
+_NO_LOSS_FUNCTION = (
+    "the model's forward does not call `loss_function`: it computes the loss itself, from stored logits, or none"
+)
 # Each is given (model, options, replacements, report), recognises its kind of layer by structure and swaps it. Those
 # that compute several layers at once come before those that take the layers one by one.
 PARTS: tuple[Callable[..., None], ...] = (patch_attention, patch_norms, patch_mlps, patch_lora)
@@ -95,7 +101,7 @@ class PatchReport:
         self.left_alone.setdefault(name, why)
 
     def __str__(self) -> str:
-        """`qwen3: RMSNorm 57, SwiGLU 28, rope 28, fused loss. Left alone: none.`"""
+        """`qwen3: QK norm + rope 28, RMSNorm 57, SwiGLU 28, fused loss. Left alone: none.`"""
         swapped = ", ".join(kind if count == 1 else f"{kind} {count}" for kind, count in self.swapped.items())
         left = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
         return f"{self.model}: {swapped or 'nothing'}. Left alone: {left or 'none'}."
@@ -139,7 +145,7 @@ class Patched:
     def _patch_loss(self, loss: LossOptions | None) -> None:
         wanted = self.options.cross_entropy or self.options.fused_linear_cross_entropy
         if wanted and loss is None and not _calls_loss_function(self.model):
-            self.report.leave("loss", "the model's forward computes it itself, from stored logits")
+            self.report.leave("loss", _NO_LOSS_FUNCTION)
             return
         try:
             if self.options.cross_entropy:
@@ -198,9 +204,14 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
         The record. A model that is already patched with these options gives its record again.
 
     Raises:
-        ConfigError: an unknown option; options that exclude each other; a model that is patched with other options; a
-            model in which nothing is found to replace.
+        ConfigError: what is no model; an unknown option; options that exclude each other; a model that is patched with
+            other options; a model in which nothing is found to replace.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"patch takes a model that is loaded, got {model!r:.80}. "
+            "AutoLigerKernelForCausalLM.from_pretrained loads one and patches it."
+        )
     if not isinstance(options, PatchOptions):
         options = PatchOptions.of({**(options or {}), **flags})
     elif flags:
@@ -255,6 +266,7 @@ def _nothing(report: PatchReport, options: PatchOptions) -> str:
     return (
         f"Nothing was found to patch in {report.model} for {wanted or 'no option'}. "
         + (f"Left alone: {left}. " if left else "")
-        + f"`liger-trainer doctor {report.model}` says more; the options are "
+        + (f"`liger-trainer doctor {report.model}` says more; " if report.model in CONFIG_MAPPING else "")
+        + "the options are "
         + f"{', '.join(f.name for f in dataclasses.fields(options))}."
     )

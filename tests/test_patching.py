@@ -186,6 +186,11 @@ def test_nothing_to_patch_and_unknown_options_are_errors():
         patch(tiny_model(), rope="yes")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="options or keywords, not both"):
         patch(tiny_model(), PatchOptions(), rope=False)
+    with pytest.raises(ConfigError, match=r"a model that is loaded, got 'some/model'\..*AutoLigerKernelForCausalLM"):
+        patch("some/model")
+    with pytest.raises(NothingToPatch) as caught:
+        patch(nn.Linear(2, 2))
+    assert "doctor" not in str(caught.value)  # which knows models of transformers
     model = tiny_model()
     before = objects(model)
     with pytest.raises(
