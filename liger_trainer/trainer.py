@@ -167,6 +167,11 @@ def _patch(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patch
     done = patched_record(model)
     if done is None:
         done = Patched(model, options or PatchOptions(), loss)
+    elif done.options.cross_entropy:
+        raise ConfigError(
+            "The model was patched with cross_entropy=True before, so its loss wants stored logits, and this trainer "
+            "stores none. Patch it without cross_entropy, or leave the patching to the trainer."
+        )
     elif options in (None, replace(done.options, fused_linear_cross_entropy=True)):
         done.fuse(loss)
     else:

@@ -300,6 +300,14 @@ def test_a_model_that_was_patched_before_keeps_its_layers():
     assert all("forward" not in vars(layer) for layer in model.modules() if layer is not model)
 
 
+def test_a_model_that_was_patched_with_the_loss_on_stored_logits_is_refused_as_it_is():
+    model = tiny_model()
+    record = patch(model, cross_entropy=True)
+    with pytest.raises(ConfigError, match="was patched with cross_entropy=True before.*without cross_entropy"):
+        make(model=model)
+    assert record.report.swapped["cross-entropy"] == 1 and patched_record(model) is record
+
+
 def test_another_model_of_the_class_is_untouched():
     other = tiny_model()
     before = [vars(layer).keys() for layer in other.modules()]
