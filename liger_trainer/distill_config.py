@@ -1,7 +1,7 @@
 """LigerDistillConfig: SFTConfig and what distillation adds, in TRL's field names."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trl import SFTConfig
@@ -88,10 +88,6 @@ class LigerDistillConfig(SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must lie in [0, 1], got {self.beta}.")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
         if isinstance(self.losses, str):
@@ -121,19 +117,28 @@ class LigerDistillConfig(SFTConfig):
 
     def distillation(self, vocab_size: int | None = None) -> Distillation:
         """The loss that these fields describe."""
-        weights = {"jsd": 1.0}
-        ce_weight = 0.0
-        if self.losses is not None:
-            weights = weighted_losses(self.losses)
-            ce_weight = weights.pop("ce", 0.0)
-        return Distillation(
-            weights=divergence_weights(weights, self.beta) if weights else {"forward_kl": 0.0},
-            beta=self.beta,
-            ce_weight=ce_weight,
-            temperature=self.temperature,
-            scale_by_temperature_squared=self.scale_loss_by_temperature_squared,
-            vocab_size=vocab_size,
-        )
+        assert not isinstance(self.losses, str)  # parsed above
+        how = distillation_of(self.losses, self.beta, self.temperature, self.scale_loss_by_temperature_squared)
+        return replace(how, vocab_size=vocab_size)
+
+
+def distillation_of(
+    losses: list[dict[str, Any]] | None, beta: float, temperature: float, scale_by_temperature_squared: bool
+) -> Distillation:
+    """The loss of these fields of `LigerDistillConfig`. Raises ValueError: a value out of range, an unknown loss."""
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    weights = {"jsd": 1.0} if losses is None else weighted_losses(losses)
+    ce_weight = weights.pop("ce", 0.0)
+    return Distillation(
+        weights=divergence_weights(weights, beta) if weights else {"forward_kl": 0.0},
+        beta=beta,
+        ce_weight=ce_weight,
+        temperature=temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+    )
 
 
 def weighted_losses(losses: Any) -> dict[str, float]:

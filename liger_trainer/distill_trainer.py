@@ -3,26 +3,27 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-import logging
-from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
 from .cached_teacher import CachedTeacher
-from .deferred import deferred_logits
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
 from .losses import LossOptions
-from .patching import NothingToPatch, Patched, announce, base_of, patched_record
+from .teacher import (
+    check_student_vocabulary,
+    patch_layers,
+    per_token_values,
+    shared_vocabulary,
+    teacher_dtype,
+    teacher_logits,
+)
 from .trainer import LigerTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -76,12 +77,13 @@ class LigerDistillTrainer(LigerTrainer):
         self.teacher: Any = None
         self.teacher_patched = None
         if self.cached_teacher is not None:
-            self._shared_vocab = self._check_student_vocabulary(self.cached_teacher.vocab_size)
+            student = self.accelerator.unwrap_model(self.model)
+            self._shared_vocab = check_student_vocabulary(student, self.cached_teacher.vocab_size)
             self.data_collator = self.cached_teacher.collator(self.data_collator)
         else:
             assert teacher_model is not None
             teacher = load_teacher(teacher_model, args)
-            self.teacher_patched = self._patch_teacher(teacher)
+            self.teacher_patched = patch_layers(teacher, self.patched.options, "teacher")
             self.teacher = self._prepare_teacher(teacher)
         self.fused.options = self._loss_options()
         if args.disable_dropout:
@@ -97,21 +99,9 @@ class LigerDistillTrainer(LigerTrainer):
             self.cached_teacher.check(prepared, dataset_name, processing_class)
         return prepared
 
-    def _patch_teacher(self, teacher: PreTrainedModel) -> Patched | None:
-        """The teacher's layers, by the student's options. It computes no loss of its own."""
-        done = patched_record(teacher)
-        if done is not None:
-            return done
-        try:
-            done = Patched(base_of(teacher), replace(self.patched.options, fused_linear_cross_entropy=False))
-        except NothingToPatch as error:
-            announce(f"teacher: {error}")
-            return None
-        announce(f"teacher: {done.report}")
-        return done
-
     def _prepare_teacher(self, teacher: PreTrainedModel) -> nn.Module:
-        self._shared_vocab = self._check_vocabularies(teacher)
+        student = self.accelerator.unwrap_model(self.model)
+        self._shared_vocab = shared_vocabulary(student, teacher, self._tokenizer)
         teacher.requires_grad_(False).eval()
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self.accelerator)
@@ -119,52 +109,16 @@ class LigerDistillTrainer(LigerTrainer):
             return cast(nn.Module, prepare_fsdp(teacher, self.accelerator))
         return self.accelerator.prepare_model(teacher, evaluation_mode=True)
 
-    def _check_vocabularies(self, teacher: PreTrainedModel) -> int:
-        """The size of the real vocabulary that both heads cover. What is padded beyond it takes no part in the loss."""
-        student = self.accelerator.unwrap_model(self.model)
-        sizes = [m.get_output_embeddings().weight.shape[0] for m in (student, teacher)]
-        real = self._check_student_vocabulary(max(self._tokenizer.get_vocab().values()) + 1)
-        if sizes[1] < real:
-            raise ConfigError(
-                f"The teacher knows {sizes[1]} tokens, but the student's tokenizer has {real}: they do not share a "
-                "vocabulary. Use a teacher with the same tokenizer."
-            )
-        shared = min(*sizes, real)
-        if max(sizes) > shared:
-            logger.warning("Vocabulary: %d of the student's %d and the teacher's %d rows take part.", shared, *sizes)
-        return shared
-
-    def _check_student_vocabulary(self, real: int) -> int:
-        size = self.accelerator.unwrap_model(self.model).get_output_embeddings().weight.shape[0]
-        if size < real:
-            raise ConfigError(
-                f"The student knows {size} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
-                "the tokenizer that belongs to it."
-            )
-        return real
-
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The teacher's deferred logits for the batch: its hidden states, and how its head goes on. Or its records."""
         if self.cached_teacher is not None:
             return {"teacher_logits": self.cached_teacher.take_from(inputs)}
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
         base = self.accelerator.unwrap_model(self.teacher)
-        with torch.no_grad(), deferred_logits(base):
-            return {"teacher_logits": self.teacher(**inputs).logits}
+        return {"teacher_logits": teacher_logits(self.teacher, base, **inputs)}
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        values = {
-            "kd_loss": outputs.divergence,
-            "ce_loss": -outputs.log_probs,
-            "forward_kl": outputs.forward_kl,
-            "reverse_kl": outputs.reverse_kl,
-            "agreement_at_1": outputs.agrees,
-            "student_perplexity": -outputs.log_probs,
-            "teacher_perplexity": -outputs.teacher_log_probs,
-            "teacher_entropy": outputs.teacher_entropy,
-            "entropy": outputs.entropy,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        return {**per_token_values(outputs), "entropy": outputs.entropy}
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -183,5 +137,5 @@ def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> Pr
     if args.teacher_model_revision is not None:
         kwargs["revision"] = args.teacher_model_revision
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    kwargs.setdefault("dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32")
+    kwargs.setdefault("dtype", teacher_dtype(args))
     return create_model_from_path(teacher, **kwargs)

@@ -1,6 +1,7 @@
 """Averages over tokens, kept on the device until they are logged."""
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,16 +15,17 @@ class TokenMetrics:
         self._tokens: Tensor | None = None
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
-        """sums: name to scalar, summed over `tokens` tokens of all ranks."""
+        """sums: name to scalar, summed over `tokens` tokens; of all ranks, unless `flush` adds them up."""
         totals = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=tokens.device), self._sums)
         self._sums = {name: totals[name] + value for name, value in sums.items()}
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
-    def flush(self) -> dict[str, float]:
-        """Means since the last flush. Waits for the device."""
+    def flush(self, over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
+        """Means since the last flush. Waits for the device. `over_ranks` adds up what was added on each rank."""
         if self._tokens is None:
             return {}
-        means = torch.stack(list(self._sums.values())) / self._tokens.clamp(min=1)
+        *sums, tokens = over_ranks(torch.stack([*self._sums.values(), self._tokens])).unbind()
+        means = torch.stack(sums) / tokens.clamp(min=1)
         means = torch.stack(
             [m.exp() if name.endswith("perplexity") else m for name, m in zip(self._sums, means, strict=True)]
         )
