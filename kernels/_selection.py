@@ -27,7 +27,7 @@ class HostCopy:
             self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value.detach(), non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(value.device))  # that of the copy, whichever device is current
 
     def get(self) -> Tensor:
         if self._event is not None:
@@ -63,6 +63,8 @@ class RowSelection:
 
     def __init__(self, labels: Tensor, num_items: float | Tensor | None = None, ignore_index: int = -100):
         self._total = labels.numel()
+        if isinstance(num_items, Tensor) and num_items.is_cpu and not labels.is_cpu:
+            num_items = num_items.item()  # the host has it: sent to the device, it would wait for what is queued there
         self._num_items = num_items
         find = _find_triton if use_triton(labels) else _find_torch
         given = num_items.to(labels.device) if isinstance(num_items, Tensor) else None

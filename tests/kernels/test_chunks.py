@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from kernel_checks import PATHS, TRITON_DEVICE
@@ -18,6 +21,7 @@ from liger_trainer.kernels._chunks import (
     workspace,
 )
 from liger_trainer.kernels._head import addmm_into, project
+from liger_trainer.kernels._selection import HostCopy
 from liger_trainer.kernels._triton import use_triton
 
 
@@ -109,6 +113,19 @@ def test_row_selection_of_a_batch_of_sequences(selecting):
     labels = torch.tensor([[1, 2, -100], [-100, 4, -100]], device=selecting)
     assert RowSelection(labels).wait().index.tolist() == [0, 1, 4]
     assert RowSelection(labels.t(), ignore_index=4).wait().index.tolist() == [0, 1, 2, 4, 5]
+
+
+def test_a_copy_is_waited_for_on_its_own_device(monkeypatch):
+    """Not on the device that happens to be current, whose queue says nothing about the copy."""
+    recorded = []
+    event = SimpleNamespace(record=lambda stream=None: recorded.append(stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(copy_=lambda *_, **__: None))
+    value: Any = SimpleNamespace(is_cuda=True, device="cuda:1", shape=(2,), dtype=torch.float64)
+    value.detach = lambda: value
+    HostCopy(value)
+    assert recorded == ["stream of cuda:1"]
 
 
 @pytest.mark.parametrize("given", [12, 2.5, torch.tensor(12), torch.tensor(2.5), torch.tensor([12])])

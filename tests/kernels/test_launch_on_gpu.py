@@ -8,13 +8,19 @@ from liger_trainer.kernels import _gated, _triton
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.kl_div import kl_div
 from liger_trainer.kernels.layer_norm import layer_norm
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
-NAMES = ("swiglu", "rms_norm", "layer_norm", "rope", "qk_norm_rope", "kl_div", "cross_entropy")
+NAMES = (
+    "swiglu", "rms_norm", "layer_norm", "rope", "qk_norm_rope", "kl_div", "cross_entropy", "linear_cross_entropy",
+    "linear_divergence", "linear_sparse_divergence",
+)  # fmt: skip
 
 
 def random(*shape: int, device: str = "cuda") -> torch.Tensor:
@@ -35,6 +41,9 @@ def cases(device: str = "cuda") -> dict:
     angles = random(1, 64, 64, device=device).cos(), random(1, 64, 64, device=device).sin()
     rows, width = random(512, 1024, device=device), random(1024, device=device)
     labels = torch.arange(512, device=device)
+    some = labels.where(labels % 3 > 0, -100)  # so that the labelled rows are selected
+    words = random(600, 1024, device=device)
+    ids, log_probs = labels[:, None] + labels[:4], rows[:, :4].float().log_softmax(-1)
     return {
         "swiglu": (swiglu, rows, rows + 1),
         "rms_norm": (rms_norm, rows, width),
@@ -43,7 +52,15 @@ def cases(device: str = "cuda") -> dict:
         "qk_norm_rope": (lambda q, k, w: qk_norm_rope(q, k, w, w, *angles), heads, heads, weight),
         "kl_div": (lambda x: kl_div(x, rows, from_logits=True), rows * 2),
         "cross_entropy": (lambda x: cross_entropy(x, labels).loss, rows),
-    }
+        "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, some, num_items=1).loss, rows / 32, words),
+        "linear_divergence": (
+            lambda x, w: linear_divergence(x, w, rows / 32, words, labels=some, num_items=1).loss, rows / 16, words,
+        ),
+        "linear_sparse_divergence": (
+            lambda x, w: linear_sparse_divergence(x, w, ids, log_probs, labels=some, num_items=1).loss,
+            rows / 32, words,
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
