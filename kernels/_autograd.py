@@ -1,4 +1,4 @@
-"""What every autograd function of this folder needs: memory, and a backward that says that it has no derivative."""
+"""What autograd functions of this folder need: memory, and a backward that says that it has no derivative."""
 
 import functools
 from collections.abc import Callable
@@ -15,6 +15,11 @@ def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def vector(n: int, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for n numbers where x lies."""
     return x.new_empty(n, dtype=dtype)
+
+
+def graph_is_kept() -> bool:
+    """In a backward: whether the graph is wanted for another one (retain_graph=True)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_order(backward: Callable) -> Callable:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._autograd import graph_is_kept
 from ._selection import HostCopy, Rows, RowSelection
 from ._triton import Launch, remembered, tl, triton, use_triton
 
@@ -166,11 +167,6 @@ class Execution:
             return int(self.workspace_mb * 2**20)
         least = int(WORKSPACE_MB * 2**20)
         return min(max(least, BYTES_A_WORD * vocab), 2 * least)
-
-
-def graph_is_kept() -> bool:
-    """In a backward: whether the graph is wanted for another one (retain_graph=True)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 RESCALED = 2**16  # numbers a program: most often it finds out that there is nothing to do, and even that takes time

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
 from ._low_rank import (
     Numerics,
@@ -41,11 +41,6 @@ def lora_mlp_reference(
 
 def _linear(x: Tensor, p: Projection) -> Tensor:
     return lora_linear_reference(x, p.weight, p.bias, p.adapters, unpack=p.unpack)
-
-
-def _graph_is_kept() -> bool:
-    """Whether the backward that runs may run again: loss.backward(retain_graph=True)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class LoraMLPFunction(torch.autograd.Function):
@@ -86,7 +81,7 @@ def _through_down(
     g, dbs = rank_gradients([dy], values, [down], needs[1::2], True, numerics)
     dh = input_gradient([dy], g, [down], numerics)
     need_h = any(needs[::2])
-    if _graph_is_kept():
+    if graph_is_kept():
         dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     else:
         dgate, dup = gate, up
