@@ -1,5 +1,5 @@
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for kernel_checks: tests/ hold
 pytest.register_assert_rewrite("kernel_checks")
 
 from kernel_checks import PATHS, set_path  # noqa: E402 (found through the path above)
+
+from liger_trainer.kernels import _chunks, _head  # noqa: E402
 
 
 class Place(NamedTuple):
@@ -38,6 +40,31 @@ def place(request, monkeypatch) -> Place:
 def fp32(request, monkeypatch) -> Place:
     """Both paths, where a property of the op is at stake and not its rounding."""
     return _place(request, monkeypatch)
+
+
+@pytest.fixture
+def tiled(monkeypatch) -> Callable[[str], None]:
+    """Chunks and tiles so small that few rows and a small vocabulary take several, each of several blocks."""
+
+    def of_path(path: str) -> None:
+        set_path(monkeypatch, path, block=4)
+        monkeypatch.setattr(_chunks, "TILE_ROWS", 4)
+        monkeypatch.setattr(_chunks, "CHUNK_ROWS", (2, 4))
+
+    return of_path
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of what the fused losses' products are added to, in order: gradients, and logits with adapters."""
+    shapes, addmm_into = [], _head.addmm_into
+
+    def spy(out, a, b, **factors):
+        shapes.append(tuple(out.shape))
+        addmm_into(out, a, b, **factors)
+
+    monkeypatch.setattr(_head, "addmm_into", spy)
+    return shapes
 
 
 @pytest.fixture(autouse=True)

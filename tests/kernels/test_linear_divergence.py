@@ -46,19 +46,6 @@ OPTIONS = {
 
 
 @pytest.fixture
-def products(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the gradients' products, in order."""
-    shapes, addmm_into = [], _head.addmm_into
-
-    def spy(out, a, b, **factors):
-        shapes.append(tuple(out.shape))
-        addmm_into(out, a, b, **factors)
-
-    monkeypatch.setattr(_head, "addmm_into", spy)
-    return shapes
-
-
-@pytest.fixture
 def written(monkeypatch) -> list[bool]:
     """Whether each launch of the row kernel wrote a gradient."""
     flags, real = [], module.divergence_rows

@@ -10,7 +10,7 @@ from conftest import Place
 from kernel_checks import LEAVES, PATHS, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _chunks, _head
+from liger_trainer.kernels import _head
 from liger_trainer.kernels._chunks import Rows
 from liger_trainer.kernels._head import LinearHead, Lora, linear_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -80,34 +80,9 @@ def loss(request) -> Loss:
 
 
 @pytest.fixture
-def tiled(monkeypatch) -> Callable[[str], None]:
-    """Chunks and tiles so small that few rows and a small vocabulary take several."""
-
-    def of_path(path: str) -> None:
-        set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(_chunks, "TILE_ROWS", 4)
-        monkeypatch.setattr(_chunks, "CHUNK_ROWS", (2, 4))
-
-    return of_path
-
-
-@pytest.fixture
 def on_torch(monkeypatch) -> None:
     """The row kernels' torch twins, where the products alone are at stake."""
     set_path(monkeypatch, "torch")
-
-
-@pytest.fixture
-def products(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of what products are added to, in order: logits and gradients."""
-    shapes, addmm_into = [], _head.addmm_into
-
-    def spy(out, a, b, **factors):
-        shapes.append(tuple(out.shape))
-        addmm_into(out, a, b, **factors)
-
-    monkeypatch.setattr(_head, "addmm_into", spy)
-    return shapes
 
 
 def adapted(loss: Loss, *shape: int, ranks=(3,), adapter_dtype=None, **how) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _chunks, _head
+from liger_trainer.kernels import _head
 from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
 from liger_trainer.kernels import linear_divergence as divergence_module
 from liger_trainer.kernels._chunks import RowSelection
@@ -45,18 +45,6 @@ LOSSES = {
 @pytest.fixture(params=LOSSES)
 def loss(request) -> Loss:
     return LOSSES[request.param]
-
-
-@pytest.fixture
-def tiled(monkeypatch) -> Callable[[str], None]:
-    """Chunks and tiles so small that few rows and a small vocabulary take several, each of several blocks."""
-
-    def of_path(path: str) -> None:
-        set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(_chunks, "TILE_ROWS", 4)
-        monkeypatch.setattr(_chunks, "CHUNK_ROWS", (2, 4))
-
-    return of_path
 
 
 @pytest.fixture
