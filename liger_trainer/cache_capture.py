@@ -60,7 +60,7 @@ class PreparedRows:
     tokenizer: Any
 
 
-class _Preparation(LigerTrainer):
+class Preparation(LigerTrainer):
     """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
@@ -79,7 +79,7 @@ def prepare_rows(
     args = copy.copy(args)
     args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
     args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
-    trainer: Any = _Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
+    trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
     prepared = trainer.eval_dataset
     tests = {} if prepared is None else prepared if isinstance(prepared, dict) else {"eval": prepared}
     return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class)

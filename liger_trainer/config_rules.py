@@ -128,6 +128,15 @@ CONFLICTS = (
         "give either keep_every_nth_layer or keep_layers, not both.",
     ),
     Conflict(
+        "student_num_layers",
+        ("student_num_layers", "keep_layers", "keep_every_nth_layer"),
+        lambda v: (
+            v["student_num_layers"] is not None
+            and (v["keep_every_nth_layer"] is not None or v["keep_layers"] is not None)
+        ),
+        "chooses layers by their measured importance; leave keep_every_nth_layer and keep_layers out.",
+    ),
+    Conflict(
         "datasets",
         ("datasets", "dataset_name"),
         lambda v: bool(v["dataset_name"] and v["datasets"]),

@@ -121,6 +121,38 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     Call it after `config.training_args()`, which sets up the devices.
 
     Raises:
+        ConfigError: missing or broken weights, an option that this model or installation does not know, a key that
+            only `init-student` can follow.
+    """
+    for key in ("student_num_layers", "student_intermediate_size"):
+        if config[key] is not None:
+            raise config.error(
+                key,
+                "takes a measurement, which a run does not make. Make the student with `liger-trainer init-student`, "
+                f"name its directory in model_name_or_path, and take this key out (~{key}).",
+            )
+    model = load_weights(config, files)
+    if not config.drops_layers():
+        return model
+    return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
+
+
+def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
+    """The model that a student is made from: never quantised, on the CPU, in the dtype of its files if none is set.
+
+    Raises:
+        ConfigError: as `load_student`.
+    """
+    changes: dict[str, Any] = {"quantization_config": None, "device_map": None}
+    if not config.given("dtype") and "dtype" not in config.init_kwargs("model_init_kwargs"):
+        changes["dtype"] = "auto"
+    return load_weights(config, files, **changes)
+
+
+def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreTrainedModel:
+    """`from_pretrained` with what the configuration says about it, and `changes`.
+
+    Raises:
         ConfigError: missing or broken weights, an option that this model or installation does not know.
     """
     model_args = config.model_args()
@@ -135,15 +167,13 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
     if quantization is not None:
         options["quantization_config"] = quantization
     options.update(config.init_kwargs("model_init_kwargs"))
+    options.update(changes)
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
-        model = AutoModelForCausalLM.from_pretrained(files.path, **options)
+        return AutoModelForCausalLM.from_pretrained(files.path, **options)
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
-    if not config.drops_layers():
-        return model
-    return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
 
 
 def _device_map(config: "RunConfig") -> str | None:

@@ -25,6 +25,15 @@ class RunOptions:
     keep_layers: list[int] | None = _option(
         None, "Make the student from model_name_or_path by keeping the layers with these indices, from 0."
     )
+    student_num_layers: int | None = _option(
+        None, "Layers that `init-student` keeps: those that change the hidden state most on the held-out rows.", ge=1
+    )
+    student_intermediate_size: int | None = _option(
+        None, "Units that `init-student` keeps of each MLP: those most active on the held-out rows.", ge=1
+    )
+    student_output_dir: str | None = _option(
+        None, "Where `init-student` writes; default: output_dir with -student appended."
+    )
     holdout_fraction: float = _option(
         0.05, "Share of the training rows held out when the dataset has no split dataset_test_split.", gt=0, lt=1
     )

@@ -41,8 +41,8 @@ def drop_layers(
             f"drop_layers needs a transformers model with plain weights, got {type(model).__name__}. "
             "Load the teacher without quantisation, and merge a PEFT adapter first (merge_and_unload)."
         )
-    path, layers = _decoder_layers(model)
-    kept = _kept_indices(len(layers), keep_every_nth, keep)
+    path, layers = decoder_layers(model)
+    kept = kept_indices(len(layers), keep_every_nth, keep)
     try:
         with torch.device("meta"):  # shapes only: every tensor comes from the teacher
             student = type(model)._from_config(_student_config(model.config, kept), dtype=model.dtype)
@@ -57,7 +57,7 @@ def drop_layers(
     return student.train(model.training)
 
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The path and the list of the decoder layers, found by its length."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found: dict[str, nn.ModuleList] = {}
@@ -73,7 +73,7 @@ def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return next(iter(found.items()))
 
 
-def _kept_indices(count: int, keep_every_nth: int | None, keep: Sequence[int] | None) -> list[int]:
+def kept_indices(count: int, keep_every_nth: int | None, keep: Sequence[int] | None) -> list[int]:
     if keep_every_nth is not None and keep is None:
         if not _is_int(keep_every_nth) or not 2 <= keep_every_nth <= count:
             raise ConfigError(
@@ -124,9 +124,15 @@ def _copy_tensors(teacher: PreTrainedModel, student: PreTrainedModel, path: str,
                 name = f"{path}.{new_index[index]}.{rest}"
             yield name, tensor.detach().to(teacher.device, copy=True)
 
-    student.load_state_dict(dict(copied(teacher.state_dict().items())), assign=True)
+    fill(
+        student, dict(copied(teacher.state_dict().items())), dict(copied(teacher.named_buffers(remove_duplicate=False)))
+    )
+
+
+def fill(student: PreTrainedModel, state: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Give a model on the meta device the tensors of a state dict, and those buffers that none holds."""
+    student.load_state_dict(state, assign=True)
     student.tie_weights()
-    buffers = dict(copied(teacher.named_buffers(remove_duplicate=False)))
     for name, buffer in list(student.named_buffers(remove_duplicate=False)):
         if buffer.is_meta:  # not persistent, so not in the state dict
             owner, _, attribute = name.rpartition(".")

@@ -1,0 +1,398 @@
+"""`init-student`: what importance measures, what narrowing keeps, and what the command writes and refuses."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCAB, WORDS, divergence_by_hand, spread_weights, tiny_model, tiny_tokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
+
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.importance import measure_importance
+from liger_trainer.narrowing import layer_mlps, narrow_mlps
+from liger_trainer.run_config import load_run_config
+
+LAYERS, IDENTITY = 5, 2
+SIZES = {"num_hidden_layers": LAYERS}
+
+
+def planted(family: str = "llama", **options):
+    """A model whose layer IDENTITY adds a thousandth of what the others add."""
+    model = tiny_model(family, **SIZES, **options)
+    layer = model.model.layers[IDENTITY]
+    with torch.no_grad():
+        for name, scale in (("input_layernorm", 1), ("self_attn.o_proj", 1e-3), ("mlp.down_proj", 1e-3)):
+            layer.get_submodule(name).weight.mul_(scale)
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            if family == "gemma2":  # which normalises what a layer adds: (1 + weight) is the scale
+                layer.get_submodule(name).weight.fill_(1e-3 - 1)
+    return model
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Three padded rows, and one row without a mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (3, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -4:] = mask[2, -1:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return [
+        {"input_ids": ids, "attention_mask": mask, "labels": labels},
+        {"input_ids": torch.randint(VOCAB, (1, 6), generator=generator)},
+    ]
+
+
+def by_hand(model, rows: list[torch.Tensor]) -> list[float]:
+    """Row by row without padding; the last hidden state is taken before the final norm."""
+    model.model.norm = nn.Identity()
+    cosines: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+    for row in rows:
+        states = model(row[None], output_hidden_states=True).hidden_states
+        for layer in range(LAYERS):
+            cosines[layer].append(F.cosine_similarity(states[layer][0], states[layer + 1][0], dim=-1))
+    return [1 - torch.cat(values).mean().item() for values in cosines]
+
+
+def rows_of(inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    padded, plain = inputs
+    return [*(row[m.bool()] for row, m in zip(padded["input_ids"], padded["attention_mask"], strict=True)), *plain[
+        "input_ids"
+    ]]  # fmt: skip
+
+
+# Importance
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_importance_is_one_minus_the_mean_cosine_over_tokens(family):
+    model = planted(family)
+    measured = measure_importance(model.train(), batches())
+    assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert measured.tokens == 11 + 7 + 10 + 6
+    assert measured.layers == pytest.approx(by_hand(model.eval(), rows_of(batches())), abs=2e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_layer_that_is_nearly_the_identity_ranks_lowest(family):
+    measured = measure_importance(planted(family), batches())
+    others = [value for index, value in enumerate(measured.layers) if index != IDENTITY]
+    assert measured.layers[IDENTITY] < 0.01 * min(others)
+    for count in range(1, LAYERS):
+        kept = measured.most_important(count)
+        assert kept == sorted(set(kept)) and len(kept) == count and IDENTITY not in kept
+        assert min(measured.layers[i] for i in kept) >= max(measured.layers[i] for i in range(LAYERS) if i not in kept)
+
+
+@torch.no_grad()
+def test_units_are_ranked_by_their_mean_absolute_activation():
+    model = tiny_model("llama", **SIZES)
+    downs = [mlp.down for mlp in layer_mlps(model)]
+    measured = measure_importance(model, batches(), downs)
+    inputs: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda _, args, index=index: inputs[index].append(args[0][0]))
+    for row in rows_of(batches()):
+        model(row[None])
+    for layer, xs, units in zip(model.model.layers, inputs, measured.units, strict=True):
+        x = torch.cat(xs)
+        active = (F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x)).abs().mean(0)
+        torch.testing.assert_close(units.float(), active, rtol=1e-4, atol=1e-6)
+
+
+def test_importance_refuses_what_it_cannot_compare():
+    with pytest.raises(DataError, match="no token"):
+        measure_importance(tiny_model("llama"), [])
+    model = tiny_model("llama")
+    model.model.layers[1].register_forward_hook(lambda *_: "nothing")
+    with pytest.raises(ConfigError, match="LlamaDecoderLayer does not"):
+        measure_importance(model, batches())
+
+
+# Narrower MLPs
+
+
+def phi3():
+    """gate and up in one packed layer"""
+    config = Phi3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return spread_weights(AutoModelForCausalLM.from_config(config)).eval()
+
+
+NARROWED = {
+    "llama": lambda: tiny_model("llama", mlp_bias=True),
+    "tied": lambda: tiny_model("llama_tied"),
+    "gemma2": lambda: tiny_model("gemma2"),
+    "packed": phi3,
+}
+
+
+@pytest.mark.parametrize("name", NARROWED)
+@torch.no_grad()
+def test_the_kept_units_compute_what_they_did(name):
+    model = NARROWED[name]()
+    generator = torch.Generator().manual_seed(0)
+    units = [torch.randperm(48, generator=generator)[:20].sort().values for _ in range(2)]
+    narrow = narrow_mlps(model, units)
+    assert narrow.config.intermediate_size == 20 and model.config.intermediate_size == 48
+    assert all(mlp.down.weight.shape == (32, 20) for mlp in layer_mlps(narrow))
+    ids = batches()[0]["input_ids"]
+    got = narrow(ids).logits
+    for mlp, kept in zip(layer_mlps(model), units, strict=True):
+        gone = torch.ones(48, dtype=torch.bool).index_fill(0, kept, False)
+        mlp.down.weight[:, gone] = 0
+    torch.testing.assert_close(got, model(ids).logits, rtol=1e-5, atol=1e-5)
+    same = (narrow.get_output_embeddings().weight is narrow.get_input_embeddings().weight) == (
+        name in ("tied", "gemma2")
+    )
+    assert same and not any(t.is_meta for t in [*narrow.parameters(), *narrow.buffers()])
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("gpt2", "width 48 .* in transformer.h.0, found none"), ("mixtral", "width 48 .* in model.layers.0, found none")],
+)
+def test_mlps_that_cannot_be_narrowed(family, message):
+    with pytest.raises(ConfigError, match=message):
+        layer_mlps(tiny_model(family))
+
+
+def test_no_width_in_the_configuration():
+    model = tiny_model("gpt2")
+    vars(model.config).pop("intermediate_size")
+    with pytest.raises(ConfigError, match="no single intermediate_size"):
+        layer_mlps(model)
+
+
+def test_wrong_units():
+    with pytest.raises(ConfigError, match="same number for each of 2 layers"):
+        narrow_mlps(tiny_model("llama"), [torch.arange(3), torch.arange(4)])
+
+
+# The command
+
+SETTINGS = """\
+model_name_or_path: teacher
+dataset_name: rows.jsonl
+output_dir: out
+student_num_layers: 3
+per_device_eval_batch_size: 3
+max_length: 16
+holdout_fraction: 0.25
+use_cpu: true
+"""
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teachers")
+    for name, model in (("teacher", planted()), ("gemma", planted("gemma2", sliding_window=4))):
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def call(teachers, tmp_path, monkeypatch, capsys):
+    """`init-student` in a folder with teachers, rows and a configuration: exit code, stdout in one line, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("teacher", "gemma"):
+        (tmp_path / name).symlink_to(teachers / name)
+    rows = [
+        {"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i + 3 : i + 6 + i % 4])}
+        for i in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "make.yaml").write_text(SETTINGS)
+
+    def run_main(*overrides: str, command: str = "init-student") -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "make.yaml", *overrides])
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
+
+    return run_main
+
+
+def record_in(folder: str) -> dict:
+    return json.loads(Path(folder, "student.json").read_text())
+
+
+def held_out_metrics(student, teacher) -> dict[str, float]:
+    """Of the rows that the configuration holds out, one at a time, in plain torch."""
+    from liger_trainer.data import load_run_datasets
+
+    tokenizer, values = AutoTokenizer.from_pretrained("teacher"), []
+    for row in load_run_datasets(load_run_config("make.yaml")).test:
+        prompt = len(tokenizer(row["prompt"])["input_ids"])
+        ids = torch.tensor([[*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]])
+        q, p = (model(ids).logits[0, prompt - 1 : -1].double() for model in (student, teacher))
+        values.append(
+            torch.stack(
+                [
+                    divergence_by_hand(q, p, "forward_kl", 1.0),
+                    divergence_by_hand(q, p, "reverse_kl", 1.0),
+                    (q.argmax(-1) == p.argmax(-1)).double(),
+                    F.cross_entropy(q, ids[0, prompt:], reduction="none"),
+                    F.cross_entropy(p, ids[0, prompt:], reduction="none"),
+                ]
+            )
+        )
+    means = torch.cat(values, 1).mean(1)
+    means[3:].exp_()
+    names = ("forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity", "teacher_perplexity")
+    return dict(zip(names, means.tolist(), strict=True))
+
+
+@torch.no_grad()
+def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
+    code, out, err = call()
+    assert code == 0, err
+    record = record_in("out-student")
+    kept = record["layers_kept"]
+    assert len(kept) == 3 and IDENTITY not in kept and record["teacher"] == "teacher"
+    assert min(record["layer_importance"]) == record["layer_importance"][IDENTITY] < 1e-3
+    student, loading = AutoModelForCausalLM.from_pretrained("out-student", output_loading_info=True)
+    teacher = AutoModelForCausalLM.from_pretrained("teacher")
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    for layer, old in zip(student.model.layers, kept, strict=True):
+        for name, weight in teacher.model.layers[old].state_dict().items():
+            assert torch.equal(layer.state_dict()[name], weight)
+    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
+    assert record["metrics"] == pytest.approx(held_out_metrics(student, teacher), rel=1e-4)
+    assert record["parameters"]["student"] == student.num_parameters() < teacher.num_parameters()
+    assert student.config.use_cache and AutoTokenizer.from_pretrained("out-student").get_vocab()
+    assert "dropped" in out and "kept as 0" in out and "forward KL" in out and "agreement@1" in out
+    assert not list(Path().glob(".*partial*")) and not Path("out").exists()
+
+
+def test_the_command_that_trains_it(call):
+    code, out, err = call("student_output_dir=made")
+    assert code == 0, err
+    printed = shlex.split(out[out.index("Train it: ") + len("Train it: ") :])
+    assert printed == ["liger-trainer", "run", "make.yaml", "model_name_or_path=made", "~student_num_layers"]
+    settings = load_run_config("make.yaml", printed[3:])
+    assert settings["model_name_or_path"] == "made" and not settings.drops_layers()
+
+
+@pytest.mark.parametrize(("choice", "kept"), [("keep_every_nth_layer=2", [0, 2, 4]), ("keep_layers=[1,2]", [1, 2])])
+def test_layers_chosen_otherwise_have_an_importance_too(call, choice, kept):
+    code, _, err = call("~student_num_layers", choice, "student_output_dir=made")
+    assert code == 0, err
+    record = record_in("made")
+    assert record["layers_kept"] == kept and len(record["layer_importance"]) == LAYERS
+    assert record["intermediate_size"] is None and record["chosen_by"].keys() == {choice.split("=")[0]}
+
+
+@torch.no_grad()
+def test_narrower_too(call):
+    code, out, err = call("student_intermediate_size=16", "student_num_layers=4")
+    assert code == 0, err
+    record = record_in("out-student")
+    assert record["intermediate_size"] == {"teacher": 48, "student": 16} and "narrowed from 48 to 16" in out
+    assert all(16 / 48 < share < 1 for share in record["activation_kept"])  # more than any 16 have on average
+    student, teacher = (AutoModelForCausalLM.from_pretrained(name) for name in ("out-student", "teacher"))
+    for layer, old in zip(student.model.layers, record["layers_kept"], strict=True):
+        theirs = teacher.model.layers[old].mlp
+        assert layer.mlp.gate_proj.weight.shape == (16, 32)
+        same = (layer.mlp.gate_proj.weight[:, None] == theirs.gate_proj.weight).all(-1)
+        units = same.int().argmax(1)
+        assert same.any(1).all() and torch.equal(units, units.sort().values)
+        assert torch.equal(layer.mlp.up_proj.weight, theirs.up_proj.weight[units])
+        assert torch.equal(layer.mlp.down_proj.weight, theirs.down_proj.weight[:, units])
+        assert torch.equal(layer.self_attn.q_proj.weight, teacher.model.layers[old].self_attn.q_proj.weight)
+    assert record["metrics"] == pytest.approx(held_out_metrics(student, teacher), rel=1e-4)
+
+
+@torch.no_grad()
+def test_sliding_and_full_layers_stay_what_they_were_and_generate(call):
+    """In bfloat16 on disk, and in no other dtype afterwards; its rows are longer than the sliding window."""
+    teacher = AutoModelForCausalLM.from_pretrained("gemma").to(torch.bfloat16)
+    teacher.save_pretrained("half")
+    tiny_tokenizer().save_pretrained("half")
+    code, out, err = call("model_name_or_path=half")
+    assert code == 0, err
+    record, student = record_in("out-student"), AutoModelForCausalLM.from_pretrained("out-student")
+    kinds = teacher.config.layer_types
+    assert len(set(kinds)) == 2 and IDENTITY not in record["layers_kept"]
+    assert student.config.layer_types == [kinds[old] for old in record["layers_kept"]]
+    assert [layer.self_attn.layer_idx for layer in student.model.layers] == [0, 1, 2]
+    assert student.dtype == torch.bfloat16 and record["dtype"] == "bfloat16" and "kept as 0, " in out
+    student.float()
+    ids = batches()[0]["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    made = student.generate(ids, use_cache=True, **options)
+    assert made.shape == (3, 19) and torch.equal(made, student.generate(ids, use_cache=False, **options))
+
+
+def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call):
+    """Whatever the run learns from, the student is compared with what it was made of."""
+    code, _, err = call("teacher=cache", "teacher_cache_dir=nowhere", "losses=[{type: forward_kl}]")
+    assert code == 0, err
+    assert record_in("out-student")["metrics"]["forward_kl"] > 0
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["~student_num_layers"], "nothing says what the student keeps.*keep_every_nth_layer, keep_layers"),
+        (["student_num_layers=5"], "make.yaml|command line: student_num_layers: expected less than 5"),
+        (["student_intermediate_size=48"], "student_intermediate_size: expected less than 48"),
+        (["student_num_layers=0"], "expected a number of at least 1"),
+        (["keep_layers=[0]"], "leave keep_every_nth_layer and keep_layers out"),
+        (["~student_num_layers", "keep_layers=[7]"], "keep_layers: expected indices from 0 to 4"),
+        (["fsdp=full_shard"], "one process; take it out with ~fsdp"),
+        (["student_output_dir=teacher"], "teacher is there already and is not empty"),
+        (["student_output_dir=rows.jsonl"], "rows.jsonl is there already"),
+        (["student_output_dir=rows.jsonl/x"], "no directory that can be written to"),
+    ],
+)
+def test_refused_before_weights_are_loaded(call, monkeypatch, overrides, message):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
+    before = sorted(Path().iterdir())
+    code, _, err = call(*overrides)
+    assert code == 2
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(" ".join(err.split()))
+    assert sorted(Path().iterdir()) == before
+
+
+def test_refused_under_a_launcher(call, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = call()
+    assert code == 2 and "without a launcher" in err
+
+
+def test_an_empty_directory_is_taken_and_a_full_one_is_left_alone(call):
+    Path("made").mkdir()
+    assert call("student_output_dir=made")[0] == 0
+    before = Path("made", "student.json").read_bytes()
+    code, _, err = call("student_output_dir=made", "student_num_layers=2")
+    assert code == 2 and "choose another student_output_dir" in err
+    assert Path("made", "student.json").read_bytes() == before
+
+
+def test_nothing_is_left_of_a_student_that_is_not_finite(call):
+    model = planted()
+    model.lm_head.weight.data[3] = float("nan")
+    model.save_pretrained("broken")
+    tiny_tokenizer().save_pretrained("broken")
+    before = sorted(Path().iterdir())
+    code, _, err = call("model_name_or_path=broken")
+    assert code == 5 and "forward_kl" in err
+    assert sorted(Path().iterdir()) == before
+
+
+def test_a_run_does_not_measure(call):
+    code, _, err = call("max_steps=1", command="run")
+    assert code == 2 and "student_num_layers" in err and "init-student" in err and "~student_num_layers" in err
