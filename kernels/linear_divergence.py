@@ -100,15 +100,15 @@ def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
     teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
     teacher_low_weight: Tensor | None, labels: Tensor | None, token_weight: Tensor | None, num_items: Tensor | None,
-    scalars: Sequence[float], scales: Sequence[float], softcaps: Sequence[float], scale_by_temperature_squared: bool,
-    ignore_index: int, vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None,
-    accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
+    scalars: Sequence[float], scale: float, softcap: float | None, teacher_scale: float, teacher_softcap: float | None,
+    scale_by_temperature_squared: bool, ignore_index: int, vocab: int, logits_dtype: torch.dtype | None,
+    workspace_mb: float | None, accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype, dtype: torch.dtype,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. Scales and softcaps: the student's, the teacher's; 0 is no softcap."""
-    student, teacher = (LogitTransform(scale, softcap or None) for scale, softcap in zip(scales, softcaps, strict=True))
-    values = dict(zip(SCALARS, scalars, strict=True))
+    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs."""
     options = DivergenceOptions(
-        **values, scale_by_temperature_squared=scale_by_temperature_squared, student=student, teacher=teacher,
+        **dict(zip(SCALARS, scalars, strict=True)), scale_by_temperature_squared=scale_by_temperature_squared,
+        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
         logits_dtype=logits_dtype,
     )  # fmt: skip
     rows = selected_rows(hidden, labels, None, num_items, ignore_index)
@@ -203,9 +203,9 @@ def linear_divergence(
         value, per_token, *_ = _traced_op(
             *head.tensors, *teacher.tensors, labels, token_weight,
             None if num_items is None else torch.as_tensor(num_items),
-            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss], [scale, teacher_scale],
-            [softcap or 0.0, teacher_softcap or 0.0], scale_by_temperature_squared, ignore_index, vocab, logits_dtype,
-            workspace_mb, accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
+            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss], scale, softcap, teacher_scale,
+            teacher_softcap, scale_by_temperature_squared, ignore_index, vocab, logits_dtype, workspace_mb,
+            accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
         )  # fmt: skip
         return _named(value, per_token.detach())
     options = DivergenceOptions(

@@ -75,3 +75,18 @@ def test_what_has_no_place_in_a_graph_is_refused(op, tensors, name, value):
     compiled = torch.compile(lambda **k: op(**k, **option).loss, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=f"{name} has no place under torch.compile"):
         compiled(**tensors)
+
+
+@pytest.mark.parametrize(
+    "op, tensors, name",
+    [
+        (linear_cross_entropy, SINGLE, "softcap"),
+        (linear_divergence, PAIR, "softcap"),
+        (linear_divergence, PAIR, "teacher_softcap"),
+    ],
+)
+def test_options_out_of_range_are_refused_in_a_graph_too(op, tensors, name):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda **k: op(**k, **{name: 0.0}).loss, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="softcap must be positive or None, got 0.0"):
+        compiled(**tensors)
