@@ -172,7 +172,9 @@ def _operator(name: str):
     return compute_and_apply
 
 
-for _name in ("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "lt", "le", "gt", "ge", "matmul", "len", "iter"):
+for _name in (
+    "add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "lt", "le", "gt", "ge", "eq", "ne", "matmul", "len", "iter",
+):  # fmt: skip
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -108,6 +108,8 @@ COMPUTED = {
     "power": ("__pow__", lambda x: x**2),
     "over it": ("__rtruediv__", lambda x: 1 / x),
     "comparison": ("__gt__", lambda x: x > 0),
+    "equality": ("__eq__", lambda x: x == 0),
+    "inequality": ("__ne__", lambda x: x != 0),
     "matmul": ("__matmul__", lambda x: x @ torch.ones(V)),
     "times a tensor": ("multiplication by a tensor", lambda x: x * torch.arange(V)),
     "a tensor times it": ("mul", lambda x: torch.arange(V) * x),
