@@ -69,7 +69,7 @@ def _swapped(
     """Global names of the rotary functions for which the instance's method now calls ours."""
     kind = type(module)
     function, served = getattr(kind, method), []
-    if _is_replaced(module, method):
+    if structure.is_replaced(module, method):
         report.leave(kind.__name__, f"its {method} has been replaced")
         return []
     for name, before in calls:
@@ -84,12 +84,6 @@ def _swapped(
     elif served:
         replacements.set(module, method, types.MethodType(function, module))
     return served
-
-
-def _is_replaced(module: nn.Module, method: str) -> bool:
-    hooked = method == "forward" and "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-    current = vars(module).get("_old_forward" if hooked else method)
-    return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
 
 
 def _norms_that_can_wait(

@@ -8,6 +8,7 @@ act(gate) * up is not stored where `down` is a plain nn.Linear. Stacked experts 
 of them, the gate alone is swapped.
 """
 
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -148,23 +149,12 @@ def prove_mlp(module: nn.Module) -> MLP | str | None:
         return None
     if states:
         return f"it has more than its linear layers: {', '.join(states)}"
-    return _first_that_holds(module, claims, _cases_passed, likely)
+    held = structure.first_that_holds(claims, functools.partial(_cases_passed, module))
+    return held if likely or isinstance(held, MLP) else None
 
 
 def _linear_or_stateless(module: nn.Module) -> bool:
     return structure.is_linear(module) or structure.is_stateless(module)
-
-
-def _first_that_holds(module: nn.Module, claims: list, passes: Callable, likely: bool) -> Any:
-    """The first claim that passes all cases, else in words why the one that went furthest does not."""
-    nearest, reason = -1, None
-    for claim in claims:
-        passed, refused = passes(module, claim)
-        if refused is None:
-            return claim
-        if passed > nearest:
-            nearest, reason = passed, refused
-    return reason if likely else None
 
 
 def _claims(module: nn.Module) -> Iterator[MLP]:
@@ -247,7 +237,7 @@ def prove_experts(module: nn.Module) -> Gate | str | None:
     if not getattr(module, "has_gate", True):
         return "its experts are not gated"
     claims = [Gate(layout, activation) for layout in ("gate first", "up first") for activation in GATED]
-    proved = _first_that_holds(module, claims, _gate_passes, True)
+    proved = structure.first_that_holds(claims, functools.partial(_gate_passes, module))
     if isinstance(proved, Gate) and not _calls_apply_gate(module):
         return (
             f"its implementation ({_implementation(module)}) does not call `_apply_gate`: "
@@ -282,4 +272,4 @@ def _calls_apply_gate(module: nn.Module) -> bool:
     forward = type(module).forward
     original = getattr(forward, "__wrapped__", forward)
     function = ALL_EXPERTS_FUNCTIONS.get_interface(_implementation(module) or "eager", original)
-    return "_apply_gate" in function.__code__.co_names
+    return "_apply_gate" in getattr(getattr(function, "__code__", None), "co_names", ())

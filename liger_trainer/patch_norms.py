@@ -5,6 +5,7 @@ A norm is a leaf whose tensors are a 1-D weight (or none) and perhaps a 1-D bias
 autocast: rounding and dtypes decide between forms that are equal in fp32.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,14 +122,8 @@ def prove(module: nn.Module) -> Norm | str:
         return f"it takes {', '.join(inputs or ['any number of inputs'])}, where a norm has one input"
     if any(not tensor.is_floating_point() for tensor in structure.tensors(module).values()):
         return "its weight is quantised"
-    nearest, reason = -1, "it has more tensors than a weight and a bias"
-    for norm in _claims(module):
-        passed, refused = _cases_passed(module, norm)
-        if refused is None:
-            return norm
-        if passed > nearest:
-            nearest, reason = passed, refused
-    return reason
+    held = structure.first_that_holds(_claims(module), functools.partial(_cases_passed, module))
+    return held or "it has more tensors than a weight and a bias"
 
 
 def _claims(module: nn.Module) -> Iterator[Norm]:

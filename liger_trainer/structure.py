@@ -8,7 +8,7 @@ family whose code resembles a known one needs no line here, and one whose code h
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,16 @@ def inputs_of(function: Callable) -> list[str] | None:
     return [p.name for p in parameters]
 
 
+def is_replaced(module: nn.Module, method: str = "forward") -> bool:
+    """Whether an instance has another method than its class, accelerate's hooks around its forward aside."""
+    hooked = method == "forward" and "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+    current = vars(module).get("_old_forward" if hooked else method)
+    return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
+
+
 def obstacle(module: nn.Module) -> str | None:
     """In words, why the forward of an instance cannot be replaced."""
-    hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-    current = vars(module).get("_old_forward" if hooked else "forward")
-    if current is not None and getattr(current, "__func__", None) is not type(module).forward:
+    if is_replaced(module):
         return "its forward has been replaced"
     if any(hasattr(tensor, "full_tensor") for tensor in tensors(module).values()):
         return "its tensors are sharded (DTensor): patch before sharding"
@@ -135,6 +140,21 @@ def miniature(
             child = miniature(child, {}, {}, training)
         copy._modules[name] = children.get(name, child)
     return copy
+
+
+def first_that_holds(claims: Iterable, passed: Callable[[Any], tuple[int, str | None]]) -> Any:
+    """The first claim that passes all cases, else in words why the one that went furthest does not; None of none.
+
+    passed: of a claim, how many cases it passes and in words what differs in the next, or None.
+    """
+    nearest, reason = -1, None
+    for claim in claims:
+        cases, refused = passed(claim)
+        if refused is None:
+            return claim
+        if cases > nearest:
+            nearest, reason = cases, refused
+    return reason
 
 
 def failure(error: Exception) -> str:

@@ -1,6 +1,8 @@
 """MLPs and stacked experts swapped by ours: the same values and gradients, and what is refused."""
 
 import copy
+import functools
+import inspect
 import types
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MixtralConfig, SeedOssConfig
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.bitnet.modeling_bitnet import BitNetMLP
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
@@ -409,6 +412,13 @@ def test_experts_in_a_loop_do_not_call_the_gate():
     report = swapped(Routed(experts("eager")))[1]
     assert not report.swapped
     assert report.left_alone["MixtralExperts"].startswith("its implementation (eager) does not call `_apply_gate`")
+
+
+def test_experts_by_an_implementation_without_code_to_read(monkeypatch):
+    loop = inspect.unwrap(MixtralExperts.forward)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "partial", functools.partial(loop))
+    report = swapped(Routed(experts("partial")))[1]
+    assert report.left_alone["MixtralExperts"].startswith("its implementation (partial) does not call `_apply_gate`")
 
 
 class UpFirstExperts(MixtralExperts):
