@@ -50,7 +50,8 @@ FUNCTIONS = {
         ],
     },
     "torch": {
-        "_chunks": ["Rows", "put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
+        "_selection": ["Rows"],
+        "_chunks": ["put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
         "_head": [
             "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
         ],
@@ -469,3 +470,9 @@ def test_planted_error_is_noticed(path, file, index, folder):
 def test_equivalent_plants_exist():
     every = {p.what for path, files in FUNCTIONS.items() for file in files for p in plants(file, path)[1]}
     assert EQUIVALENT.keys() <= every, "a line named in EQUIVALENT is gone"
+
+
+@pytest.mark.parametrize("path, file", [(path, file) for path, files in FUNCTIONS.items() for file in files])
+def test_planted_functions_exist(path, file):
+    defined = {getattr(node, "name", None) for node in ast.parse((KERNELS / f"{file}.py").read_text()).body}
+    assert defined.issuperset(FUNCTIONS[path][file]), "a function named in FUNCTIONS is elsewhere"
