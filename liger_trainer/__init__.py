@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auto_model import AutoLigerKernelForCausalLM
+    from .distill_callback import DistillationCallback
     from .distill_config import LigerDistillConfig
     from .distill_trainer import LigerDistillTrainer
     from .families import _apply_liger_kernel_to_instance
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AutoLigerKernelForCausalLM": "auto_model",
     "CrossEntropyOutput": "loss_modules",
+    "DistillationCallback": "distill_callback",
     "LigerCrossEntropyLoss": "loss_modules",
     "LigerDistillConfig": "distill_config",
     "LigerDistillTrainer": "distill_trainer",
@@ -74,6 +76,7 @@ _FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see families.py
 __all__ = [
     "AutoLigerKernelForCausalLM",
     "CrossEntropyOutput",
+    "DistillationCallback",
     "LigerCrossEntropyLoss",
     "LigerDistillConfig",
     "LigerDistillTrainer",

@@ -1,0 +1,403 @@
+"""DistillationCallback in stock trainers: step for step LigerDistillTrainer's loss, splits, undo, refusals."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from splits import ROWS, capture_gradients
+from tiny import (
+    VOCAB,
+    assert_same_gradients,
+    completions,
+    divergence_by_hand,
+    double_copy,
+    named_gradients,
+    shift_labels_of,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer.distill_callback import refuse
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching import patched_record
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+
+LOSS = {
+    "losses": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.25}],
+    "beta": 0.3, "temperature": 2.0,
+}  # fmt: skip
+RUN = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "optim": "sgd", "learning_rate": 0.05}
+METRICS = (
+    "kd_loss", "ce_loss", "forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity", "teacher_perplexity",
+    "teacher_entropy",
+)  # fmt: skip
+
+
+def a_teacher():
+    return tiny_model("gemma2", seed=5, hidden_size=48, vocab_size=VOCAB + 8)
+
+
+def a_student():
+    return tiny_model(vocab_size=VOCAB + 3)
+
+
+def tokenized(rows):
+    """What TRL makes of prompts and completions, for a plain Trainer."""
+    tokenizer = tiny_tokenizer()
+    made = []
+    for row in rows:
+        prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
+        ids = [*whole, tokenizer.eos_token_id]
+        made.append({"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :]})
+    return Dataset.from_list(made)
+
+
+def sft(callback, student=None, data=None, peft_config=None, cls=SFTTrainer, **options):
+    return cls(
+        student or a_student(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
+        eval_dataset=completions(7, seed=4), processing_class=tiny_tokenizer(), peft_config=peft_config,
+        callbacks=[callback] if callback else [],
+    )  # fmt: skip
+
+
+def plain(callback, student=None, data=None, tokenizer=True, peft_config=None, **kwargs):
+    student = student or a_student()
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name != "compute_loss_func"}
+    return Trainer(
+        student if peft_config is None else get_peft_model(student, peft_config),
+        train_args(TrainingArguments, **options), train_dataset=tokenized(data or completions()),
+        eval_dataset=tokenized(completions(7, seed=4)), processing_class=tiny_tokenizer() if tokenizer else None,
+        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()), callbacks=[callback] if callback else [], **kwargs,
+    )  # fmt: skip
+
+
+STOCK = pytest.mark.parametrize("make", [sft, plain])
+
+
+def logged(trainer, *names):
+    return [
+        {k: v for k, v in log.items() if k in names} for log in trainer.state.log_history if "train_loss" not in log
+    ]
+
+
+# Against LigerDistillTrainer
+
+
+def ours(peft_config=None, **options):
+    trainer = LigerDistillTrainer(
+        a_student(), teacher_model=a_teacher(), args=train_args(LigerDistillConfig, **LOSS, **RUN, **options),
+        train_dataset=completions(), eval_dataset=completions(7, seed=4), processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )  # fmt: skip
+    return with_adapters(trainer)
+
+
+def with_adapters(trainer):
+    """LoRA weights that do not depend on when they were made."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return trainer
+
+
+@STOCK
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_accumulation_steps": 2}, {"bf16": True}, {"bf16": True, "gradient_checkpointing": True}],
+    ids=["fp32", "bf16", "checkpointing"],
+)
+def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, options):
+    want = ours(**options)
+    want.train()
+    got = make(DistillationCallback(a_teacher(), **LOSS), **RUN, **options)
+    got.train()
+    names = ["loss", "eval_loss", *METRICS, *(f"eval_{name}" for name in METRICS)]
+    rtol = 1e-5 if "bf16" not in options else 2e-3
+    assert len(logged(got, *names)) == 4
+    for mine, theirs in zip(logged(got, *names), logged(want, *names), strict=True):
+        assert len(mine) == len(METRICS) + 1
+        assert mine == pytest.approx(theirs, rel=rtol)
+    assert_close_weights(got.model, want.model, rtol)
+
+
+def assert_close_weights(got, want, rtol):
+    got, want = dict(got.named_parameters()), dict(want.named_parameters())
+    assert got.keys() == want.keys()
+    for name, parameter in want.items():
+        torch.testing.assert_close(got[name], parameter, rtol=rtol, atol=rtol)
+
+
+@STOCK
+def test_lora_students(make):
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    want = ours(copy.deepcopy(config), bf16=True)
+    want.train()
+    got = with_adapters(make(DistillationCallback(a_teacher(), **LOSS), peft_config=config, bf16=True, **RUN))
+    before = {name: p.clone() for name, p in got.model.named_parameters()}
+    got.train()
+    assert [log["kd_loss"] for log in logged(got, "kd_loss") if log] == pytest.approx(
+        [log["kd_loss"] for log in logged(want, "kd_loss") if log], rel=2e-3
+    )
+    for name, parameter in got.model.named_parameters():
+        assert ("lora_" in name) == (not torch.equal(parameter, before[name])), name
+    assert patched_record(got.model) is None
+
+
+# Against values by hand
+
+
+def step(make, batch, accumulation, **options):
+    trainer = make(
+        DistillationCallback(a_teacher(), **{**LOSS, **options}), data=Dataset.from_list(ROWS), max_steps=1,
+        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, learning_rate=0.0, optim="sgd",
+    )  # fmt: skip
+    found = capture_gradients(trainer)
+    trainer.train()
+    return trainer.state.log_history[0], found
+
+
+@STOCK
+def test_loss_and_gradients_equal_those_by_hand_however_the_batch_is_split(make):
+    student, teacher = double_copy(a_student()), double_copy(a_teacher())
+    losses = []
+    for row in tokenized(ROWS):
+        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        labels = shift_labels_of(labels)[0]
+        keep = labels != -100
+        s, t = (model(input_ids=ids).logits[0, keep, :VOCAB] for model in (student, teacher))
+        soft = sum(w * divergence_by_hand(s, t, k, 2.0, 0.3) for k, w in (("forward_kl", 1.0), ("jsd", 0.5)))
+        losses.append(4.0 * soft + 0.25 * torch.nn.functional.cross_entropy(s, labels[keep], reduction="none"))
+    loss = torch.cat(losses).mean()
+    want = named_gradients(student, loss)
+    whole = step(make, 8, 1)
+    for got in (whole, step(make, 1, 8), step(make, 2, 4)):
+        assert got[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert_same_gradients(got[1], want, rtol=1e-4)
+        assert got[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-6)
+        assert_same_gradients(got[1], whole[1], rtol=5e-6)
+        for name in METRICS:
+            assert got[0][name] == pytest.approx(whole[0][name], rel=1e-5), name
+
+
+@STOCK
+def test_a_teacher_equal_to_its_student_teaches_nothing(make):
+    callback = DistillationCallback(a_student(), losses=[{"type": "forward_kl"}, {"type": "reverse_kl"}])
+    trainer = make(callback, max_steps=1, learning_rate=0.0)
+    gradients = capture_gradients(trainer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["loss"] == log["kd_loss"] == log["forward_kl"] == log["reverse_kl"] == 0.0
+    assert log["agreement_at_1"] == 1.0 and not any(g.any() for g in gradients.values())
+
+
+# Beginning and end
+
+
+@STOCK
+def test_the_end_of_training_gives_both_models_back(make):
+    student, teacher = a_student(), a_teacher()
+    callback = DistillationCallback(teacher, **LOSS)
+    trainer = make(callback, student, max_steps=1)
+    before = vars(student).get("forward")
+    evaluated = trainer.evaluate()["eval_loss"]
+    seen = []
+    trainer.add_callback(_OnStep(lambda: seen.append((patched_record(student), patched_record(teacher)))))
+    for _ in range(2):  # the second training begins as the first one did
+        trainer.train()
+        assert patched_record(student) is None and patched_record(teacher) is None
+        assert vars(student).get("forward") is before
+        for model in (student, teacher):
+            assert not any("forward" in vars(module) for module in model.modules() if module is not student)
+    assert len(seen) == 2 and all(record for pair in seen for record in pair)
+    assert {"RMSNorm", "SwiGLU"} <= set(seen[0][0].report.swapped) and "GEGLU" in seen[0][1].report.swapped
+    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+    after = trainer.evaluate()
+    assert "eval_kd_loss" not in after and after["eval_loss"] != evaluated
+    fresh = make(None, copy.deepcopy(student), max_steps=1)
+    assert after["eval_loss"] == pytest.approx(fresh.evaluate()["eval_loss"], rel=1e-6)
+
+
+class _OnStep(TrainerCallback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_end(self, *args, **kwargs):
+        self.act()
+
+
+def fail():
+    raise RuntimeError("stopped")
+
+
+@STOCK
+def test_after_an_error_training_begins_anew(make):
+    callback = DistillationCallback(a_teacher(), **LOSS)
+    trainer = make(callback, max_steps=2, learning_rate=0.0)
+    stop = _OnStep(fail)
+    trainer.add_callback(stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.train()
+    assert patched_record(trainer.model) is not None
+    trainer.remove_callback(stop)
+    trainer.train()
+    assert patched_record(trainer.model) is None
+    losses = [log["loss"] for log in logged(trainer, "loss") if log]
+    again = make(DistillationCallback(a_teacher(), **LOSS), max_steps=2, learning_rate=0.0)
+    again.train()
+    assert losses[-2:] == pytest.approx([log["loss"] for log in logged(again, "loss") if log], rel=1e-6)
+
+
+@STOCK
+def test_a_student_that_was_patched_before_keeps_its_layers_and_its_loss(make):
+    student = a_student()
+    record = patch(student, rope=False)
+    trainer = make(DistillationCallback(a_teacher(), **LOSS), student, max_steps=1, learning_rate=0.0)
+    before, fused = vars(student)["forward"], record.fused
+    trainer.train()
+    assert patched_record(student) is record and record.fused is fused and vars(student)["forward"] is before
+    want = make(DistillationCallback(a_teacher(), **LOSS), max_steps=1, learning_rate=0.0)
+    want.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(want.state.log_history[0]["loss"], rel=1e-5)
+    ids = torch.arange(8)[None]
+    plain_loss = a_student()(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(student(input_ids=ids, labels=ids).loss, plain_loss, rtol=1e-5, atol=0.0)
+
+
+def test_a_teacher_is_loaded_from_its_path_in_the_dtype_of_the_run(tmp_path):
+    a_teacher().save_pretrained(tmp_path)
+    losses = []
+    for teacher in (str(tmp_path), a_teacher()):
+        callback = DistillationCallback(teacher, **LOSS)
+        trainer = plain(callback, max_steps=1, learning_rate=0.0)
+        assert (callback.teacher is None) == isinstance(teacher, str)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    callback = DistillationCallback(str(tmp_path), **LOSS)
+    plain(callback, max_steps=1, bf16=True).train()
+    assert callback.teacher.dtype == torch.bfloat16
+    callback = DistillationCallback(str(tmp_path), **LOSS, teacher_model_init_kwargs={"dtype": "float16"})
+    plain(callback, max_steps=1).train()
+    assert callback.teacher.dtype == torch.float16
+
+
+@STOCK
+def test_metrics_reach_the_history_and_callbacks_behind_ours(make):
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    best = {"metric_for_best_model": "eval_two_forward_kl", "save_strategy": "best"}
+    trainer = make(DistillationCallback(a_teacher(), **LOSS), **RUN, **best)
+    trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
+    trainer.add_callback(Reporter())
+    trainer.train()
+    history = trainer.state.log_history
+    assert [set(METRICS) <= set(log) for log in history] == [True, True, True, False, False, False]
+    for log, prefix in ((history[3], "eval_one_"), (history[4], "eval_two_")):
+        assert {f"{prefix}{name}" for name in METRICS} <= set(log)
+    assert not any(name.endswith("forward_kl") for name in history[5])
+    assert [set(log) | {"step"} for log in seen[:5]] == [set(log) for log in history[:5]]
+    assert trainer.state.best_metric == pytest.approx(history[4]["eval_two_forward_kl"])
+
+
+def test_compute_metrics_gets_logits():
+    shapes = []
+    callback = DistillationCallback(a_teacher(), **LOSS)
+    trainer = plain(callback, **RUN)
+    trainer.compute_metrics = lambda predictions: shapes.append(predictions.predictions.shape) or {}
+    trainer.train()
+    assert shapes[0][0] == 7 and shapes[0][-1] == VOCAB + 3
+
+
+# What it refuses
+
+
+def args_with(**changes):
+    usual = {
+        "label_smoothing_factor": 0.0, "n_gpu": 1, "parallelism_config": None, "torch_compile": False,
+        "loss_type": "nll",
+    }  # fmt: skip
+    return SimpleNamespace(**{**usual, **changes})
+
+
+def test_arguments_with_which_it_works_are_not_refused():
+    refuse(args_with(), DistributedType.MULTI_GPU)
+    refuse(args_with(parallelism_config=ParallelismConfig(dp_replicate_size=2)), DistributedType.MULTI_GPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"n_gpu": 2},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+        {"parallelism_config": ParallelismConfig(cp_size=2)},
+        {"torch_compile": True},
+        {"loss_type": "dft"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_arguments_it_cannot_serve(changes):
+    with pytest.raises(ConfigError, match=f"{next(iter(changes)).replace('n_gpu', 'DataParallel')}.*LigerDistillTr"):
+        refuse(args_with(**changes), DistributedType.NO)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
+def test_sharded_teachers(kind):
+    with pytest.raises(ConfigError, match="sharded.*LigerDistillTrainer"):
+        refuse(args_with(), kind)
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (sft, {"loss_type": "dft"}, "loss_type"),
+        (plain, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (plain, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.sum()}, "compute_loss_func"),
+        (plain, {"tokenizer": False}, "processing_class"),
+        (plain, {"student": tiny_model(vocab_size=VOCAB - 1)}, "resize"),
+        (lambda callback, **options: sft(callback, cls=LigerTrainer, **options), {}, "such as LigerTrainer"),
+        (plain, {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "inputs_embeds"),
+    ],
+    ids=["dft", "label smoothing", "compute_loss_func", "no tokenizer", "vocabulary", "LigerTrainer", "prompt tuning"],
+)
+def test_trainers_it_cannot_serve(make, options, message):
+    trainer = make(DistillationCallback(a_teacher(), **LOSS), max_steps=1, **options)
+    with pytest.raises(ConfigError, match=message) as error:
+        trainer.train()
+    assert message == "resize" or "LigerDistillTrainer" in str(error.value)
+
+
+def test_a_student_is_not_its_own_teacher():
+    student, tied, base = a_student(), a_student(), a_student()
+    tied.model.embed_tokens.weight = student.model.embed_tokens.weight
+    adapters = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    for theirs, own in ((student, student), (tied, student), (adapters, base), (base, adapters)):
+        trainer = plain(DistillationCallback(theirs, **LOSS), own, max_steps=1)
+        with pytest.raises(ConfigError, match="its own teacher.*LigerDistillTrainer"):
+            trainer.train()
+        assert any(parameter.requires_grad for parameter in own.parameters())
+
+
+@pytest.mark.parametrize("options", [{"beta": 2.0}, {"temperature": 0.0}, {"losses": [{"type": "no_kl"}]}])
+def test_losses_it_does_not_know(options):
+    with pytest.raises(ValueError, match=r"beta|temperature|type"):
+        DistillationCallback(a_teacher(), **options)
