@@ -70,6 +70,11 @@ def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # each family has checks of its own
+        if str(error).startswith("Unrecognized configuration class"):  # and all that there are
+            raise ConfigError(
+                f"transformers {transformers.__version__} has no causal LM for a {type(config).__name__}. "
+                "patch(model) takes any model, and its report says what was found."
+            ) from None
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {_words(error)}") from None
     try:
         with Patched(model, options or PatchOptions()) as patched:
