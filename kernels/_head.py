@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._chunks import Execution, Needs, Rows, multiply_, stats_dtype, take
+from ._chunks import Needs, Rows, multiply_, stats_dtype, take
 
 
 class Lora(NamedTuple):
@@ -176,15 +176,12 @@ class HeadGradients:
     """
 
     def __init__(
-        self, head: LinearHead, needs: Needs, rows: Rows, vocab: int, how: Execution, alpha: float,
-        factor: Tensor | None = None,
+        self, head: LinearHead, needs: Needs, rows: Rows, vocab: int, wide: torch.dtype | None,
+        overwrite_hidden: bool, alpha: float, factor: Tensor | None,
     ):  # fmt: skip
-        self._head, self._rows, self._how, self._alpha, self._factor = head, rows, how, alpha, factor
-        wide = how.accumulate_dtype if factor is None else torch.float32
+        self._head, self._rows, self._overwrite, self._alpha, self._factor = head, rows, overwrite_hidden, alpha, factor
         common = rows, vocab, alpha, wide
-        self._terms = [
-            TermGradients(head.hidden, head.weight, (needs.hidden, needs.weight), *common, how.overwrite_hidden)
-        ]
+        self._terms = [TermGradients(head.hidden, head.weight, (needs.hidden, needs.weight), *common, overwrite_hidden)]
         if head.low is not None and head.low_weight is not None:
             low = TermGradients(head.low, head.low_weight, (needs.low, needs.low_weight), *common, False)
             self._terms.append(low)
@@ -205,7 +202,7 @@ class HeadGradients:
         head = self._head
         if self._factor is not None:
             multiply_([self._bias, *(t for term in self._terms for t in (term.x, term.w))], self._factor)
-        dhidden, dweight = self._terms[0].finish(self._rows, head.hidden, head.weight, self._how.overwrite_hidden)
+        dhidden, dweight = self._terms[0].finish(self._rows, head.hidden, head.weight, self._overwrite)
         dbias = None if self._bias is None or head.bias is None else self._bias.to(head.bias.dtype)
         if head.low is None or head.low_weight is None:
             return dhidden, dweight, dbias, None, None

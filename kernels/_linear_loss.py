@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._chunks import Execution, Needs, Rows, put, rescale, row_plan, stats_dtype, take, upstream_rows, workspace
+from ._chunks import Execution, Needs, Plan, Rows, put, rescale, row_plan, stats_dtype, take, upstream_rows, workspace
 from ._head import HeadGradients, LinearHead
 
 # logits (n, V), bias (V,) or None, the rows they are of, their values (fields, n), their gradient (n, V) or None, which
@@ -49,6 +49,16 @@ class LinearLoss:
         """Of the workspace. Wider logits widen the workspace, not the chunks."""
         return dtype.itemsize
 
+    def plan(self, dtype: torch.dtype) -> Plan:
+        return row_plan(self.rows.count, self.vocab, self.bytes_per_logit(dtype), self.how)
+
+    def gradients(
+        self, head: LinearHead, needs: Needs, plan: Plan, alpha: float, factor: Tensor | None = None
+    ) -> HeadGradients:
+        """Empty ones, to be filled by the chunks of `plan`."""
+        wide = self.how.sum_dtype(-(-self.rows.count // plan.rows)) if factor is None else torch.float32
+        return HeadGradients(head, needs, self.rows, self.vocab, wide, self.how.overwrite_hidden, alpha, factor)
+
     def statistics(self, head: LinearHead) -> Tensor:
         """(fields, rows.count) per-token values, for a backward that recomputes."""
         return walk(self, head, None)
@@ -57,7 +67,7 @@ class LinearLoss:
         self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """The head's gradients from the gradient (rows.count,) of each row's loss, see `upstream_rows`."""
-        gradients = HeadGradients(head, needs, self.rows, self.vocab, self.how, 1.0, largest)
+        gradients = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest)
         walk(self.weighted(upstream), head, gradients)
         return gradients.finish()
 
@@ -68,7 +78,7 @@ def walk(loss: LinearLoss, head: LinearHead, gradients: HeadGradients | None) ->
     columns = slice(0, vocab)
     operands = head.operands(rows, vocab).part(slice(None), columns)  # each weight is cast once
     out = torch.empty(len(loss.fields), rows.count, dtype=stats_dtype(dtype), device=device)
-    plan = row_plan(rows.count, vocab, loss.bytes_per_logit(dtype), loss.how)
+    plan = loss.plan(dtype)
     size = min(plan.rows, rows.count)
     ws = workspace(size, vocab, loss.logits_dtype(dtype), device)
     grad_ws = ws.view(dtype)[:, :vocab]  # in place: in the front of each row where the logits are wider
@@ -85,7 +95,7 @@ def walk(loss: LinearLoss, head: LinearHead, gradients: HeadGradients | None) ->
 def with_gradients(loss: LinearLoss, head: LinearHead, needs: Needs):
     """(loss, per-token (fields, N), gradients of head.tensors)."""
     rows, result = loss.rows, (None,) * len(head.tensors)
-    gradients = HeadGradients(head, needs, rows, loss.vocab, loss.how, rows.alpha) if needs.any else None
+    gradients = loss.gradients(head, needs, loss.plan(head.dtype), rows.alpha) if needs.any else None
     out = walk(loss, head, gradients)
     if gradients is not None:
         result = gradients.finish()

@@ -14,7 +14,7 @@ Method    the loss is the last thing a model computes, so its gradients can be c
           computes the tiles once more: four products, a workspace no larger than the hidden states, nothing held in
           between, and a gradient of its own for each token's loss.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
-          dtype; the weight's gradient is rounded once a chunk, unless accumulate_dtype is fp32
+          dtype; the weight's gradient is rounded once a chunk up to 16 chunks, beyond which it is summed in fp32
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
 Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Liger-Kernel (Hsu et al. 2024,
           arXiv:2410.10989); tiles of the vocabulary: Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009); online
@@ -52,7 +52,7 @@ from ._cross_entropy_rows import (
     tile_statistics,
     whole_rows,
 )
-from ._head import Adapters, HeadGradients, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
@@ -107,8 +107,8 @@ class LinearCrossEntropy(LinearLoss):
         assert values is not None
         rows, o, operands = self.rows, self.options, head.operands(self.rows, self.vocab)
         factor = gradient_factor(upstream, values[1], self.targets, o)
-        gradients = HeadGradients(head, needs, rows, self.vocab, self.how, alpha=1.0, factor=largest)
         plan, ws = self._tiles(head, needs)
+        gradients = self.gradients(head, needs, plan, 1.0, largest)
         for chunk in plan.chunks(rows.count):
             targets, lse, chunk_factor = self.targets.rows(chunk), values[4, chunk], factor[chunk]
             for columns in plan.tiles(self.vocab):
@@ -185,6 +185,7 @@ def linear_cross_entropy(
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default
             512, or 2,048 rows where these take up to 1024; with recompute the size of the hidden states.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
+            Default: the weight's dtype up to 16 chunks, fp32 beyond, where roundings would double the error.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed
             hidden.
         lora: low-rank additions to the head, one `Lora` or several. Computed in the products' dtype, whatever theirs;

@@ -10,7 +10,7 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _head
+from liger_trainer.kernels import _chunks, _head
 from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
 from liger_trainer.kernels import linear_divergence as divergence_module
 from liger_trainer.kernels._chunks import RowSelection
@@ -339,19 +339,21 @@ def test_fp16_sums_over_tokens_do_not_overflow(loss, fp16_path, reduction):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_fp32_accumulation(loss, tiled, recompute):
-    """Rounded once and not once a chunk: less than half the error over many chunks."""
+def test_fp32_accumulation(loss, tiled, recompute, monkeypatch):
+    """Rounded once and not once a chunk: less than half the error over many chunks, which are summed so by default."""
     tiled("torch")
     tensors = loss.inputs(128, 8, 40, dtype=torch.bfloat16)
     tensors["hidden"].abs_()  # sums that grow from chunk to chunk
     tensors["labels"].fill_(3)
     truth = evaluate(loss.reference, {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()})
     errors = []
-    for accumulate_dtype in (None, torch.float32):
+    for accumulate_dtype, roundings in ((None, 10**6), (torch.float32, 10**6), (None, 16)):
+        monkeypatch.setattr(_chunks, "ROUNDINGS", roundings)
         got = evaluate(loss.op, tensors, recompute=recompute, accumulate_dtype=accumulate_dtype, workspace_mb=4 * TINY)
         assert got["d_weight"].dtype == torch.bfloat16
         errors.append((got["d_weight"].double() - truth["d_weight"]).norm())
     assert errors[1] < 0.5 * errors[0]
+    assert errors[2] == errors[1]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
