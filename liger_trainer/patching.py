@@ -204,13 +204,18 @@ def patch(model: Any, options: PatchOptions | Mapping[str, bool] | None = None, 
         The record. A model that is already patched with these options gives its record again.
 
     Raises:
-        ConfigError: what is no model; an unknown option; options that exclude each other; a model that is patched with
-            other options; a model in which nothing is found to replace.
+        ConfigError: what is no model, or one that torch.compile or DDP has wrapped; an unknown option; options that
+            exclude each other; a model patched with other options; a model in which nothing is found to replace.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"patch takes a model that is loaded, got {model!r:.80}. "
             "AutoLigerKernelForCausalLM.from_pretrained loads one and patches it."
+        )
+    if "_orig_mod" in model._modules or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"patch takes the model itself, not the {type(model).__name__} around it, which hides its loss: "
+            "patch first, then compile or wrap."
         )
     if not isinstance(options, PatchOptions):
         options = PatchOptions.of({**(options or {}), **flags})

@@ -397,6 +397,16 @@ class Custom(nn.Module):
         self.norm = nn.LayerNorm(8)
 
 
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
+def test_a_model_that_is_wrapped_already_is_refused(wrap):
+    model = tiny_model()
+    wrapped = wrap(model)
+    before = objects(model)
+    with pytest.raises(ConfigError, match="the model itself, not the .* around it.*patch first"):
+        patch(wrapped)
+    assert objects(model) == before
+
+
 def test_any_module_is_patched_as_far_as_it_goes():
     patched = patch(Custom(), {**NOTHING, "layer_norm": True})
     assert str(patched.report) == "Custom: LayerNorm. Left alone: none."
