@@ -86,7 +86,7 @@ NO_VALUE = {
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "ctx",
     "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
 }  # fmt: skip
-SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "_tiles")
+SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "_tiles")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 ON_GPU = "runs on a GPU alone"
