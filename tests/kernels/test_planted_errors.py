@@ -83,8 +83,8 @@ NO_VALUE = {
     "tile", "carry", "largest", "size", "columns", "terms", "part", "operands", "*larger", "*tensors", "smallest",
     "common", "low", "dlogits", "adapters", "row_function", "of_chunk", "loss", "ctx.loss", "head", "of_teacher", "ws",
     "grad_ws", "out", "into", "student", "teacher", "logits", "given", "weights", "bias", "hidden", "gradients",
-    "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "ctx",
-    "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
+    "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
+    "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
 }  # fmt: skip
 SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "_tiles")
 TOP = "where maxima start: any number below the logits does"
