@@ -118,8 +118,8 @@ def with_adapters(trainer):
 @STOCK
 @pytest.mark.parametrize(
     "options",
-    [{"gradient_accumulation_steps": 2}, {"bf16": True}, {"bf16": True, "gradient_checkpointing": True}],
-    ids=["fp32", "bf16", "checkpointing"],
+    [{"gradient_accumulation_steps": 2}, {"bf16": True, "gradient_checkpointing": True}],
+    ids=["fp32", "bf16"],
 )
 def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, options):
     want = ours(**options)
@@ -133,6 +133,17 @@ def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, options
         assert len(mine) == len(METRICS) + 1
         assert mine == pytest.approx(theirs, rel=rtol)
     assert_close_weights(got.model, want.model, rtol)
+
+
+def test_packed_rows_are_separate_for_the_teacher_too():
+    options = {"packing": True, "max_length": 32}
+    want = ours(**options)
+    want.train()
+    got = sft(DistillationCallback(a_teacher(), **LOSS), **RUN, **options)
+    got.train()
+    names = ["loss", "eval_loss", *METRICS, *(f"eval_{name}" for name in METRICS)]
+    for mine, theirs in zip(logged(got, *names), logged(want, *names), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def assert_close_weights(got, want, rtol):
@@ -210,7 +221,7 @@ def test_a_teacher_equal_to_its_student_teaches_nothing(make):
 
 @STOCK
 def test_the_end_of_training_gives_both_models_back(make):
-    student, teacher = a_student(), a_teacher()
+    student, teacher = a_student(), a_teacher().train()
     callback = DistillationCallback(teacher, **LOSS)
     trainer = make(callback, student, max_steps=1)
     before = vars(student).get("forward")
