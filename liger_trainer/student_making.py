@@ -162,7 +162,7 @@ def _arguments(config: "RunConfig", staged: Path) -> Any:
     """The run's arguments, as far as they decide rows and numbers. The teacher is the model at hand."""
     args: Any = replace(config, recipe="distill").training_args()
     args.output_dir, args.report_to, args.push_to_hub = str(staged), [], False
-    args.teacher, args.gradient_checkpointing, args.disable_tqdm = "model", False, True
+    args.teacher, args.gradient_checkpointing = "model", False
     return args
 
 

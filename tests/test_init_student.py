@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.importance import measure_importance
+from liger_trainer.importance import Importance, measure_importance
 from liger_trainer.narrowing import layer_mlps, narrow_mlps
 from liger_trainer.run_config import load_run_config
+from liger_trainer.student_making import build_student
 
 LAYERS, IDENTITY = 5, 2
 SIZES = {"num_hidden_layers": LAYERS}
@@ -282,6 +283,14 @@ def test_the_command_that_trains_it(call):
     assert settings["model_name_or_path"] == "made" and not settings.drops_layers()
 
 
+def test_the_command_takes_out_what_the_file_says(call):
+    """Also where the command line has put something in its place."""
+    Path("make.yaml").write_text(SETTINGS.replace("student_num_layers: 3", "keep_every_nth_layer: 2"))
+    code, out, err = call("~keep_every_nth_layer", "student_num_layers=2", "student_output_dir=made")
+    assert code == 0, err
+    assert out.endswith("run make.yaml model_name_or_path=made '~keep_every_nth_layer'")
+
+
 @pytest.mark.parametrize(("choice", "kept"), [("keep_every_nth_layer=2", [0, 2, 4]), ("keep_layers=[1,2]", [1, 2])])
 def test_layers_chosen_otherwise_have_an_importance_too(call, choice, kept):
     code, _, err = call("~student_num_layers", choice, "student_output_dir=made")
@@ -309,6 +318,19 @@ def test_narrower_too(call):
         assert torch.equal(layer.mlp.down_proj.weight, theirs.down_proj.weight[:, units])
         assert torch.equal(layer.self_attn.q_proj.weight, teacher.model.layers[old].self_attn.q_proj.weight)
     assert record["metrics"] == pytest.approx(held_out_metrics(student, teacher), rel=1e-4)
+
+
+def test_each_kept_layer_keeps_its_own_most_active_units(call):
+    generator = torch.Generator().manual_seed(0)
+    units = [torch.rand(48, generator=generator, dtype=torch.float64) for _ in range(LAYERS)]
+    config = load_run_config("make.yaml", ["student_intermediate_size=16", "student_num_layers=2"])
+    teacher = planted()
+    student, kept, shares = build_student(config, teacher, Importance([0.1, 0.9, 0.2, 0.3, 0.8], units, 1))
+    assert kept == [1, 4] and shares is not None
+    for layer, old, share in zip(student.model.layers, kept, shares, strict=True):
+        best = sorted(range(48), key=lambda unit: -units[old][unit])[:16]
+        assert torch.equal(layer.mlp.up_proj.weight, teacher.model.layers[old].mlp.up_proj.weight[sorted(best)])
+        assert share == pytest.approx(float(units[old][best].sum() / units[old].sum()))
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
         layers.add_row(str(index), f"{importance:.4f}", state, style=None if index in new else "dim")
     console.print(layers)
 
-    metrics = Table(title="Held-out rows, against the model it was made of", title_justify="left")
+    metrics = Table(title="Held-out rows, against the original", title_justify="left")
     metrics.add_column("metric")
     metrics.add_column("student", justify="right")
     for row in DISTILL_ROWS:
@@ -77,10 +77,10 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
 
 def _next_command(config: "RunConfig", path: Path) -> str:
     """`run` of the same configuration from the student, with the keys that made it taken out."""
-    from ..config_source import COMMAND_LINE
+    from ..config_source import find_config, read_settings
     from ..student_making import WAYS
 
-    in_file = [key for key in WAYS if config.given(key) and config.settings[key].where != COMMAND_LINE]
+    in_file = [key for key in read_settings(*find_config(config.source)).values if key in WAYS]
     return shlex.join(
         ["liger-trainer", "run", config.source, f"model_name_or_path={path}", *(f"~{key}" for key in in_file)]
     )
