@@ -202,7 +202,7 @@ def main() -> int:
             "report": report,
         }
         print(name, json.dumps(results[name]), flush=True)
-    command = " ".join(["python -m benchmarks.convergence", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.convergence", *options.models, *["--tiny"] * options.tiny])
     label = torch.cuda.get_device_name() if cuda else "CPU"
     options.output.mkdir(parents=True, exist_ok=True)
     stem = options.output / f"convergence-{label.lower().replace(' ', '-')}"
