@@ -1,4 +1,4 @@
-"""What autograd functions of this folder need: memory, and a backward that says that it has no derivative."""
+"""What autograd functions of this folder need: memory, and a backward that knows what it must not do."""
 
 import functools
 from collections.abc import Callable
@@ -26,6 +26,7 @@ def first_order(backward: Callable) -> Callable:
     """A backward that refuses create_graph=True: what a kernel returns has no graph, and would count as a constant.
 
     torch's once_differentiable lets that pass where the gradient it is given is itself a constant, as that of a sum.
+    Where it is called under autocast, its products stay in the dtypes that the forward chose.
     """
 
     @functools.wraps(backward)
@@ -35,6 +36,10 @@ def first_order(backward: Callable) -> Callable:
                 "This op has no second derivatives: differentiate it without create_graph=True, or call its form in "
                 "plain torch, <op>_reference, instead."
             )
-        return backward(ctx, *gradients)
+        device = next(x.device.type for x in gradients if x is not None)
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *gradients)
 
     return checked
