@@ -1,4 +1,4 @@
-"""Configurations of five other tools, as their users write them: what they become, what is lost; the result is valid."""
+"""Configurations of five other tools, as their users write them: what they become, and what is lost. All are valid."""
 
 import importlib
 import json
