@@ -36,8 +36,8 @@ def first_order(backward: Callable) -> Callable:
                 "This op has no second derivatives: differentiate it without create_graph=True, or call its form in "
                 "plain torch, <op>_reference, instead."
             )
-        device = next(x.device.type for x in gradients if x is not None)
-        if not torch.is_autocast_enabled(device):
+        device = next((x.device.type for x in gradients if x is not None), None)
+        if device is None or not torch.is_autocast_enabled(device):
             return backward(ctx, *gradients)
         with torch.autocast(device, enabled=False):
             return backward(ctx, *gradients)
