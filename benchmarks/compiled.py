@@ -9,22 +9,18 @@ most twice as much as the plain model in bf16, else no time is reported. Compila
 rounds in which each provider in turn runs one untimed step and STEPS timed ones.
 """
 
-import argparse
 import gc
 import itertools
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .processes import Provider, Result, take_turns, versions
-from .report import git_commit
+from .processes import Benchmark, Provider, Result, main, opening, take_turns
 
 TOKENS = 8192
 ROUNDS, STEPS = 4, 4
@@ -203,16 +199,14 @@ def beyond_bound(results: Sequence[Result]) -> list[str]:
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-    packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
-    lines = [
-        "# Whole models, with and without torch.compile", "",
-        f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}. Forward and backward in bf16, "
-        f"{header['tokens']} tokens, sdpa, random weights. Median of {header['rounds']} interleaved rounds of {STEPS} "
-        "steps; peak MiB above weights, gradients included. Errors: relative, against the plain model in fp32; "
-        "gradients by a sample.", "",
-    ]  # fmt: skip
+    what = (
+        f"Forward and backward in bf16, {header['tokens']} tokens, sdpa, random weights. Median of {header['rounds']} "
+        f"interleaved rounds of {STEPS} steps; peak MiB above weights, gradients included. Errors: relative, against "
+        "the plain model in fp32; gradients by a sample."
+    )
+    lines = opening("Whole models, with and without torch.compile", header, what, wrong)
     if wrong:
-        return "\n".join([*lines, "No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""])
+        return "\n".join(lines)
     for shape, group in itertools.groupby(results, key=lambda r: r.case):
         lines += [f"## {shape}", "", "| | ms | MiB | loss error | norm error | gradient error |"]
         lines += ["|---|---|---|---|---|---|", *map(_row, group), ""]
@@ -228,49 +222,11 @@ def _row(result: Result) -> str:
     return f"| {title} | {result.median:.1f} | {memory} | {errors} |"
 
 
-def header_of(tiny: bool, rounds: int) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": git_commit(),
-        "packages": versions(PACKAGES),
-        "tokens": "few" if tiny else TOKENS,
-        "rounds": rounds,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder for compiled.json and compiled.md")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no further rounds after these")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, compiled without Inductor")
-    options = parser.parse_args(arguments)
-    deadline = time.monotonic() + options.seconds
-    chosen = {"plain", *options.providers}  # which the others are held against
-    providers = [Provider(Worker, name, options.tiny) for name in PROVIDERS if name in chosen]
-    try:
-        results = [
-            result
-            for shape in options.shapes
-            for result in run_shape(shape, providers, options.rounds, deadline)
-        ]  # fmt: skip
-    finally:
-        for provider in providers:
-            provider.close()
-    header, wrong = header_of(options.tiny, options.rounds), beyond_bound(results)
-    text = markdown(header, results, wrong)
-    print(text)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        rows = [] if wrong else [asdict(result) for result in results]
-        data = json.dumps({"header": header, "gate": wrong, "results": rows}, indent=1)
-        (options.output / "compiled.json").write_text(data + "\n")
-        (options.output / "compiled.md").write_text(text)
-    return 1 if wrong else 0
-
+BENCHMARK = Benchmark(
+    name="compiled", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
+    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS}, run_shape=run_shape, beyond_bound=beyond_bound,
+    markdown=markdown, rounds=ROUNDS, seconds=SECONDS, held_against=frozenset({"plain"}),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

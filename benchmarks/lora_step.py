@@ -9,22 +9,19 @@ twice as much as PEFT alone, else no time is reported. Then, per case, rounds in
 untimed step and STEPS timed ones: forward, backward, fused AdamW on the adapters.
 """
 
-import argparse
 import gc
 import itertools
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .processes import Provider, Result, take_turns, versions
-from .report import git_commit
+from .processes import Benchmark, Provider, Result, main, opening, take_turns
 
 RANK, ALPHA, B_STD = 16, 32, 0.02
 BATCH, LENGTH, GATE_LENGTH = 4, 2048, 512
@@ -233,17 +230,14 @@ def beyond_bound(results: Sequence[Result]) -> list[str]:
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-    packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
-    tokens = f"{header['batch']}x{header['length']}"
-    lines = [
-        "# A LoRA training step", "",
-        f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}. Rank {RANK} on all linear "
-        f"layers, bf16 base, {tokens} tokens, sdpa; forward, backward and AdamW. Median of {header['rounds']} "
-        f"interleaved rounds of {STEPS} steps; peak MiB above weights and optimizer. Errors: relative, of loss and "
-        "adapter gradients, against fp32 on a shorter batch.", "",
-    ]  # fmt: skip
+    what = (
+        f"Rank {RANK} on all linear layers, bf16 base, {header['batch']}x{header['length']} tokens, sdpa; forward, "
+        f"backward and AdamW. Median of {header['rounds']} interleaved rounds of {STEPS} steps; peak MiB above weights "
+        "and optimizer. Errors: relative, of loss and adapter gradients, against fp32 on a shorter batch."
+    )
+    lines = opening("A LoRA training step", header, what, wrong)
     if wrong:
-        return "\n".join([*lines, "No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""])
+        return "\n".join(lines)
     for case, group in itertools.groupby(results, key=lambda r: r.case):
         lines += [f"## {case}", "", "| | ms | MiB | of ours: time | memory | loss error | gradient error |"]
         lines += ["|---|---|---|---|---|---|---|"]
@@ -264,51 +258,11 @@ def _row(result: Result, ours: Result | None) -> str:
     return f"| {title} | {result.median:.1f} | {memory} | {time_ratio} | {memory_ratio} | {errors} |"
 
 
-def header_of(tiny: bool, rounds: int) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": git_commit(),
-        "packages": versions(PACKAGES),
-        "batch": BATCH,
-        "length": 32 if tiny else LENGTH,
-        "rounds": rounds,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder for lora-step.json and lora-step.md")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no further rounds after these")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
-    options = parser.parse_args(arguments)
-    deadline = time.monotonic() + options.seconds
-    providers = [
-        Provider(Worker, name, options.tiny) for name in sorted(set(options.providers), key=list(PROVIDERS).index)
-    ]
-    try:
-        results = [
-            result
-            for shape in options.shapes
-            for result in run_shape(shape, providers, options.rounds, deadline)
-        ]  # fmt: skip
-    finally:
-        for provider in providers:
-            provider.close()
-    header, wrong = header_of(options.tiny, options.rounds), beyond_bound(results)
-    text = markdown(header, results, wrong)
-    print(text)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        rows = [] if wrong else [asdict(result) for result in results]
-        data = json.dumps({"header": header, "gate": wrong, "results": rows}, indent=1)
-        (options.output / "lora-step.json").write_text(data + "\n")
-        (options.output / "lora-step.md").write_text(text)
-    return 1 if wrong else 0
-
+BENCHMARK = Benchmark(
+    name="lora-step", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
+    batch=lambda tiny: {"batch": BATCH, "length": 32 if tiny else LENGTH}, run_shape=run_shape,
+    beyond_bound=beyond_bound, markdown=markdown, rounds=ROUNDS, seconds=SECONDS,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

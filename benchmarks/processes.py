@@ -1,16 +1,24 @@
-"""Providers that take turns on one device, each in a process of its own: Liger-Kernel patches module globals."""
+"""Providers that take turns on one device, each in a process of its own: Liger-Kernel patches module globals.
 
+A benchmark of this kind is a `Benchmark`, and its command line `main`.
+"""
+
+import argparse
+import json
 import multiprocessing
 import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from .report import git_commit
 
 
 def serve(connection: Any, worker_class: Callable[[str, bool], Any], provider: str, tiny: bool) -> None:
@@ -84,8 +92,85 @@ def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int,
                 result.peak_mib, result.loss = measured["peak_mib"], measured["loss"]
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    return {name: _version(name) for name in packages}
+@dataclass(frozen=True)
+class Benchmark:
+    """What `main` runs."""
+
+    name: str  # of the files it writes
+    doc: str | None
+    worker: Callable[[str, bool], Any]
+    shapes: Sequence[str]
+    providers: Sequence[str]
+    packages: Sequence[str]  # whose versions are told
+    batch: Callable[[bool], dict[str, Any]]  # what the header says of the batch, tiny or not
+    run_shape: Callable[[str, Sequence[Provider], int, float], list[Result]]
+    beyond_bound: Callable[[Sequence[Result]], list[str]]
+    markdown: Callable[[dict[str, Any], Sequence[Result], Sequence[str]], str]
+    rounds: int
+    seconds: float
+    held_against: frozenset[str] = frozenset()  # providers that run whether asked for or not
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write; 1 if the gate refused."""
+    options = _options(benchmark, arguments)
+    deadline = time.monotonic() + options.seconds
+    chosen = {*options.providers, *benchmark.held_against}
+    providers = [Provider(benchmark.worker, name, options.tiny) for name in benchmark.providers if name in chosen]
+    try:
+        runs = (benchmark.run_shape(shape, providers, options.rounds, deadline) for shape in options.shapes)
+        results = [result for run in runs for result in run]
+    finally:
+        for provider in providers:
+            provider.close()
+    header, wrong = _header(benchmark, options), benchmark.beyond_bound(results)
+    text = benchmark.markdown(header, results, wrong)
+    print(text)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        rows = [] if wrong else [asdict(result) for result in results]
+        data = json.dumps({"header": header, "gate": wrong, "results": rows}, indent=1)
+        (options.output / f"{benchmark.name}.json").write_text(data + "\n")
+        (options.output / f"{benchmark.name}.md").write_text(text)
+    return 1 if wrong else 0
+
+
+def _options(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:
+    files = f"{benchmark.name}.json and {benchmark.name}.md"
+    parser = argparse.ArgumentParser(description=benchmark.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help=f"folder for {files}")
+    for name in ("shapes", "providers"):
+        known = list(getattr(benchmark, name))
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
+    parser.add_argument("--rounds", type=int, default=benchmark.rounds)
+    parser.add_argument("--seconds", type=float, default=benchmark.seconds, help="start no further rounds after these")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
+    return parser.parse_args(arguments)
+
+
+def _header(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": git_commit(),
+        "packages": {name: _version(name) for name in benchmark.packages},
+        **benchmark.batch(options.tiny),
+        "rounds": options.rounds,
+    }
+
+
+def opening(title: str, header: Mapping[str, Any], what: str, wrong: Sequence[str]) -> list[str]:
+    """The first lines of the Markdown: where it was measured and how; the gate's reasons where it refused."""
+    packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
+    lines = [
+        f"# {title}",
+        "",
+        f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}. {what}",
+        "",
+    ]
+    if wrong:
+        lines += ["No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""]
+    return lines
 
 
 def _version(package: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import lora_step
 from benchmarks.lora_step import Case, Result
+from benchmarks.processes import main
 
 
 def results(case: Case, ours: dict[str, float], failure: str | None = None) -> list[Result]:
@@ -43,7 +44,7 @@ def test_table_has_ratios_of_ours_and_failures():
 @pytest.mark.slow
 def test_tiny_run(tmp_path):
     arguments = ["--tiny", "--providers", "ours", "peft", "--shapes", "Qwen3-1.7B", "--rounds", "1"]
-    assert lora_step.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert main(lora_step.BENCHMARK, [*arguments, "--output", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "lora-step.json").read_text())
     assert len(data["results"]) == 8 and all(len(r["ms"]) == lora_step.STEPS for r in data["results"])
     assert (tmp_path / "lora-step.md").read_text().count("PEFT + liger-trainer") == 4
