@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, adapter_modules, datasets_of, optimizer, share_or_number
+from .rows import ALPACA, adapter_modules, datasets_of, optimizer, share_or_number, when_true
 
 _READ_AS_THEY_ARE = ("chat_template", "completion", "pretrain")
 _KERNELS = "the layers and the loss are fused anyway."
@@ -63,10 +63,6 @@ def _checkpointing(value: Any, source: Source) -> Settings:
     if value in ("offload", "offload_disk"):
         return {"gradient_checkpointing": True, "activation_offloading": True}
     return {"gradient_checkpointing": bool(value)}
-
-
-def _attention(name: str) -> Any:
-    return lambda value, source: {"attn_implementation": name} if value else {}
 
 
 def _per_epoch(what: str) -> Any:
@@ -150,20 +146,20 @@ TOOL = Tool(
         "bf16": _half("bf16", "bfloat16"),
         "fp16": _half("fp16", "float16"),
         "gradient_checkpointing": _checkpointing,
-        "flash_attention": _attention("flash_attention_2"),
-        "sdp_attention": _attention("sdpa"),
-        "eager_attention": _attention("eager"),
+        "flash_attention": when_true(attn_implementation="flash_attention_2"),
+        "sdp_attention": when_true(attn_implementation="sdpa"),
+        "eager_attention": when_true(attn_implementation="eager"),
         "optimizer": lambda value, source: optimizer(value, source) if value else {},
         "evals_per_epoch": _per_epoch("eval"),
         "saves_per_epoch": _per_epoch("save"),
         "wandb_project": _tracker,
         "chat_template": _template,
-        "train_on_inputs": lambda value, source: {"completion_only_loss": False} if value else {},
-        "group_by_length": lambda value, source: {"train_sampling_strategy": "group_by_length"} if value else {},
+        "train_on_inputs": when_true(completion_only_loss=False),
+        "group_by_length": when_true(train_sampling_strategy="group_by_length"),
         "fsdp": _sharded,
         "fsdp_version": lambda value, source: {},
-        "load_in_4bit": lambda value, source: {"load_in_4bit": True} if value else {},
-        "load_in_8bit": lambda value, source: {"load_in_8bit": True} if value else {},
+        "load_in_4bit": when_true(load_in_4bit=True),
+        "load_in_8bit": when_true(load_in_8bit=True),
     },
     unneeded={
         "model_type": "the class of the model is found by its configuration.",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, adapter_modules, datasets_of, share_or_number
+from .rows import ALPACA, adapter_modules, datasets_of, share_or_number, when_true
 
 _KERNELS = "the layers and the loss are fused anyway."
 _TABLE = "dataset_info.json"
@@ -113,13 +113,13 @@ TOOL = Tool(
         "val_size": share_or_number,
         "quantization_bit": _quantized,
         "quantization_type": lambda value, source: {"bnb_4bit_quant_type": value} if value else {},
-        "double_quantization": lambda value, source: {"use_bnb_nested_quant": True} if value else {},
+        "double_quantization": when_true(use_bnb_nested_quant=True),
         "flash_attn": _attention,
         "template": _template,
         "disable_gradient_checkpointing": _checkpointing_off,
         "neat_packing": _shared_packing,
         "train_on_prompt": _on_prompt,
-        "pure_bf16": lambda value, source: {"bf16": True} if value else {},
+        "pure_bf16": when_true(bf16=True),
     },
     unneeded={
         "do_train": "a run trains.",

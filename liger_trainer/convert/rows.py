@@ -1,5 +1,6 @@
 """What several tools have in common: where rows come from, and the words for optimizers and schedules."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ ALPACA = (
     "rows with instruction, input and output are not read: give them a prompt and a completion, or messages, "
     "and name that file in dataset_name."
 )
+
+
+def when_true(**settings: Any) -> Callable[[Any, Source], Settings]:
+    """For a switch: these settings where it is on, none where it is off."""
+    return lambda value, source: settings if value else {}
 
 
 def datasets_of(entries: list[dict[str, Any]], source: Source) -> Settings:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, BUILDERS, optimizer
+from .rows import ALPACA, BUILDERS, optimizer, when_true
 
 _ATTENTION = {"output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -180,7 +180,7 @@ TOOL = Tool(
         "lr_scheduler._component_": _schedule,
         "kd_loss._component_": _distillation,
         "dataset._component_": _dataset,
-        "dataset.train_on_input": lambda value, source: {"completion_only_loss": False} if value else {},
+        "dataset.train_on_input": when_true(completion_only_loss=False),
         "metric_logger._component_": _tracker,
         "device": _device,
         "resume_from_checkpoint": _resumed,
