@@ -123,7 +123,7 @@ def _statistics(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     READ_AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(top, total, weighted, plain) of a row, see CARRY. One maximum a lane, and no reduction until the row ends."""
+    """(top in base 2, total, weighted, plain) of a row, see CARRY. No reduction until the row ends."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -151,7 +151,7 @@ def _statistics(
     share = tl.exp2(top - highest)
     total = tl.sum(total * share, 0)
     weighted = tl.sum(weighted * share, 0)
-    return highest * 0.6931471805599453, total, weighted * 0.6931471805599453, tl.sum(plain, 0) * 0.6931471805599453
+    return highest, total, weighted * 0.6931471805599453, tl.sum(plain, 0) * 0.6931471805599453
 
 
 @triton.jit
@@ -208,10 +208,11 @@ def _whole_rows_kernel(
         used = tl.where(label == ignore_index, 0, V)
     z_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     x_label = _rounded(z_label, inv_temperature)
-    top, total, weighted, plain = _statistics(
+    highest, total, weighted, plain = _statistics(
         logits_ptr, bias_ptr, class_weight_ptr, used, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WRITE_GRAD, BLOCK,
     )  # fmt: skip
+    top = highest * 0.6931471805599453
     lse = top + tl.log(total)
     nll = lse - x_label
     softmax_weight, label_weight, even_weight = _label_weights(
@@ -235,6 +236,8 @@ def _whole_rows_kernel(
     tl.store(out_ptr + 3 * stride_out + row, tl.where(seen & (x_label >= top), 1.0, 0.0))
     tl.store(out_ptr + 4 * stride_out + row, tl.where(seen, lse, 0.0))
     if WRITE_GRAD:
+        # lse is rounded, by as much for the whole row, which this makes sum to 1.
+        softmax_weight *= tl.exp2(lse * 1.4426950408889634 - highest) / total
         _write_gradient(
             logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, used, label, lse, softmax_weight, label_weight,
             even_weight, factor * inv_temperature, scale, softcap, inv_temperature,
@@ -268,6 +271,7 @@ def _tile_statistics_kernel(
         logits_ptr, bias_ptr, class_weight_ptr, columns, scale, softcap, inv_temperature,
         HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, False, BLOCK,
     )  # fmt: skip
+    top *= 0.6931471805599453
     before = tl.load(carry_ptr)
     highest = tl.maximum(top, before)
     keep = tl.exp(before - highest)
@@ -420,7 +424,10 @@ def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor
         softmax_weight = label_weight + even_weight * class_weight.sum() + 2 * o.z_loss * lse
     if targets.ignore_index is not None:
         factor = factor.where(targets.labels != targets.ignore_index, 0)
-    dx = (x / o.temperature - lse[:, None]).exp_().mul_(softmax_weight[:, None])
+    x = x / o.temperature
+    # lse is rounded, by as much for the whole row, which softmax makes sum to 1.
+    q = x.softmax(-1) if x.shape[1] == tile.vocab else (x - lse[:, None]).exp_()
+    dx = q.mul_(softmax_weight[:, None])
     place = targets.labels - tile.first
     inside = (place >= 0) & (place < x.shape[1])
     dx.scatter_add_(1, place.where(inside, 0)[:, None], (-label_weight).where(inside, 0)[:, None])

@@ -354,3 +354,16 @@ def test_mixed_dtypes(hidden, weight, monkeypatch):
 def test_bad_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**random_inputs(4, 6, 20), **change})
+
+
+def test_logits_far_from_zero(fp32):
+    """What log-sum-exp is rounded by is common to a row, and must not add up in the gradient of hidden."""
+    tensors = random_inputs(64, 16, 300, device=fp32.device, spread=1.0)
+    tensors["bias"] = torch.full((300,), 300.0, device=fp32.device)
+    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    truth = evaluate(linear_cross_entropy_reference, double)["d_hidden"]
+    errors = [
+        (evaluate(op, tensors)["d_hidden"].double() - truth).norm()
+        for op in (linear_cross_entropy, linear_cross_entropy_reference)
+    ]
+    assert errors[0] < 2 * errors[1]
