@@ -26,9 +26,9 @@ from .cache_fingerprints import (
     tokenizer_fingerprint,
 )
 from .distill_config import LigerDistillConfig
-from .distill_trainer import load_teacher
 from .errors import ConfigError
 from .head import output_module
+from .model_teacher import load_teacher
 from .teacher_cache import (
     INDEX,
     VERSION,

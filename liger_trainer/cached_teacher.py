@@ -4,7 +4,7 @@ TRL's packing and its collator keep token ids, labels and the lengths of what wa
 all it takes: each document's content says where its records are, and the collator lays them out as the batch is.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -15,12 +15,17 @@ from .cache_fingerprints import row_key, spans, supervised_tokens, teacher_finge
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .sparse_teacher import SparseTeacher
+from .teacher import check_student_vocabulary
 from .teacher_cache import TeacherCache
+from .teachers import Teacher
+
+if TYPE_CHECKING:
+    from .distill_trainer import LigerDistillTrainer
 
 RECORDS = "teacher_records"
 
 
-class CachedTeacher:
+class CachedTeacher(Teacher):
     """A teacher cache in the place of a teacher.
 
     Args:
@@ -39,9 +44,8 @@ class CachedTeacher:
         if teacher is not None:
             self._check_teacher(teacher, args)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.cache.index.settings.vocab_size
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        return check_student_vocabulary(trainer.student, self.cache.index.settings.vocab_size)
 
     def _check_teacher(self, teacher: Any, args: LigerDistillConfig) -> None:
         there = self.cache.index.fingerprints.teacher_from
@@ -67,7 +71,7 @@ class CachedTeacher:
     def collator(self, collator: Any) -> "CacheCollator":
         return CacheCollator(collator, self.cache)
 
-    def take_from(self, inputs: dict[str, Any]) -> SparseTeacher:
+    def answer(self, inputs: dict[str, Any]) -> SparseTeacher:
         """The teacher at the positions of a batch, whose records are taken out of `inputs`. On their device."""
         form = self.cache.format
         return SparseTeacher(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)

@@ -11,9 +11,9 @@ from accelerate.utils import DistributedType
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from trl.trainer.utils import create_model_from_path
 
-from .distill_config import distillation_of
 from .errors import ConfigError
 from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
+from .loss_terms import distillation_of
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, base_of, patched_record

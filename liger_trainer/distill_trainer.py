@@ -3,26 +3,22 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from trl.models.utils import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model
 
 from .cached_teacher import CachedTeacher
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
 from .losses import LossOptions
-from .teacher import (
-    check_student_vocabulary,
-    patch_layers,
-    per_token_values,
-    shared_vocabulary,
-    teacher_dtype,
-    teacher_logits,
-)
+from .model_teacher import ModelTeacher
+from .patching import Patched
+from .teacher import per_token_values
+from .teachers import Teacher
 from .trainer import LigerTrainer
 
 
@@ -40,8 +36,11 @@ class LigerDistillTrainer(LigerTrainer):
         args: `LigerDistillConfig`.
         **kwargs: as for `trl.SFTTrainer`.
 
-    Attributes, besides LigerTrainer's: `teacher`, and `teacher_patched`, its record of replacements or None where its
-    layers have nothing to replace; both None with a cache, which is `cached_teacher`.
+    Attributes, besides LigerTrainer's:
+        teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
+        teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
+            nothing to replace; both None with a cache.
+        distillation: the loss; `distil` changes it.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
@@ -61,61 +60,54 @@ class LigerDistillTrainer(LigerTrainer):
         if not isinstance(args, LigerDistillConfig):
             raise ConfigError(f"args must be a LigerDistillConfig, got {type(args).__name__}.")
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
-        if teacher_model is None and args.teacher == "model":
-            raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
-        self._shared_vocab: int | None = None
-        self.cached_teacher = CachedTeacher(args, teacher_model) if args.teacher == "cache" else None
-        if self.cached_teacher is not None and kwargs.get("data_collator") is not None:
+        self.teaching = teacher_of(args, teacher_model)
+        if args.teacher == "cache" and kwargs.get("data_collator") is not None:
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
+        self.distillation = args.distillation()
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
-        self.teacher: Any = None
-        self.teacher_patched = None
-        if self.cached_teacher is not None:
-            student = self.accelerator.unwrap_model(self.model)
-            self._shared_vocab = check_student_vocabulary(student, self.cached_teacher.vocab_size)
-            self.data_collator = self.cached_teacher.collator(self.data_collator)
-        else:
-            assert teacher_model is not None
-            teacher = load_teacher(teacher_model, args)
-            self.teacher_patched = patch_layers(teacher, self.patched.options, "teacher")
-            self.teacher = self._prepare_teacher(teacher)
-        self.fused.options = self._loss_options()
+        self.data_collator = self.teaching.collator(self.data_collator)
+        self.distil(vocab_size=self.teaching.prepare(self))
         if args.disable_dropout:
-            _disable_dropout(self.accelerator.unwrap_model(self.model))
+            _disable_dropout(self.student)
+
+    @property
+    def student(self) -> Any:
+        """The model that learns, without what wraps it for several processes."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def teacher(self) -> Any:
+        return self.teaching.model
+
+    @property
+    def teacher_patched(self) -> Patched | None:
+        return self.teaching.patched
+
+    def distil(self, **changes: Any) -> None:
+        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`."""
+        self.distillation = replace(self.distillation, **changes)
+        self.fused.options = self._loss_options()
 
     def _loss_options(self) -> LossOptions:
-        distillation = self.args.distillation(self._shared_vocab)
-        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=distillation)
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if self.cached_teacher is not None:
-            self.cached_teacher.check(prepared, dataset_name, processing_class)
+        self.teaching.check(prepared, dataset_name, processing_class)
         return prepared
 
-    def _prepare_teacher(self, teacher: PreTrainedModel) -> nn.Module:
-        student = self.accelerator.unwrap_model(self.model)
-        self._shared_vocab = shared_vocabulary(student, teacher, self._tokenizer)
-        teacher.requires_grad_(False).eval()
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(teacher, self.accelerator)
-        if self.is_fsdp_enabled:
-            return cast(nn.Module, prepare_fsdp(teacher, self.accelerator))
-        return self.accelerator.prepare_model(teacher, evaluation_mode=True)
-
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The teacher's deferred logits for the batch: its hidden states, and how its head goes on. Or its records."""
-        if self.cached_teacher is not None:
-            return {"teacher_logits": self.cached_teacher.take_from(inputs)}
-        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        base = self.accelerator.unwrap_model(self.teacher)
-        return {"teacher_logits": teacher_logits(self.teacher, base, **inputs)}
+        return {"teacher_logits": self.teaching.answer(inputs)}
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         return {**per_token_values(outputs), "entropy": outputs.entropy}
@@ -129,13 +121,10 @@ def _disable_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
-    if not isinstance(teacher, str):
-        return teacher
-    assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
-    kwargs = dict(args.teacher_model_init_kwargs or {})
-    if args.teacher_model_revision is not None:
-        kwargs["revision"] = args.teacher_model_revision
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    kwargs.setdefault("dtype", teacher_dtype(args))
-    return create_model_from_path(teacher, **kwargs)
+def teacher_of(args: LigerDistillConfig, teacher_model: PreTrainedModel | str | None) -> Teacher:
+    """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
+    if args.teacher == "cache":
+        return CachedTeacher(args, teacher_model)
+    if teacher_model is None:
+        raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
+    return ModelTeacher(args, teacher_model)

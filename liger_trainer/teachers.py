@@ -1,0 +1,42 @@
+"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache.
+
+A kind of teacher is a class: it is made from the trainer's arguments before anything is loaded, looks at the prepared
+rows, is put beside the student once that exists, and then answers for each batch.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from .losses import Logits
+from .sparse_teacher import SparseTeacher
+
+if TYPE_CHECKING:
+    from .distill_trainer import LigerDistillTrainer
+
+
+class Teacher(ABC):
+    """One kind of teacher. Refusals are ConfigErrors, as early as the reason shows.
+
+    Attributes:
+        model: the teacher's model, as it is called; None where none is in this process.
+        patched: the record of what was replaced in it, or None.
+    """
+
+    model: Any = None
+    patched: Any = None
+
+    def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
+        """Whether it can teach a prepared dataset, made with this tokenizer. Before any model is loaded."""
+        return None
+
+    def collator(self, collator: Any) -> Any:
+        """The trainer's collator, with what the answers need beside it."""
+        return collator
+
+    @abstractmethod
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        """Take the place beside the student. Returns the size of the vocabulary that both share."""
+
+    @abstractmethod
+    def answer(self, inputs: dict[str, Any]) -> Logits | SparseTeacher:
+        """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
