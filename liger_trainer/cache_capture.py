@@ -64,7 +64,7 @@ class Preparation(LigerTrainer):
     """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
-        self.skipped_rows = {}
+        self.row_facts = {}
         sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
         vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -42,6 +42,10 @@ class DataFacts:
     licence: str | None
     test_rows_seen_in_training: int
     """held-out rows that are, word for word, training rows too"""
+    train_rows_repeated: int = 0
+    """training rows that are, word for word, an earlier training row"""
+    test_rows_repeated: int = 0
+    """the same among the held-out rows"""
     blank_lines_skipped: int = 0
 
 
@@ -83,6 +87,8 @@ def load_run_datasets(config: "RunConfig") -> RunData:
         sha256=digest.hexdigest(),
         licence=source.licence,
         test_rows_seen_in_training=sum(row in seen for row in hashes),
+        train_rows_repeated=len(train) - len(seen),
+        test_rows_repeated=len(hashes) - len(set(hashes)),
         blank_lines_skipped=source.blank_lines,
     )
     return RunData(train, test, facts)

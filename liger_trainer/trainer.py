@@ -22,6 +22,7 @@ from .losses import LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
+from .row_facts import RowFacts, count_rows
 
 
 class LigerTrainer(SFTTrainer):
@@ -37,6 +38,7 @@ class LigerTrainer(SFTTrainer):
     Attributes:
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
+        row_facts: what was counted in each dataset's rows: dropped, truncated, tokens (`RowFacts`). Not of a stream.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
@@ -47,7 +49,7 @@ class LigerTrainer(SFTTrainer):
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, **kwargs):
-        self.skipped_rows: dict[str, int] = {}
+        self.row_facts: dict[str, RowFacts] = {}
         options = _take_flag(inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args"))
         with warnings.catch_warnings(), _adapters_on_the_head():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
@@ -71,15 +73,27 @@ class LigerTrainer(SFTTrainer):
             assert isinstance(tokenized, Dataset)
         finally:
             args.max_length = max_length
-        keep = None if packing and args.packing_strategy != "bfd" else max_length
-        kept = _with_supervised_tokens(tokenized, keep, args.truncation_mode)
-        self.skipped_rows[dataset_name] = len(tokenized) - len(kept)
+        kept = self._learnable(tokenized, args, packing, dataset_name)
         if not len(kept):
             raise DataError(
                 f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
-        return super()._prepare_dataset(kept, processing_class, args, packing, formatting_func, dataset_name)
+        prepared = super()._prepare_dataset(kept, processing_class, args, packing, formatting_func, dataset_name)
+        self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
+        return prepared
+
+    def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
+        """The rows with a supervised token within what truncation or packing will leave of them."""
+        # packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off
+        uncut = packing and args.packing_strategy != "bfd"
+        mode = "keep_start" if packing else args.truncation_mode
+        self.row_facts[dataset_name], kept = count_rows(tokenized, None if uncut else args.max_length, mode)
+        return tokenized if len(kept) == len(tokenized) else tokenized.select(kept)
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or self._shards_sequences():
@@ -212,9 +226,3 @@ def _num_tokens(inputs: dict[str, Any]) -> Tensor:
     if "attention_mask" in inputs:
         return _count(inputs["attention_mask"])
     return torch.tensor(inputs["input_ids"].numel(), dtype=torch.float64, device=inputs["input_ids"].device)
-
-
-def _with_supervised_tokens(dataset: Dataset, max_length: int | None, truncation_mode: str) -> Dataset:
-    kept = slice(-max_length if max_length else None, None) if truncation_mode == "keep_end" else slice(max_length)
-    # The first token of a row is never predicted.
-    return dataset.filter(lambda row: any(label != -100 for label in row["labels"][kept][1:]), desc="Checking labels")
