@@ -176,7 +176,7 @@ def table(results: dict[str, dict[str, Any]], command: str, device: str) -> str:
         f"commit {git_commit()}, `{command}`.",
         "",
         f"{STEPS} steps of AdamW from the same weights on the same batches. Plain from plain: the largest distance",
-        "among plain runs that split their batches into 2, 4 or 8 micro-batches, or whose attention is eager instead of sdpa",
+        "among plain runs that split their batches into 2, 4 or 8 micro-batches, or whose attention is eager, not sdpa",
         "(not gemma2, which is always eager). From fp32: distance from a plain run in fp32. Loss: the largest relative",
         "difference of a step; logits and weights: relative L2 after the last step. Within: both of patched's",
         f"distances are at most twice plain's, or {FLOOR:g}.",
