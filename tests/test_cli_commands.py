@@ -119,7 +119,9 @@ def test_ls_by_recipe_and_family(call):
     for recipe in ("sft", "distill"):
         entries = json.loads(call("ls", recipe, "--json")[1])
         assert entries and all(load_run_config(entry["name"]).recipe == recipe for entry in entries)
-        assert [line.split()[0] for line in call("ls", recipe)[1].splitlines()] == [entry["name"] for entry in entries]
+        assert [line.split()[0] for line in call("ls", recipe)[1].splitlines()[1:]] == [
+            entry["name"] for entry in entries
+        ]
     assert json.loads(call("ls", "smollm2", "--json")[1])[0]["family"] == "smollm2"
     code, _, err = call("ls", "distil")
     assert code == 2 and "Did you mean distill?" in err
