@@ -1,0 +1,124 @@
+"""Tiny random models and rows in place of the real ones that configurations name: the same architectures, the same
+columns and splits, the chat templates that TRL knows."""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+from datasets import Dataset, DatasetDict
+from tiny import SIZES, VOCAB, chats, completions, tiny_tokenizer
+from trl import chat_template_utils
+
+from liger_trainer.run_config import RunConfig
+
+# model id: (its architecture here, TRL's name for its chat template if TRL can mark the answers in it)
+MODELS = {
+    "demo:smollm2-135m-instruct": ("llama", None),
+    "google/gemma-3-1b-it": ("gemma3_text", "gemma3"),
+    "google/gemma-3-4b-it": ("gemma3", "gemma3"),
+    "ibm-granite/granite-3.3-2b-instruct": ("granite", None),
+    "ibm-granite/granite-3.3-8b-instruct": ("granite", None),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", None),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama", None),
+    "meta-llama/Llama-3.2-3B-Instruct": ("llama", None),
+    "microsoft/Phi-4-mini-instruct": ("phi3", None),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", None),
+    "Qwen/Qwen3-0.6B": ("qwen3", "qwen3"),
+    "Qwen/Qwen3-1.7B": ("qwen3", "qwen3"),
+    "Qwen/Qwen3-4B": ("qwen3", "qwen3"),
+    "Qwen/Qwen3-8B": ("qwen3", "qwen3"),
+}
+LAYERS = {**SIZES, "num_hidden_layers": 3}
+GEMMA = {"head_dim": 8, "sliding_window": 8}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+# architecture: (configuration class, its options): those of the models above that change which code runs
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", {**LAYERS, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**LAYERS, "head_dim": 8, "tie_word_embeddings": True}),
+    "gemma3_text": ("Gemma3TextConfig", {**LAYERS, **GEMMA}),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": {**LAYERS, **GEMMA}, "vision_config": VISION, "mm_tokens_per_image": 4,
+            "image_token_index": VOCAB - 6, "boi_token_index": VOCAB - 7, "eoi_token_index": VOCAB - 8,
+        },
+    ),
+    "mistral": ("MistralConfig", {**LAYERS, "head_dim": 8, "sliding_window": None}),
+    "phi3": ("Phi3Config", {**LAYERS, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "granite": ("GraniteConfig", {**LAYERS, "logits_scaling": 8.0, "embedding_multiplier": 12.0}),
+}  # fmt: skip
+
+
+def _capybara() -> DatasetDict:
+    splits = {"train": chats(16), "test": chats(4, seed=1)}
+    return DatasetDict({name: rows.add_column("source", ["made up"] * len(rows)) for name, rows in splits.items()})
+
+
+def _ultrachat() -> DatasetDict:
+    rows = chats(16)
+    columns = {"prompt": [row["messages"][0]["content"] for row in rows], "messages": rows["messages"]}
+    splits = ("train_sft", "test_sft", "train_gen", "test_gen")
+    return DatasetDict({split: Dataset.from_dict(columns) for split in splits})
+
+
+# dataset id: rows with its splits, and with its columns as far as they matter
+DATASETS = {
+    "demo:python_docstrings": lambda: DatasetDict(train=completions(16), test=completions(4, seed=1)),
+    "HuggingFaceH4/ultrachat_200k": _ultrachat,
+    "trl-lib/Capybara": _capybara,
+}
+SHORT = (
+    "max_steps=2", "max_length=48", "per_device_train_batch_size=2", "gradient_accumulation_steps=1",
+    "per_device_eval_batch_size=2", "max_eval_rows=2", "num_sample_completions=1", "max_new_tokens=2",
+    "logging_steps=1", "save_strategy=no", "use_cpu=true", "disable_tqdm=true",
+)  # fmt: skip
+LEFT_OUT = (  # kernels of bitsandbytes; a part of a dataset of the hub
+    "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "dataset_config",
+)  # fmt: skip
+
+
+class StandIns:
+    """Directories below `root` that stand in for models and datasets by id, each made when it is first asked for."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def path(self, name: str) -> str:
+        folder = self.root / name.replace("/", "--").replace(":", "--")
+        if not folder.exists():
+            if name in DATASETS:
+                DATASETS[name]().save_to_disk(str(folder))
+            else:
+                self._make_model(name, folder)
+        return str(folder)
+
+    def _make_model(self, name: str, folder: Path) -> None:
+        architecture, template = MODELS[name]
+        class_name, options = ARCHITECTURES[architecture]
+        transformers.set_seed(zlib.crc32(name.encode()))  # another model for each name
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**options))
+        model.save_pretrained(folder)
+        tokenizer = tiny_tokenizer()
+        if template is not None:
+            tokenizer.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+        tokenizer.save_pretrained(folder)
+
+    def changes(self, config: RunConfig, folder: Path) -> list[str]:
+        """The settings that make a run of `config` short, on these models and rows, with its files below `folder`.
+        All else is what the configuration says."""
+        return [*SHORT, *self._names(config), *self._files(config, folder)]
+
+    def _names(self, config: RunConfig) -> Iterator[str]:
+        for key in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name"):
+            if config.values.get(key) in (*MODELS, *DATASETS):
+                yield f"{key}={self.path(config[key])}"
+        yield from (f"~{key}" for key in LEFT_OUT if config.given(key))
+
+    def _files(self, config: RunConfig, folder: Path) -> Iterator[str]:
+        yield f"output_dir={folder / 'out'}"
+        if config.given("teacher_cache_dir"):
+            yield f"teacher_cache_dir={folder / 'cache'}"
