@@ -9,7 +9,8 @@ from pathlib import Path
 from .config_source import COMMAND_LINE
 from .errors import ConfigError, CorruptError
 
-CONFIG, METRICS, STATE = "config.yaml", "metrics.json", "trainer_state.json"
+CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
+BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
 _WEIGHTS = (
     "*.safetensors",
     "pytorch_model*.bin",

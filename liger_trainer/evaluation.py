@@ -15,36 +15,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import maybe_convert_to_chatml
 
 from .data import RunData
+from .metric_rows import DISTILL_ROWS as DISTILL_ROWS
+from .metric_rows import SFT_ROWS as SFT_ROWS
+from .metric_rows import Row
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
 
 ANSWERS = ("assistant", "gpt", "model")  # roles, in messages and in ShareGPT's conversations
 TEXT_PROMPT_TOKENS = 32  # of a row of plain text or token ids, which has no prompt of its own
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: a metric of `trainer.evaluate()` without its prefix, and how it is shown."""
-
-    metric: str
-    title: str
-    digits: int = 3
-
-
-SFT_ROWS = (
-    Row("loss", "loss (nats/token)"),
-    Row("perplexity", "perplexity", 2),
-    Row("mean_token_accuracy", "token accuracy"),
-    Row("entropy", "entropy (nats/token)"),
-)
-DISTILL_ROWS = (
-    Row("forward_kl", "forward KL (nats/token)"),
-    Row("reverse_kl", "reverse KL (nats/token)"),
-    Row("agreement_at_1", "agreement@1"),
-    Row("student_perplexity", "student perplexity", 2),
-    Row("teacher_perplexity", "teacher perplexity", 2),
-)
 
 
 @dataclass(frozen=True)

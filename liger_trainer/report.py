@@ -1,7 +1,7 @@
 """What a run says: its effective configuration and data at the start, its results at the end."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .data import DataFacts
-from .evaluation import Completion, Row, comparison_table, print_completions
+from .evaluation import Completion, comparison_table, print_completions
+from .metric_rows import Row
+from .patching import Patched
+from .row_facts import RowFacts
 from .training import TrainingFacts
 
 if TYPE_CHECKING:
@@ -26,12 +29,23 @@ class RunResults:
     after: dict[str, float]
     completions: list[Completion]
     data: DataFacts
-    skipped_rows: dict[str, int]
-    """rows of each split that had no supervised token left"""
+    rows: dict[str, RowFacts]
+    """of each split, as the trainer prepared it"""
+    patched: dict[str, Any]
+    """`patch_facts`"""
     training: TrainingFacts
     seconds: dict[str, float]
     """of each part of the run"""
     log_history: list[dict[str, Any]]
+
+
+def patch_facts(**models: Patched | None) -> dict[str, Any]:
+    """What was swapped in each model, by name, and what was left alone and why; not of a model that is None."""
+    reports = {name: patched.report for name, patched in models.items() if patched is not None}
+    return {
+        name: {"model": report.model, "swapped": dict(report.swapped), "left_alone": report.left_alone}
+        for name, report in reports.items()
+    }
 
 
 def run_console() -> Console:
@@ -69,7 +83,17 @@ def print_results(console: Console, results: RunResults, rows: tuple[Row, ...], 
         f"({training.peak_memory_of}); {training.device}",
         highlight=False,
     )
-    if any(results.skipped_rows.values()):
-        skipped = ", ".join(f"{count} of {split}" for split, count in results.skipped_rows.items())
-        console.print(f"Rows skipped because no supervised token was left in them: {skipped}", style="yellow")
-    console.print(f"Model, tokenizer, config.yaml and metrics.json are in {output_dir}", highlight=False)
+    console.print(f"Model, tokenizer, config.yaml, metrics.json and report.html are in {output_dir}", highlight=False)
+
+
+def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
+    """What the trainer made of the rows of each split; in yellow what is lost of them."""
+    table = Table(title="rows, tokenized", title_justify="left")
+    table.add_column()
+    for split in rows:
+        table.add_column(split, justify="right")
+    for name in (field.name for field in fields(RowFacts)):
+        counts = [getattr(facts, name) for facts in rows.values()]
+        lost = name in ("rows_dropped", "rows_truncated", "supervised_tokens_lost") and any(counts)
+        table.add_row(name.replace("_", " "), *(f"{count:,}" for count in counts), style="yellow" if lost else None)
+    console.print(table)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -63,7 +64,8 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def _labels(dataset: Dataset, rows: int = 4096) -> Iterator[Batch]:
-    for table in dataset.select_columns(["labels"]).with_format("arrow").iter(rows):
+    tables: Any = dataset.select_columns(["labels"]).with_format("arrow").iter(rows)
+    for table in tables:
         column = table["labels"].combine_chunks()
         column = column.chunk(0) if hasattr(column, "chunk") else column
         offsets = column.offsets.to_numpy()

@@ -4,27 +4,27 @@ The trained weights are saved before the last evaluation, and metrics.json last 
 run is finished, and nothing that follows training can lose the model.
 """
 
-import importlib.metadata
 import json
 import math
 import os
 import platform
+import shlex
+import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 from transformers import Trainer
 
-from . import __version__
-from .checkpoints import CONFIG, METRICS
+from .checkpoints import CONFIG, METRICS, REPORT
+from .environment import device_facts, versions
 from .errors import NonFiniteError
 
 if TYPE_CHECKING:
     from .report import RunResults
     from .run_config import RunConfig
-
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
 
 
 def check_output_dir(config: "RunConfig") -> Path:
@@ -49,11 +49,12 @@ def check_output_dir(config: "RunConfig") -> Path:
 
 
 def start_output(trainer: Trainer, config: "RunConfig") -> None:
-    """At the start of training: config.yaml, which `liger-trainer resume` reads, and no metrics.json of before."""
+    """At the start of training: config.yaml, which `liger-trainer resume` reads, and no results of before."""
     if trainer.is_world_process_zero():
         output_dir = Path(str(trainer.args.output_dir))
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / METRICS).unlink(missing_ok=True)  # of a run that is now overwritten
+        for name in (METRICS, REPORT):  # of a run that is now overwritten
+            (output_dir / name).unlink(missing_ok=True)
         _write(output_dir / CONFIG, config.to_yaml())
 
 
@@ -71,7 +72,7 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """Everything after the last evaluation: the hub if asked for, metrics.json.
+    """Everything after the last evaluation: the hub if asked for, metrics.json, report.html.
 
     Raises:
         NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
@@ -79,23 +80,36 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     if config["push_to_hub"]:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
     if trainer.is_world_process_zero():
-        content = _for_json({**asdict(results), "versions": versions()})
+        content = _for_json({**asdict(results), **_circumstances(config)})
         _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        _report(output_dir)
     trainer.accelerator.end_training()
     lost = [name for name, value in results.after.items() if math.isnan(value)]
     if lost:
         raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers."""
-    found = {"python": platform.python_version(), "liger-trainer": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # triton, with a CPU build of torch
-    return found
+def _circumstances(config: "RunConfig") -> dict[str, Any]:
+    """What a run came from and happened on."""
+    return {
+        "settings": {key: {"value": value, "set_by": where} for key, (value, where) in config.changes().items()},
+        "overrides": config.overrides,
+        "versions": versions(),
+        "environment": {"platform": platform.platform(), **device_facts()},
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _report(output_dir: Path) -> None:
+    """report.html. Whatever may go wrong with a drawing, the run is done and everything else is saved."""
+    from .html_report import write_report
+    from .run_reading import read_run
+
+    try:
+        write_report([read_run(output_dir)], output_dir / REPORT)
+    except Exception as error:
+        advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
+        print(f"liger-trainer: no report was written: {type(error).__name__}: {error}; {advice}", file=sys.stderr)
 
 
 def _write(path: Path, text: str) -> None:

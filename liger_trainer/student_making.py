@@ -21,12 +21,12 @@ from .cache_capture import Preparation
 from .config_rules import is_sharded
 from .data import RunData, load_run_datasets
 from .distill_trainer import LigerDistillTrainer
+from .environment import versions
 from .errors import ConfigError, NonFiniteError
-from .evaluation import DISTILL_ROWS
 from .importance import Importance, measure_importance
 from .loading import ModelFiles, check_student, load_original, open_model
+from .metric_rows import DISTILL_ROWS
 from .narrowing import layer_mlps, narrow_mlps
-from .saving import versions
 from .students import drop_layers, kept_indices
 
 if TYPE_CHECKING:

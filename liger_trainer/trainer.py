@@ -80,6 +80,7 @@ class LigerTrainer(SFTTrainer):
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
         prepared = super()._prepare_dataset(kept, processing_class, args, packing, formatting_func, dataset_name)
+        assert isinstance(prepared, Dataset)
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
 
@@ -134,7 +135,7 @@ class LigerTrainer(SFTTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self._per_token(outputs).items()}
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), _num_tokens(inputs)])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
-        self._token_metrics[mode].add(dict(zip(sums, totals, strict=True)), tokens)
+        self._add(mode, dict(zip(sums, totals, strict=True)), tokens)
         entropy = totals[list(sums).index("entropy")]
         self._metrics[mode]["entropy"].append(entropy / tokens.clamp(min=1))
         self._metrics[mode]["mean_token_accuracy"].append(correct / tokens.clamp(min=1))
@@ -143,6 +144,10 @@ class LigerTrainer(SFTTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             self._metrics[mode]["aux_loss"].append(self.accelerator.reduce(outputs.aux_loss.detach(), "mean"))
+
+    def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """A micro-batch's sums over the tokens of all ranks."""
+        self._token_metrics[mode].add(totals, tokens)
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         """What is averaged over tokens. `entropy` is logged as TRL does, as a mean of means."""

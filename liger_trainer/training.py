@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from .checkpoints import checkpoints_in, step_of
+from .checkpoints import BEFORE, checkpoints_in, step_of
 from .errors import LigerTrainerError, NonFiniteError
 from .evaluation import Measurement
 from .saving import start_output
@@ -131,6 +131,43 @@ class StopOnNonFinite(TrainerCallback):
         )
 
 
+class Pace(TrainerCallback):
+    """Adds `tokens_per_second` and `peak_memory_mib` to every training log.
+
+    The clock runs in steps, not in the evaluations and saves between them. Memory is the peak since training began.
+    """
+
+    def __init__(self) -> None:
+        self.start = self.end = self.paused = 0.0
+        self.tokens, self.elsewhere = 0.0, True
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self.start == 0.0:
+            self.start = now
+        elif self.elsewhere:
+            self.paused += now - self.end
+        self.elsewhere = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.end = time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.elsewhere = True
+
+    on_save = on_evaluate
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "loss" not in logs or "num_tokens" not in logs:
+            return
+        now = self.end = time.perf_counter()  # the losses were read, so the device has done its steps
+        tokens, seconds = logs["num_tokens"] - self.tokens, now - self.start - self.paused
+        facts = {"tokens_per_second": round(tokens / seconds, 1), "peak_memory_mib": round(peak_memory_mib(args), 1)}
+        logs.update(facts)  # for the trackers
+        state.log_history[-1].update(facts)
+        self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
+
+
 class MeasureFirst(TrainerCallback):
     """Measures the student once training is set up and before its first step, and stores that with each checkpoint.
 
@@ -138,11 +175,9 @@ class MeasureFirst(TrainerCallback):
     so that `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
     """
 
-    FILE = "measured_before.json"
-
     def __init__(self, measure: Callable[[], Measurement], checkpoint: str | None, clock: Clock) -> None:
         self.measure, self.clock = measure, clock
-        self.stored = Path(checkpoint, self.FILE) if checkpoint else None
+        self.stored = Path(checkpoint, BEFORE) if checkpoint else None
         self.result: Measurement | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -158,7 +193,7 @@ class MeasureFirst(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero and self.result is not None:
             folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            (folder / self.FILE).write_text(json.dumps(asdict(self.result)), encoding="utf-8")
+            (folder / BEFORE).write_text(json.dumps(asdict(self.result)), encoding="utf-8")
 
 
 def train(
@@ -175,6 +210,7 @@ def train(
         NonFiniteError: a logged loss is NaN or infinite.
     """
     stop, first = StopOnSignal(), MeasureFirst(measure, checkpoint, clock)
+    trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, which get its values too
     trainer.add_callback(stop)
     trainer.add_callback(StopOnNonFinite())
     trainer.add_callback(first)
@@ -228,7 +264,7 @@ def _facts(trainer: Trainer, seconds: float) -> TrainingFacts:
         tokens=tokens,
         seconds=round(seconds, 2),
         tokens_per_second=round(tokens / seconds, 1),
-        peak_memory_mib=round(torch.cuda.max_memory_allocated() / 2**20 if gpu else _resident_mib(), 1),
+        peak_memory_mib=round(peak_memory_mib(trainer.args), 1),
         peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
         device=torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
         processes=trainer.args.world_size,
@@ -237,6 +273,9 @@ def _facts(trainer: Trainer, seconds: float) -> TrainingFacts:
     )
 
 
-def _resident_mib() -> float:
+def peak_memory_mib(args: TrainingArguments) -> float:
+    """Of the GPU, allocated since training began; on a CPU, the resident memory of the process."""
+    if args.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere

@@ -7,9 +7,10 @@ from trl import get_peft_config
 
 from liger_trainer.data import load_run_datasets
 from liger_trainer.distill_trainer import LigerDistillTrainer
-from liger_trainer.evaluation import DISTILL_ROWS, compare, complete, held_out_prompts, measure
+from liger_trainer.evaluation import compare, complete, held_out_prompts, measure
 from liger_trainer.loading import check_same_tokenizer, check_student, load_student, open_model
-from liger_trainer.report import RunResults, print_plan, print_results, run_console
+from liger_trainer.metric_rows import DISTILL_ROWS
+from liger_trainer.report import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
 from liger_trainer.run_config import RunConfig
 from liger_trainer.saving import check_output_dir, finish, save_student
 from liger_trainer.training import Clock, checkpoint_of, train
@@ -48,6 +49,7 @@ def main(config: RunConfig) -> Path:
             processing_class=files.tokenizer,
             peft_config=get_peft_config(config.model_args()),
         )
+    print_rows(console, trainer.row_facts)
     prompts = held_out_prompts(config, data, files.tokenizer)
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
 
@@ -69,7 +71,8 @@ def main(config: RunConfig) -> Path:
         after=after.metrics,
         completions=compare(prompts, before, after, taught),
         data=data.facts,
-        skipped_rows=trainer.skipped_rows,
+        rows=trainer.row_facts,
+        patched=patch_facts(student=trainer.patched, teacher=trainer.teacher_patched),
         training=training,
         seconds=clock.seconds,
         log_history=trainer.state.log_history,

@@ -6,9 +6,10 @@ from pathlib import Path
 from trl import get_peft_config
 
 from liger_trainer.data import load_run_datasets
-from liger_trainer.evaluation import SFT_ROWS, compare, held_out_prompts, measure
+from liger_trainer.evaluation import compare, held_out_prompts, measure
 from liger_trainer.loading import check_student, load_student, open_model
-from liger_trainer.report import RunResults, print_plan, print_results, run_console
+from liger_trainer.metric_rows import SFT_ROWS
+from liger_trainer.report import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
 from liger_trainer.run_config import RunConfig
 from liger_trainer.saving import check_output_dir, finish, save_student
 from liger_trainer.trainer import LigerTrainer
@@ -42,6 +43,7 @@ def main(config: RunConfig) -> Path:
             processing_class=files.tokenizer,
             peft_config=get_peft_config(config.model_args()),
         )
+    print_rows(console, trainer.row_facts)
     prompts = held_out_prompts(config, data, files.tokenizer)
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
 
@@ -58,7 +60,8 @@ def main(config: RunConfig) -> Path:
         after=after.metrics,
         completions=compare(prompts, before, after),
         data=data.facts,
-        skipped_rows=trainer.skipped_rows,
+        rows=trainer.row_facts,
+        patched=patch_facts(student=trainer.patched),
         training=training,
         seconds=clock.seconds,
         log_history=trainer.state.log_history,

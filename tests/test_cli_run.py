@@ -97,6 +97,7 @@ def folder(tmp_path_factory):
 def cli(folder, monkeypatch, capsys):
     """The command line in that folder: exit code, stdout, stderr."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)  # test_report.py has it
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:

@@ -105,7 +105,7 @@ def files_below(folder: str, suffix: str) -> set[str]:
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
     package = ROOT / "liger_trainer"
-    own = [*package.glob("*.py"), *package.glob("*.json"), *package.glob("[!_]*/*.py")]
+    own = [*package.glob("*.py"), *package.glob("*.json"), *package.glob("[!_]*/*.py"), *package.glob("*/*.jinja")]
     own = {p.relative_to(ROOT).as_posix() for p in own if p.parent.name not in FOLDERS}
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 

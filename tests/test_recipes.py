@@ -67,6 +67,7 @@ def models(tmp_path_factory):
 def run(models, tmp_path, monkeypatch, capsys):
     """Run the command line in a folder with models, rows and a configuration; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)  # test_report.py has it
     for name in ("student", "teacher", "stranger"):
         (tmp_path / name).symlink_to(models / name)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
@@ -105,7 +106,10 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, mod
     assert written["after"]["loss"] < written["before"]["loss"]
     assert math.isclose(written["after"]["perplexity"], math.exp(written["after"]["loss"]), rel_tol=1e-4)
     assert written["data"]["train_rows"] == 16 and written["data"]["form"] == "prompt-completion"
-    assert written["skipped_rows"] == {"train": 0, "eval": 0}
+    assert {name: (rows["rows"], rows["rows_dropped"]) for name, rows in written["rows"].items()} == {
+        "train": (16, 0),
+        "eval": (4, 0),
+    }
     assert written["training"]["steps"] == 3 and written["training"]["tokens"] > 0
     assert written["training"]["peak_memory_mib"] > 100 and written["training"]["tokens_per_second"] > 0
     assert set(written["seconds"]) == {"load", "measure_before", "train", "save", "measure_after"}
@@ -221,8 +225,8 @@ def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
     (tmp_path / "train" / "test.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20, 24)))
     code, out, err = run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train")
     assert code == 0, err
-    assert metrics(tmp_path / "out")["skipped_rows"] == {"train": 2, "eval": 0}
-    assert "Rows skipped because no supervised token was left in them: 2 of train" in out
+    assert [rows["rows_dropped"] for rows in metrics(tmp_path / "out")["rows"].values()] == [2, 0]
+    assert "rows dropped │ 2 │ 0" in out
 
 
 def test_no_supervised_token_at_all(run):

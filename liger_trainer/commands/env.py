@@ -12,7 +12,10 @@ import typer
 from .. import __version__
 from ._shared import AsJson
 
-NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML")
+NEEDED = (
+    "torch", "transformers", "trl", "peft", "datasets", "accelerate", "safetensors", "typer", "rich", "PyYAML",
+    "jinja2", "matplotlib",
+)  # fmt: skip
 OPTIONAL = {
     "triton": "the kernels on a GPU; comes with CUDA builds of torch",
     "bitsandbytes": "load_in_4bit, load_in_8bit and the 8-bit optimizers",
@@ -20,7 +23,6 @@ OPTIONAL = {
     "flash-attn": "attn_implementation: flash_attention_2",
     "kernels": "attn_implementation: kernels-community/...",
     "liger-kernel": "LinkedIn's kernels; ours do not need it",
-    "matplotlib": "plots",
     "tensorboard": "report_to: tensorboard",
     "trackio": "report_to: trackio",
     "wandb": "report_to: wandb",
@@ -29,6 +31,8 @@ OPTIONAL = {
 
 def env(as_json: AsJson = False) -> None:
     """Print versions, the GPU, and which optional packages are missing. Good to have in a bug report."""
+    from ..environment import device_facts
+
     facts = {
         "liger-trainer": __version__,
         "python": platform.python_version(),
@@ -36,7 +40,7 @@ def env(as_json: AsJson = False) -> None:
         "executable": sys.executable,
         "needed": {name: _version(name) for name in NEEDED},
         "optional": {name: _version(name) for name in OPTIONAL},
-        "device": _device(),
+        "device": device_facts(),
         "launched": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
     }
     if as_json:
@@ -50,29 +54,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _device() -> dict[str, Any]:
-    """The accelerators as torch sees them."""
-    import torch
-
-    from ..kernels._triton import INSTALLED
-
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append({
-            "name": properties.name,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        })  # fmt: skip
-    return {
-        "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
-        "cpu_threads": torch.get_num_threads(),
-        "kernels": "torch, on the CPU" if not gpus else "Triton" if INSTALLED else "nothing: Triton is not installed",
-    }
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
     from rich.console import Console
     from rich.table import Table
 
-    from ..evaluation import DISTILL_ROWS
+    from ..metric_rows import DISTILL_ROWS
 
     console = Console()
     new = {old: index for index, old in enumerate(record.layers_kept)}

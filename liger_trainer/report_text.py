@@ -1,0 +1,69 @@
+"""Numbers and values as a report writes them."""
+
+import math
+from typing import Any
+
+import yaml
+
+MINUS = "\u2212"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A measurement: `digits` decimals, fewer for large numbers, and an exponent where they would show nothing."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    if value and not 10**-digits <= abs(value) < 1e9:
+        text = f"{value:.{digits}g}"
+    else:
+        text = f"{value:,.{0 if abs(value) >= 1e4 else digits}f}"
+    return text.replace("-", MINUS)
+
+
+def change(old: float | None, new: float | None) -> str:
+    """The relative change, or nothing where it means nothing."""
+    if old is None or new is None or not (math.isfinite(old) and math.isfinite(new)) or old == 0:
+        return ""
+    share = (new - old) / abs(old)
+    return f"{share:+.1%}".replace("-", MINUS) if abs(share) < 10 else f"{new / old:,.0f}×"
+
+
+def duration(seconds: float | None) -> str:
+    """`2 h 5 min`, `3 min 20 s`, `4.2 s`."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {round(seconds) % 60} s"
+
+
+def count(value: Any) -> str:
+    """A whole number with thousands set apart; anything else as `shown`."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
+
+
+def parameters(value: int) -> str:
+    """`135 M`, `1.24 B`: three digits."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return str(value)
+
+
+def memory(mib: float) -> str:
+    """MiB, from 10 GiB on GiB."""
+    return f"{mib / 1024:,.1f} GiB" if mib >= 10240 else f"{mib:,.0f} MiB"
+
+
+def shown(value: Any) -> str:
+    """A setting or a fact, as YAML writes it; a list of plain values by commas."""
+    if value is None:
+        return "none"
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
+        return ", ".join(map(str, value))
+    if isinstance(value, str):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
