@@ -1,0 +1,281 @@
+"""The documentation does what it says: every command in it is executed here, on tiny models and rows, every import in
+its Python is there, every link leads somewhere.
+
+A new command in a block of bash fails `test_every_command_is_known` until it has a line in COMMANDS: what it finds when
+it starts, and the settings that make it small. What cannot run here is in PARSED, with the reason.
+"""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from stand_ins import StandIns
+
+from liger_trainer import cli, launching
+from liger_trainer.commands.convert import Origin
+from liger_trainer.config_source import built_in_configs, read_settings
+from liger_trainer.convert import convert
+from liger_trainer.run_config import load_run_config
+
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MINE = """
+model_name_or_path: demo:smollm2-135m-instruct
+dataset_name: demo:python_docstrings
+learning_rate: 1e-3
+"""
+LORA = "use_peft: true\nlora_target_modules: all-linear\n"
+TEACHER = "teacher_model_name_or_path: demo:smollm2-135m-instruct\n"
+CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
+
+
+class Place:
+    """A folder where a reader tries the commands: what earlier ones left there is made here at once."""
+
+    def __init__(self, folder: Path, stand_ins: StandIns):
+        self.folder, self.stand_ins = folder, stand_ins
+
+    def small(self, config: str) -> list[str]:
+        """The settings that put tiny models, rows and steps into a configuration; its files stay where it says."""
+        changes = self.stand_ins.changes(load_run_config(config), self.folder)
+        return [change for change in changes if not change.startswith(("output_dir=", "teacher_cache_dir="))]
+
+    def run(self, *arguments: str) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(list(arguments))
+        assert not stopped.value.code, arguments
+
+
+def my_yaml(extra: str = "") -> Callable[[Place], None]:
+    return lambda place: (place.folder / "my.yaml").write_text(MINE + extra) and None
+
+
+def trained(place: Place) -> None:
+    """my.yaml with adapters, run to its end into outputs/my."""
+    my_yaml(LORA)(place)
+    place.run("run", "my.yaml", "output_dir=outputs/my", *place.small("my.yaml"), "save_strategy=steps", "save_steps=1")
+
+
+def interrupted(place: Place) -> None:
+    """The same as if it had been stopped after its first step."""
+    trained(place)
+    (place.folder / "outputs/my/metrics.json").unlink()
+    shutil.rmtree(place.folder / "outputs/my/checkpoint-2")
+
+
+def captured(place: Place) -> None:
+    place.run("cache", "smollm2/distill_cached", *place.small("smollm2/distill_cached"))
+
+
+def model_directory(place: Place) -> None:
+    model = place.stand_ins.path("demo:smollm2-135m-instruct")
+    shutil.copytree(model, place.folder / "path/to/model")
+
+
+def foreign(origin: str) -> Callable[[Place], None]:
+    return lambda place: (
+        shutil.copy(ROOT / f"tests/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
+    )
+
+
+class Played(NamedTuple):
+    """`before` makes what the command finds; with `small` its configuration becomes so; `extra` are further words."""
+
+    before: Callable[[Place], Any] = lambda place: None
+    small: str | None = None
+    extra: tuple[str, ...] = ()
+
+
+def demo(name: str, *extra: str, before: Callable[[Place], Any] = lambda place: None) -> Played:
+    return Played(before, name, extra)
+
+
+COMMANDS = {
+    "liger-trainer cache info outputs/smollm2/teacher_cache": Played(captured),
+    "liger-trainer cache my.yaml": Played(my_yaml(CACHED), "my.yaml"),
+    "liger-trainer cache smollm2/distill_cached": demo("smollm2/distill_cached"),
+    "liger-trainer cache verify outputs/smollm2/teacher_cache": Played(captured),
+    "liger-trainer cat smollm2/sft_lora": Played(),
+    "liger-trainer config my.yaml --diff": Played(my_yaml()),
+    **{f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml": Played(foreign(tool)) for tool in Origin},
+    "liger-trainer cp smollm2/sft_lora my.yaml": Played(),
+    "liger-trainer doctor path/to/model": Played(model_directory),
+    "liger-trainer env": Played(),
+    "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
+    "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
+        my_yaml(), "my.yaml", ("student_num_layers=2",)
+    ),
+    "liger-trainer ls": Played(),
+    "liger-trainer merge outputs/my merged": Played(trained),
+    "liger-trainer resume outputs/my": Played(interrupted),
+    "liger-trainer run my.yaml -- --num_processes 2": Played(my_yaml()),
+    "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
+    "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
+    "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
+    "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
+    "liger-trainer schema": Played(),
+    "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
+}
+GPU = "minutes on a GPU; tests/test_benchmarks.py runs it on small shapes"
+PARSED = {
+    "liger-trainer doctor --all": "a minute; tests/test_doctor.py holds docs/models.md to it",
+    "liger-trainer doctor --all --markdown": "a minute; tests/test_doctor.py holds docs/models.md to it",
+    "python -m benchmarks.run": GPU,
+    "python -m benchmarks.run --smoke": "half a minute; tests/test_benchmarks.py runs it on fewer cases",
+    "python -m benchmarks.run --suite ops": GPU,
+}
+ELSEWHERE = {
+    ".": "activates a virtual environment",
+    "pip": "installs; .ci/run does",
+    "pytest": "runs this",
+    "python -m venv": "makes a virtual environment; .ci/run does",
+}
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [str(block) for block in found]
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of its shell blocks, without comments; `a && b` are two."""
+    lines = "\n".join(blocks(page, "bash", "sh", "shell", "console")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    commands = [[]]
+    for word in (word for line in words for word in (*line, "&&")):
+        commands.append([]) if word == "&&" else commands[-1].append(word)
+    return [shlex.join(command) for command in commands if command]
+
+
+DOCUMENTED = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> StandIns:
+    return StandIns(tmp_path_factory.mktemp("stand-ins"))
+
+
+@pytest.fixture
+def place(stand_ins, tmp_path, monkeypatch) -> Place:
+    monkeypatch.chdir(tmp_path)
+    return Place(tmp_path, stand_ins)
+
+
+def test_every_command_is_known():
+    known = {*COMMANDS, *PARSED}
+    unknown = [c for c in DOCUMENTED if c not in known and not c.startswith(tuple(f"{word} " for word in ELSEWHERE))]
+    unknown = [command for command in unknown if command not in ELSEWHERE]
+    assert not unknown, "give each a line in COMMANDS or PARSED of tests/test_docs.py"
+    assert known <= set(DOCUMENTED), f"no longer documented: {known - set(DOCUMENTED)}"
+
+
+@pytest.mark.parametrize("command", [command for command in DOCUMENTED if command in COMMANDS])
+def test_a_documented_command_runs(command, place, monkeypatch, capsys):
+    before, small, extra = COMMANDS[command]
+    before(place)
+    changes = place.small(small) if small else []
+    launched = []
+    monkeypatch.setattr(launching, "launch", lambda *arguments: launched.append(arguments) or sys.exit(0))
+    place.run(*shlex.split(command)[1:], *changes, *extra)
+    assert bool(launched) == (" -- " in command)
+    if launched:
+        assert launched == [(["--num_processes", "2"], ["run", "my.yaml"])]
+
+
+@pytest.mark.parametrize("command", [command for command in DOCUMENTED if command in PARSED])
+def test_a_documented_command_that_is_not_run_is_parsed(command, monkeypatch):
+    words = shlex.split(command)
+    if words[0] == "liger-trainer":
+        parse(typer.main.get_command(cli.app), words[1:])
+        return
+    assert words[:2] == ["python", "-m"]
+
+    class Parsed(Exception):
+        pass
+
+    def parse_only(self, *arguments):
+        parse_args(self, *arguments)
+        raise Parsed
+
+    parse_args = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", words[2:])
+    module = __import__(words[2], fromlist=["main"])
+    with pytest.raises(Parsed):
+        module.main()
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """As far as typer goes before it calls the command; groups of commands one after the other."""
+    while hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_named_in_the_text_exist(page):
+    app = typer.main.get_command(cli.app)
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for words in re.findall(r"`liger-trainer ([a-z][\w-]*[^`\n]*)`", text):
+        assert words.split()[0] in app.commands, f"`liger-trainer {words}`"
+    named = re.findall(r"`liger-trainer \w+ ([a-z0-9]+/[\w.]+)[^`]*`", text)
+    assert set(named) <= built_in_configs().keys() | {"outputs/my"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_compiles_and_its_imports_from_here_are_there(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and "liger_trainer" in ast.unparse(node):
+                exec(compile(ast.unparse(node), str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("tool", Origin)
+def test_a_file_of_another_tool_becomes_what_is_shown(tool):
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"
+    theirs, ours = re.findall(rf"```yaml\n([^`]*)```\n\n```bash\n{command}\n```\n\n```yaml\n([^`]*)```", text)[0]
+    table = importlib.import_module(f"liger_trainer.convert.{tool}").TOOL
+    assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
+
+
+def read_settings_of(text: str) -> dict[str, Any]:
+    settings = read_settings(text, "shown")
+    assert not settings.findings
+    return {key: setting.value for key, setting in settings.values.items()}
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index)}
+    pages = [page for page in PAGES if page.parent == ROOT / "docs" and page.name != "README.md"]
+    assert [page.name for page in pages if page not in linked] == []
