@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from .commands import cache, check, configs, convert, doctor, env, init_student, merge, report, run
+from .commands import cache, check, configs, convert, doctor, env, init_student, merge, preview, report, run
 from .commands._shared import OVERRIDES
 from .errors import ConfigError, LigerTrainerError
 
@@ -18,6 +18,7 @@ app.command("cat")(configs.cat)
 app.command("cp")(configs.cp)
 app.command("validate", context_settings=OVERRIDES)(check.validate)
 app.command("config", context_settings=OVERRIDES)(check.config)
+app.command("preview", context_settings=OVERRIDES)(preview.preview)
 app.command("run", context_settings=OVERRIDES)(run.run)
 app.command("resume", context_settings=OVERRIDES)(run.resume)
 app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)

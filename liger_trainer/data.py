@@ -51,11 +51,12 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunData:
-    """The two splits of a run and the facts about them."""
+    """The two splits of a run, the facts about them, and where row i of "train" or "test" stands in its source."""
 
     train: "Dataset"
     test: "Dataset"
     facts: DataFacts
+    place: Callable[[str, int], str]
 
 
 def load_run_datasets(config: "RunConfig") -> RunData:
@@ -91,7 +92,7 @@ def load_run_datasets(config: "RunConfig") -> RunData:
         test_rows_repeated=len(hashes) - len(set(hashes)),
         blank_lines_skipped=source.blank_lines,
     )
-    return RunData(train, test, facts)
+    return RunData(train, test, facts, place)
 
 
 def _split(config: "RunConfig", source: Source) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:

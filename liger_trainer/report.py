@@ -61,12 +61,18 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
     for key, (value, where) in config.changes().items():
         settings.add_row(key, str(value), where)
     console.print(settings)
+    print_data(console, facts, vocabulary)
+
+
+def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
+    """What is known about the data; in yellow rows that are there more than once."""
     data = Table(title="data", title_justify="left", show_header=False)
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
         shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
-        data.add_row(name.replace("_", " "), shown)
+        twice = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
+        data.add_row(name.replace("_", " "), shown, style="yellow" if twice else None)
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)

@@ -43,8 +43,7 @@ def count_rows(
     Returns:
         The facts, `sequences` being the rows kept, and the indices of those, ascending.
     """
-    counts = [_count(batch, max_length, truncation_mode) for batch in _labels(dataset)]
-    lengths, before, after = (np.concatenate(column) for column in zip(*counts, strict=True))
+    lengths, before, after = count_each(dataset, max_length, truncation_mode)
     kept = np.flatnonzero(after)
     within = lengths if max_length is None else np.minimum(lengths, max_length)
     facts = RowFacts(
@@ -57,6 +56,15 @@ def count_rows(
         sequences=len(kept),
     )
     return facts, kept
+
+
+def count_each(
+    dataset: Dataset, max_length: int | None, truncation_mode: str = "keep_start"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row: its tokens, its supervised ones, those of them within `max_length`. Arguments as of `count_rows`."""
+    counts = [_count(batch, max_length, truncation_mode) for batch in _labels(dataset)]
+    lengths, before, after = (np.concatenate(column) for column in zip(*counts, strict=True))
+    return lengths, before, after
 
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -73,7 +81,6 @@ def _labels(dataset: Dataset, rows: int = 4096) -> Iterator[Batch]:
 
 
 def _count(batch: Batch, max_length: int | None, truncation_mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row: its length, its supervised tokens, and those of them within `max_length`."""
     labels, offsets = batch
     starts, ends = offsets[:-1], offsets[1:]
     ahead = np.concatenate([[0], np.cumsum(labels != -100)])  # supervised labels before each position

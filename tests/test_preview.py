@@ -1,0 +1,179 @@
+"""`preview`: the rows and supervised tokens it shows are the trainer's, and its counts those of plain loops."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from liger_trainer.cli import main
+from liger_trainer.data import load_run_datasets
+from liger_trainer.loading import open_model
+from liger_trainer.preview import preview
+from liger_trainer.row_facts import count_rows
+from liger_trainer.run_config import load_run_config
+from liger_trainer.trainer import LigerTrainer
+
+SETTINGS = """
+model_name_or_path: student
+dataset_name: rows.jsonl
+output_dir: out
+max_length: 12
+holdout_fraction: 0.2
+use_cpu: true
+report_to: none
+"""
+TEACHER = "teacher_model_name_or_path: teacher\n"
+
+
+def chat(i: int) -> dict:
+    question, answer = " ".join(WORDS[i : i + 2 + i % 9]), " ".join(WORDS[i : i + 1 + i % 6])
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model's directory without weights, and rows."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().config.save_pretrained(tmp_path / "student")
+    tiny_tokenizer().save_pretrained(tmp_path / "student")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    return tmp_path
+
+
+def previewed(count: int = 100, *overrides: str):
+    config = load_run_config("run.yaml", overrides)
+    data, files = load_run_datasets(config), open_model(config, "model_name_or_path")
+    return preview(config, data, files, count)
+
+
+def trained_on(*overrides: str) -> list[tuple[str, list[bool]]]:
+    """Of each row that the trainer's collator makes: its text, and which tokens the loss is taken on."""
+    config = load_run_config("run.yaml", overrides)
+    data, files = load_run_datasets(config), open_model(config, "model_name_or_path")
+    trainer = LigerTrainer(
+        tiny_model(),
+        args=config.training_args(),
+        train_dataset=data.train,
+        eval_dataset=data.test,
+        processing_class=files.tokenizer,
+    )
+    rows = []
+    for row in trainer.train_dataset:
+        batch = trainer.data_collator([row])
+        length = len(row["input_ids"])
+        # the model's shift: token i is predicted where label i counts and a token comes before it
+        counts = [i > 0 and bool(label != -100) for i, label in enumerate(batch["labels"][0, :length])]
+        rows.append((trainer.processing_class.decode(batch["input_ids"][0, :length]), counts))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("completion_only_loss=false",),
+        ("packing=true", "max_length=30"),
+        ("packing=true", "packing_strategy=wrapped"),
+        ("packing=true", "packing_strategy=bfd_split"),
+        ("max_length=6", "truncation_mode=keep_end"),
+        ("pad_to_multiple_of=8", "shuffle_dataset=true"),
+    ],
+)
+def test_what_is_supervised_is_what_the_collator_says(folder, overrides):
+    shown, trained = previewed(100, *overrides).rows, trained_on(*overrides)
+    assert len(shown) == len(trained) > 3
+    for row, (text, counts) in zip(shown, trained, strict=True):
+        # one word is one token
+        pieces = [piece for document in row.documents for piece in document]
+        words = [(word, piece.supervised) for piece in pieces for word in piece.text.split()]
+        assert [word for word, _ in words] == text.split()
+        assert [supervised for _, supervised in words] == counts
+        assert (row.tokens, row.supervised) == (len(counts), sum(counts))
+
+
+def test_what_is_cut_is_told_of_the_right_row(folder):
+    rows = previewed(100, "shuffle_dataset=true").rows
+    whole = {row.place: row for row in previewed(100, "max_length=null").rows}
+    assert [row.place for row in rows] != sorted(row.place for row in rows)
+    for row in rows:
+        before = whole[row.place]
+        assert row.tokens + row.tokens_cut == before.tokens and row.supervised + row.supervised_cut == before.supervised
+    assert any(row.supervised_cut for row in rows)
+    line = int(rows[0].place.removeprefix("rows.jsonl:"))
+    assert rows[0].documents[0][0].text.split()[1] == WORDS[line - 1]
+
+
+def test_documents_of_packed_rows_are_apart(folder):
+    rows = previewed(100, "packing=true", "max_length=30").rows
+    assert max(len(row.documents) for row in rows) > 1
+    for row in rows:
+        assert row.place == f"{len(row.documents)} documents, packed" and row.tokens_cut is None
+        assert all(document[0].text.startswith("<user>") for document in row.documents)
+
+
+def test_the_command_prints_marks_without_colours_and_loads_no_weights(folder, capsys, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["preview", "run.yaml", "--rows", "2", "max_length=8", "use_liger_kernel=true"])
+    out = capsys.readouterr().out
+    assert not stopped.value.code
+    assert "── rows.jsonl:4: 8 tokens, 1 supervised; 4 beyond max_length, 4 of them supervised\n" in out
+    assert "<user> w3 w4 w5 w6 w7 <assistant>⟦ w3⟧\n" in out
+    assert out.count("── rows.jsonl") == 2 and "rows truncated" in out and "train rows repeated" in out
+    assert not (folder / "out").exists()
+
+
+def test_distillation_needs_no_teacher(folder, capsys):
+    (folder / "run.yaml").write_text(SETTINGS + TEACHER)
+    with pytest.raises(SystemExit) as stopped:
+        main(["preview", "run.yaml", "--rows", "1"])
+    assert not stopped.value.code and "supervised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["max_length=2"], 4, "No row of the train dataset has a supervised token"),
+        (["dataset_name=missing.jsonl"], 2, "no such file or directory"),
+        (["--rows", "0"], 2, "--rows"),
+    ],
+)
+def test_errors(folder, capsys, arguments, code, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["preview", "run.yaml", *arguments])
+    assert stopped.value.code == code and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("limit", [None, 1, 4, 20])
+def test_rows_are_counted_as_by_plain_loops(mode, limit):
+    random = np.random.default_rng(0)
+    made = [random.choice([-100, 5, 7], size=random.integers(1, 13)).tolist() for _ in range(5000)]
+    dataset = Dataset.from_dict({"labels": made}).shuffle(seed=3)  # rows behind a mapping of indices
+    rows = list(dataset["labels"])
+    facts, kept = count_rows(dataset, limit, mode)
+    cut = [row if limit is None else row[:limit] if mode == "keep_start" else row[-limit:] for row in rows]
+
+    def learned(row):
+        return sum(label != -100 for label in row[1:])
+
+    assert kept.tolist() == [i for i, row in enumerate(cut) if learned(row)]
+    assert (facts.rows, facts.rows_dropped, facts.sequences) == (len(rows), len(rows) - len(kept), len(kept))
+    assert facts.rows_truncated == sum(len(a) < len(b) for a, b in zip(cut, rows, strict=True))
+    assert facts.tokens == sum(len(cut[i]) for i in kept)
+    assert facts.supervised_tokens == sum(map(learned, cut))
+    assert facts.supervised_tokens_lost == sum(map(learned, rows)) - sum(map(learned, cut))
+
+
+def test_facts_of_packed_rows(folder):
+    packed, plain = (previewed(1, "max_length=14", *more).facts["train"] for more in (["packing=true"], []))
+    assert packed.sequences < plain.sequences and packed.rows_truncated == plain.rows_truncated > 0
+    wrapped = previewed(1, "packing=true", "packing_strategy=wrapped").facts["train"]
+    assert wrapped.rows_truncated == wrapped.supervised_tokens_lost == 0
