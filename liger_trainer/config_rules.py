@@ -180,6 +180,27 @@ CONFLICTS = (
     ),
     Conflict(
         "teacher",
+        ("teacher", "use_peft"),
+        lambda v: v.values.get("teacher") == "self" and not v["use_peft"],
+        "self is the student without its adapters; add `use_peft: true` to train adapters.",
+    ),
+    Conflict(
+        "teacher",
+        ("teacher", "fsdp", "deepspeed"),
+        lambda v: v.values.get("teacher") == "self" and is_sharded(v.values),
+        "self does not work with FSDP or DeepSpeed; name the base in teacher_model_name_or_path instead.",
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "teacher"),
+            lambda v, key=key: key in v.given and v["teacher"] == "self",
+            "has no effect with `teacher: self`: nothing is loaded.",
+        )
+        for key in ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
+    ),
+    Conflict(
+        "teacher",
         ("teacher", "teacher_cache_dir"),
         lambda v: v.values.get("teacher") == "cache" and not v["teacher_cache_dir"],
         "a cache needs teacher_cache_dir, the directory that `liger-trainer cache CONFIG` writes.",

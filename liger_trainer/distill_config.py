@@ -8,14 +8,15 @@ from trl import SFTConfig
 
 from .loss_terms import distillation_of
 from .losses import Distillation
+from .teacher_config import TeacherConfig
 
 
 @dataclass
-class LigerDistillConfig(SFTConfig):
+class LigerDistillConfig(TeacherConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
-        teacher: "model", in this process, or "cache", what `liger-trainer cache` wrote down of one (docs/cache.md).
+        teacher, teachers, teacher_column, teacher_server_*, ...: whose distributions are learned; see `TeacherConfig`.
         teacher_cache_dir: the directory of that cache. `liger-trainer cache` writes it.
         verify_teacher_cache: read the whole cache and compare its checksums before training.
         cache_kind, cache_entries, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest tokens and the
@@ -40,10 +41,6 @@ class LigerDistillConfig(SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
-    teacher: str = field(
-        default="model",
-        metadata={"choices": ["model", "cache"], "help": "model: in this process; cache: out of teacher_cache_dir."},
-    )
     teacher_cache_dir: str | None = field(
         default=None, metadata={"help": "Directory of the teacher cache that `liger-trainer cache` writes."}
     )
@@ -92,12 +89,12 @@ class LigerDistillConfig(SFTConfig):
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
-        self._check_cache(self.distillation())
+        self.check_teacher(self.distillation())
+        self._check_cache()
 
-    def _check_cache(self, distillation: Distillation) -> None:
-        for name, choices in (("teacher", ("model", "cache")), ("cache_kind", ("topk", "sampled"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+    def _check_cache(self) -> None:
+        if self.cache_kind not in ("topk", "sampled"):
+            raise ValueError(f"cache_kind must be one of topk, sampled, got {self.cache_kind!r}.")
         if self.cache_bits not in (8, 16):
             raise ValueError(f"cache_bits must be 8 or 16, got {self.cache_bits}.")
         if self.cache_shard_mb < 1:
@@ -106,14 +103,6 @@ class LigerDistillConfig(SFTConfig):
             return
         if self.teacher_cache_dir is None:
             raise ValueError("teacher='cache' needs teacher_cache_dir, the directory of the cache.")
-        used = {kind for kind, weight in distillation.weights.items() if weight}
-        if used != {"forward_kl"}:
-            raise ValueError(
-                "A teacher cache determines the forward KL alone, with or without ce beside it; the loss asks for "
-                f"{', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or losses with forward_kl and ce."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError("label_smoothing_factor is not part of the loss against a teacher cache: leave it at 0.")
 
     def distillation(self, vocab_size: int | None = None) -> Distillation:
         """The loss that these fields describe."""

@@ -17,6 +17,7 @@ from .fused import TokenLossOutput
 from .losses import LossOptions
 from .model_teacher import ModelTeacher
 from .patching import Patched
+from .self_teacher import SelfTeacher
 from .teacher import per_token_values
 from .teachers import Teacher
 from .trainer import LigerTrainer
@@ -32,14 +33,15 @@ class LigerDistillTrainer(LigerTrainer):
     Args:
         model: the student, as for `trl.SFTTrainer`.
         teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
-            `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from.
+            `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
+            "self" and "server" there is none to give.
         args: `LigerDistillConfig`.
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's:
         teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
         teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
-            nothing to replace; both None with a cache.
+            nothing to replace; both None where the teacher is no model of its own.
         distillation: the loss; `distil` changes it.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
@@ -125,6 +127,10 @@ def teacher_of(args: LigerDistillConfig, teacher_model: PreTrainedModel | str | 
     """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
     if args.teacher == "cache":
         return CachedTeacher(args, teacher_model)
+    if args.teacher != "model" and teacher_model is not None:
+        raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
+    if args.teacher == "self":
+        return SelfTeacher()
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
     return ModelTeacher(args, teacher_model)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,19 @@ def complete(
     finally:
         model.train(training)
     return texts
+
+
+def complete_by_each(
+    models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[str] | None:
+    """Of each prompt the completion, or, by several models, a line of each that begins with its name; None by none."""
+    texts = [complete(model, tokenizer, prompts, max_new_tokens) for model in models.values()]
+    if len(texts) < 2:
+        return texts[0] if texts else None
+    return [
+        "\n".join(f"{name}: {text}" for name, text in zip(models, each, strict=True))
+        for each in zip(*texts, strict=True)
+    ]
 
 
 def comparison_table(rows: Sequence[Row], before: dict[str, float], after: dict[str, float]) -> Table:

@@ -1,5 +1,7 @@
 """`teacher: model`: a causal LM in this process, frozen and in eval mode, whose layers are patched too."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -10,7 +12,7 @@ from trl.trainer.utils import create_model_from_path
 from .distill_config import LigerDistillConfig
 from .losses import Logits
 from .teacher import patch_layers, shared_vocabulary, teacher_dtype, teacher_logits
-from .teachers import Teacher
+from .teachers import Teacher, without_labels
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
@@ -41,8 +43,11 @@ class ModelTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         """Deferred: its hidden states, and how its head goes on."""
-        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        return teacher_logits(self.model, self._accelerator.unwrap_model(self.model), **inputs)
+        return teacher_logits(self.model, self._accelerator.unwrap_model(self.model), **without_labels(inputs))
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        yield {"": self._accelerator.unwrap_model(self.model)}
 
 
 def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:

@@ -1,10 +1,12 @@
-"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache.
+"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache, the student.
 
 A kind of teacher is a class: it is made from the trainer's arguments before anything is loaded, looks at the prepared
 rows, is put beside the student once that exists, and then answers for each batch.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .losses import Logits
@@ -40,3 +42,14 @@ class Teacher(ABC):
     @abstractmethod
     def answer(self, inputs: dict[str, Any]) -> Logits | SparseTeacher:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        """Models that can generate as the teacher while the context lasts, by the teachers' names; "" for an only one.
+        Empty where none is in this process."""
+        yield {} if self.model is None else {"": self.model}
+
+
+def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a teacher reads of a batch."""
+    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}

@@ -1,0 +1,196 @@
+"""`teacher: self` equals a copy of the base as teacher: losses, gradients, logs; and leaves the student as it was."""
+
+import gc
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from splits import capture_gradients
+from tiny import completions, masked_batch, texts, tiny_model, tiny_tokenizer, train_args
+from torch import nn
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.errors import ConfigError
+from liger_trainer.self_teacher import SelfTeacher, without_adapters
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights
+]
+TOKENS = masked_batch()["input_ids"][0, :3].tolist()
+LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
+CASES = {
+    "lora": ("qwen3", {"target_modules": "all-linear"}),
+    "geglu and softcap": ("gemma2", {"target_modules": "all-linear"}),
+    "dropout": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.4}),
+    "dora": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "lm_head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "lm_head, dora": ("llama", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}),
+    "lm_head, tied": ("llama_tied", {"target_modules": ["q_proj", "lm_head"]}),
+    "embeddings": ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "saved lm_head": ("llama", {"modules_to_save": ["lm_head"]}),
+    "saved embeddings and lm_head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "trained tokens": ("llama_tied", {"trainable_token_indices": TOKENS}),
+}
+
+
+def student(case="lora", config=None):
+    """With adapters that are not zero, in train mode."""
+    family, options = CASES[case]
+    torch.manual_seed(1)
+    given = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options}
+    model = get_peft_model(tiny_model(family), config or LoraConfig(**given))
+    for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    return model.train()
+
+
+def make(model, teacher=None, data=None, **options):
+    options = {"losses": LOSSES, "beta": 0.3, "temperature": 2.0, "max_steps": 1, "optim": "sgd", **options}
+    args = train_args(LigerDistillConfig, teacher="self" if teacher is None else "model", **options)
+    return LigerDistillTrainer(
+        model, args=args, teacher_model=teacher, train_dataset=data or completions(4), eval_dataset=completions(3, 5),
+        processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def step(trainer):
+    evaluated = trainer.evaluate()
+    gradients = capture_gradients(trainer)
+    torch.manual_seed(7)  # dropout
+    trainer.train()
+    timed = ("runtime", "per_second", "preparation_time")
+    logs = {**evaluated, **trainer.state.log_history[-2]}
+    return {name: value for name, value in logs.items() if not name.endswith(timed)}, gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_a_copy_of_the_base(case):
+    logs, gradients = step(make(student(case)))
+    want_logs, want = step(make(student(case), teacher=tiny_model(CASES[case][0])))
+    assert want_logs["forward_kl"] > 1e-3  # the adapters matter
+    assert logs == pytest.approx(want_logs, rel=1e-5)
+    assert gradients.keys() == want.keys() and any(g.norm() > 1e-3 for g in want.values())
+    for name, gradient in want.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("options", [
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    {"packing": True, "max_length": 24},
+    {"bf16": True},
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+], ids=["checkpointing", "reentrant", "packing", "bf16", "accumulation"])  # fmt: skip
+def test_options_of_the_trainer(options):
+    logs, gradients = step(make(student(), **options))
+    want_logs, want = step(make(student(), teacher=tiny_model("qwen3"), **options))
+    rel = 2e-2 if "bf16" in options else 1e-5
+    assert logs == pytest.approx(want_logs, rel=rel)
+    for name, gradient in want.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=rel * 10, atol=rel * 0.1, msg=name)
+
+
+def state_of(model):
+    return [
+        (name, module.training, getattr(module, "_disable_adapters", None), getattr(module, "_active_adapter", None))
+        for name, module in model.named_modules()
+    ] + [(name, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()]
+
+
+def test_afterwards_everything_is_as_it_was():
+    model = student("saved lm_head")
+    model.base_model.model.model.layers[0].eval()  # no rule of PEFT's or torch's would bring these back
+    next(p for name, p in model.named_parameters() if "lora_A" in name).requires_grad_(False)
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    layer._disable_adapters = True
+    trainer = make(model)
+    before, forwards = state_of(model), [m for m in model.modules() if "forward" in vars(m)]
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
+    trainer.teaching.answer(batch)
+    assert state_of(model) == before and "labels" in batch
+    assert [m for m in model.modules() if "forward" in vars(m)] == forwards
+    with pytest.raises(ZeroDivisionError), without_adapters(model):
+        assert not any(m.training for m in model.modules())
+        _ = 1 / 0
+    assert state_of(model) == before
+
+
+def test_no_weight_is_copied():
+    model = student()
+
+    def weights():
+        gc.collect()
+        return sum(isinstance(x, nn.Parameter) for x in gc.get_objects())
+
+    trainer = make(model)
+    before = weights()
+    seen = []
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
+    logits = trainer.teaching.answer(batch)
+    head = model.get_base_model().lm_head
+    assert logits.head.weight.data_ptr() == getattr(head, "base_layer", head).weight.data_ptr() and not seen
+    trainer.train()
+    del logits
+    assert weights() == before and trainer.teacher is None and trainer.teacher_patched is None
+
+
+def test_the_teacher_can_generate():
+    model, prompt = student(), {"input_ids": masked_batch()["input_ids"][:1], "max_new_tokens": 6, "do_sample": False}
+    trainer = make(model)
+    with trainer.teaching.live() as live:
+        taught = live[""].generate(**prompt)
+    assert torch.equal(taught, tiny_model("qwen3").generate(**prompt))
+    assert not torch.equal(taught, model.eval().generate(**prompt))
+
+
+def test_a_fresh_adapter_is_its_own_teacher():
+    logs, gradients = step(make(student(config=LoraConfig(target_modules="all-linear", r=3)), losses=None, beta=0.0))
+    assert abs(logs["eval_forward_kl"]) < 5  # student() moved the adapters
+    fresh = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=3))
+    evaluated = make(fresh, losses=None, beta=0.0).evaluate()
+    assert evaluated["eval_forward_kl"] == 0.0 and evaluated["eval_agreement_at_1"] == 1.0
+
+
+def test_another_tuner_of_layers():
+    config = IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    )
+    logs, gradients = step(make(student(config=config)))
+    want_logs, want = step(make(student(config=config), teacher=tiny_model("qwen3")))
+    assert logs == pytest.approx(want_logs, rel=1e-5) and want_logs["forward_kl"] > 1e-3
+
+
+# Errors
+
+
+def merged(model):
+    model.base_model.merge_adapter()
+    return model
+
+
+@pytest.mark.parametrize("model, message", [
+    (lambda: tiny_model(), "the student has none. Train adapters"),
+    (lambda: student(config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "prompt learning"),
+    (lambda: get_peft_model(tiny_model("phi"), LoraConfig(target_modules=["q_proj"], bias="all")), "are trained too"),
+    (lambda: merged(student()), "call unmerge_adapter"),
+], ids=["no adapters", "prompt learning", "trained biases", "merged"])  # fmt: skip
+def test_students_that_cannot_teach_themselves(model, message):
+    with pytest.raises(ConfigError, match=message):
+        make(model())
+
+
+def test_a_model_beside_it_is_refused():
+    args = train_args(LigerDistillConfig, teacher="self")
+    with pytest.raises(ConfigError, match="teacher='self' takes no model"):
+        LigerDistillTrainer(
+            student(), teacher_model=tiny_model(), args=args, train_dataset=texts(4), processing_class=tiny_tokenizer()
+        )
+
+
+@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_students_are_refused(name):
+    trainer = make(student())
+    setattr(trainer, name, True)
+    with pytest.raises(ConfigError, match="teacher: self does not work with FSDP or DeepSpeed"):
+        SelfTeacher().prepare(trainer)
