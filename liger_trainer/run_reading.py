@@ -103,7 +103,8 @@ def read_run(path: Path) -> Run:
     if (path / METRICS).is_file():
         content = _json(path / METRICS)
         if isinstance(content, dict):
-            steps = (content.get("training") or {}).get("steps", 0)
+            training = content.get("training")
+            steps = training.get("steps", 0) if isinstance(training, dict) else 0
             return _run(path / METRICS, {"finished": True, "steps": steps, "max_steps": steps, **content, **common})
         raise CorruptError(f"{path / METRICS}: expected a JSON object, got {type(content).__name__}.")
     return _unfinished(path, {"recipe": effective.get("recipe"), **common})

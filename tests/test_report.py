@@ -1,0 +1,511 @@
+"""Reports: what a page must hold and must not load, of finished, unfinished and compared runs, and its errors."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+import liger_trainer
+from liger_trainer import html_report, training
+from liger_trainer.cli import main
+from liger_trainer.curves import CHARTS, SERIES, SMOOTHED_FROM, _running_mean, charts_of, draw, lines_of, points
+from liger_trainer.report_tables import before_and_after, differences, side_by_side
+from liger_trainer.report_text import change, duration, figure, memory, parameters
+from liger_trainer.run_reading import names, read_run
+from liger_trainer.training import Pace
+
+SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
+VOID = {"meta", "link", "br", "use", "img"}
+SETTINGS = """
+model_name_or_path: student
+teacher_model_name_or_path: teacher
+dataset_name: rows.jsonl
+output_dir: out
+max_steps: 4
+logging_steps: 1
+eval_strategy: steps
+eval_steps: 2
+per_device_train_batch_size: 4
+learning_rate: 1e-2
+gradient_checkpointing: false
+save_strategy: no
+max_length: 16
+holdout_fraction: 0.2
+num_sample_completions: 1
+max_new_tokens: 3
+use_cpu: true
+"""
+
+
+def log_history(steps: int, scale: float = 1.0) -> list[dict]:
+    """A log a step, an evaluation every five, as the trainers write them."""
+    logs = []
+    for step in range(steps + 1):
+        kl = scale * math.exp(-step / 10) + 0.1
+        metrics = {
+            "kd_loss": kl,
+            "forward_kl": kl,
+            "agreement_at_1": 1 - kl / 2,
+            "student_perplexity": math.exp(9 * kl),
+        }
+        if step % 5 == 0:
+            told = {"loss": kl, **metrics, "teacher_perplexity": 7.0, "runtime": 1.0, "samples_per_second": 9.0}
+            logs.append({**{f"eval_{name}": value for name, value in told.items()}, "epoch": 0.1 * step, "step": step})
+        if step:
+            more = {"grad_norm": 2.0, "learning_rate": 1e-4, "num_tokens": 64.0 * step, "tokens_per_second": 100.0}
+            logs.append({"loss": kl, **metrics, **more, "odd_metric": step / 3, "epoch": 0.1 * step, "step": step})
+    return [*logs, {"train_runtime": 3.0, "train_loss": 1.0, "total_flos": 1e9, "epoch": 1.0, "step": steps}]
+
+
+def content(scale: float = 1.0) -> dict:
+    """metrics.json of a finished distillation."""
+    return {
+        "recipe": "distill",
+        "config": "mine.yaml",
+        "before": {"forward_kl": 1.1, "agreement_at_1": 0.25, "student_perplexity": 12345678.0, "loss": 1.2},
+        "after": {"forward_kl": 0.1534 * scale, "agreement_at_1": 0.5 / scale, "student_perplexity": 9.5, "loss": 0.2},
+        "completions": [
+            {
+                "prompt": "What is <b>bold</b> & <script>alert(1)</script>?",
+                "reference": "the reference",
+                "before": "gibberish",
+                "after": f"better by {scale}",
+                "teacher": "what the teacher says",
+            }
+        ],
+        "data": {"name": "rows.jsonl", "train_rows": 1000, "test_rows": 48, "sha256": "ab" * 32,
+                 "test_rows_seen_in_training": 7, "train_rows_repeated": 3},
+        "rows": {"train": {"rows": 1000, "rows_dropped": 2, "rows_truncated": 30, "tokens": 9000,
+                           "supervised_tokens": 900, "supervised_tokens_lost": 100, "sequences": 998}},
+        "patched": {"student": {"model": "llama", "swapped": {"RMSNorm": 33, "fused loss": 1},
+                                "left_alone": {"OddMLP": "its gate is unknown"}}},
+        "settings": {"learning_rate": {"value": 0.0002, "set_by": "mine.yaml:7"},
+                     "max_steps": {"value": 20, "set_by": "command line"}},
+        "training": {"steps": 20, "epochs": 0.5, "tokens": 12345, "seconds": 200.0, "tokens_per_second": 61.7,
+                     "peak_memory_mib": 2048.0, "peak_memory_of": "GPU memory", "device": "H100", "processes": 1,
+                     "trainable_parameters": 1000, "parameters": 134515008},
+        "seconds": {"load": 7.5, "train": 200.0},
+        "log_history": log_history(20, scale),
+        "versions": {"torch": "2.13.0", "liger-trainer": "0.1"},
+        "environment": {"platform": "Linux-x",
+                        "gpus": [{"name": "H100", "memory_gib": 79.6, "compute_capability": "9.0"}]},
+        "finished_at": "2026-11-22T10:00:00+00:00",
+    }  # fmt: skip
+
+
+def config_text(**values) -> str:
+    """config.yaml as a run writes it: what was set, and the defaults as comments."""
+    chosen = {"recipe": "distill", "model_name_or_path": "small", "learning_rate": 2e-4, "output_dir": "out", **values}
+    rest = {"seed": 42, "packing": False, "lora_r": 16}
+    defaults = "".join(
+        f"# {line}\n" for line in yaml.safe_dump({k: v for k, v in rest.items() if k not in values}).splitlines()
+    )
+    return f"{yaml.safe_dump(chosen)}\n# Defaults in effect:\n{defaults}"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Write a run's directory; changes are to metrics.json, which None leaves out."""
+
+    def write(name: str, scale: float = 1.0, metrics: dict | None = None, **settings) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        told = {**content(scale), **(metrics or {})}
+        (folder / "metrics.json").write_text(json.dumps(told))
+        (folder / "config.yaml").write_text(config_text(**settings))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """A run that was stopped after checkpoint-7 of 20 steps."""
+    for step in (5, 7):
+        folder = tmp_path / "stopped" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        logs = [entry for entry in log_history(20)[:-1] if entry["step"] <= step]
+        state = {"global_step": step, "max_steps": 20, "log_history": logs}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        (folder / "measured_before.json").write_text(json.dumps({"metrics": {"forward_kl": 1.1}, "texts": []}))
+    (tmp_path / "stopped" / "config.yaml").write_text(config_text())
+    return tmp_path / "stopped"
+
+
+def call(*arguments) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, arguments)])
+    return int(stopped.value.code or 0)
+
+
+class Page(HTMLParser):
+    """A page's text, tags, ids and references; complains about tags that do not match."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.text = [], [], [], [], ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            elif name in ("href", "src", "xlink:href", "srcset", "data", "action"):
+                self.links.append(value)
+            elif value and "url(" in value:
+                self.links += re.findall(r"url\(([^)]*)\)", value)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.text += data + " "
+
+
+def check_stands_alone(page: Page) -> None:
+    assert "script" not in page.tags and "iframe" not in page.tags
+    assert not re.search(r"@import|url\((?!#)", page.source)
+    assert len(set(page.ids)) == len(page.ids)
+    for link in page.links:
+        assert link == "data:," or link.removeprefix("#") in page.ids, link
+
+
+def test_a_report_holds_everything_and_loads_nothing(make):
+    folder = make("first", max_steps=20)
+    assert call(folder) == 0
+    page = Page(folder / "report.html")
+    check_stands_alone(page)
+    text = " ".join(page.text.split())
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    for told in (
+        "first", "finished", "mine.yaml", "2026-11-22 10:00:00 UTC", "model small",
+        "0.153", "from 1.100", "−86.1%", "12,345,678", "+100.0%", "3 min 20 s", "2,048", "135 M", "62",  # key figures
+        "What is <b>bold</b> & <script>alert(1)</script>?", "the reference", "gibberish", "what the teacher says",
+        "better by 1.0", "learning_rate", "0.0002", "mine.yaml:7", "command line", "# lora_r: 16",
+        "abababab", "RMSNorm", "33", "OddMLP", "its gate is unknown", "2.13.0", "H100, 79.6 GiB", "Linux-x",
+        "7 of 48 held-out rows are training rows too", "3 of 1,000 training rows repeat",
+        "30 of 1,000 training rows are longer than max_length; 100 supervised tokens (10.0%)",
+        "2 training rows have no supervised token left",
+    ):  # fmt: skip
+        assert told in text, told
+    for chart in ("Loss", "Forward KL (nats/token)", "Agreement@1 with the teacher", "Student's perplexity logarithmic",
+                  "Gradient norm", "Learning rate", "Tokens per second", "odd metric"):  # fmt: skip
+        assert f"<figcaption>{chart.replace(' logarithmic', '')}".replace("'", "&#39;") in page.source, chart
+    assert page.source.count("<figcaption>") == page.source.count("<svg") == 9  # and the distillation loss
+    assert "prefers-color-scheme: dark" in page.source and "@media print" in page.source
+
+
+def test_drawings_take_colours_and_font_from_the_page(make):
+    for drawing in draw([read_run(make("first"))]):
+        assert "var(--s1)" in drawing.svg and "var(--muted)" in drawing.svg
+        # black is of shapes that are never painted: the clip paths
+        assert set(re.findall(r"(?:fill|stroke): (#\w+)", drawing.svg)) <= {"#000000"}, drawing.name
+        assert "font-family" not in drawing.svg and "http" not in drawing.svg
+        assert drawing.png.startswith(b"\x89PNG")
+
+
+def test_the_curves_are_written_beside_the_page(make):
+    folder = make("first")
+    assert call(folder, "--output", folder / "deeper" / "mine.html") == 0
+    pictures = {path.stem for path in (folder / "deeper" / "mine_plots").glob("*.png")}
+    assert {"loss", "kd_loss", "forward_kl", "student_perplexity", "odd_metric"} <= pictures
+    assert not pictures & {"step", "epoch", "num_tokens", "runtime", "samples_per_second", "train_loss", "total_flos"}
+    assert not (folder / "plots").exists() and (folder / "deeper" / "mine.html").is_file()
+
+
+def test_points_are_those_of_the_log(make):
+    run = read_run(make("first"))
+    steps, values = points(run, "eval_forward_kl")
+    assert steps == [0, 5, 10, 15, 20] and values == [math.exp(-step / 10) + 0.1 for step in steps]
+    pairs = [(1, 3.0), (1, "nan"), (0, 9), (1, 2.0), (None, 7.0), (2, True)]
+    twice = run.model_copy(update={"log_history": [{"step": step, "loss": loss} for step, loss in pairs]})
+    assert points(twice, "loss") == ([0, 1], [9.0, 2.0])
+    train, held_out, teacher = lines_of(next(c for c in CHARTS if c.metric == "student_perplexity"), [run])
+    assert (train.label, held_out.label, teacher.label) == ("training", "held out", "teacher")
+    assert teacher.values == [7.0] * 5 and len(train.steps) == 20
+    assert len({line.color for line in (train, held_out, teacher)}) == 3
+
+
+def test_what_is_drawn_are_these_points(make, monkeypatch):
+    """The data of matplotlib's own lines, and the scale of the axis."""
+    from matplotlib.axes import Axes
+
+    drawn, scales = [], []
+    plot, scale = Axes.plot, Axes.set_yscale
+    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append((a, k)) or plot(self, *a, **k))
+    monkeypatch.setattr(Axes, "set_yscale", lambda self, *a, **k: scales.append(a) or scale(self, *a, **k))
+    run = read_run(make("first", metrics={"log_history": [{"step": s, "loss": 10.0**-s} for s in range(5)]}))
+    (drawing,) = draw([run])
+    assert [args for args, _ in drawn] == [([0, 1, 2, 3, 4], [10.0**-s for s in range(5)])]
+    assert scales == [("log",)] and drawing.note == "logarithmic"
+
+
+def test_long_curves_have_a_running_mean(make):
+    values = [float(i % 2) for i in range(9)]
+    mean = _running_mean(values, 2)
+    assert mean[0] == values[0] and mean[-1] == values[-1]  # windows stay centred: the ends are not drawn towards zero
+    assert mean[1] == pytest.approx(1 / 3) and mean[4] == pytest.approx(2 / 5)
+    logs = [{"step": step, "loss": 1 + step / 1000} for step in range(SMOOTHED_FROM)]
+    assert draw([read_run(make("long", metrics={"log_history": logs}))])[0].note == "bold: running mean"
+    assert draw([read_run(make("short", metrics={"log_history": logs[1:]}))])[0].note == ""
+
+
+def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one, two = make("one"), make("two", scale=2.0, metrics={"data": {"sha256": "cd"}}, learning_rate=1e-3, lora_r=8)
+    assert call(one, two) == 0
+    assert capsys.readouterr().out == "Wrote report.html\n"
+    page = Page(tmp_path / "report.html")
+    check_stands_alone(page)
+    text = " ".join(page.text.split())
+    assert "2 runs compared" in text and "The runs do not have the same rows" in text
+    assert "after: one better by 1.0" in text and "after: two better by 2.0" in text
+    assert text.count("what the teacher says") == text.count("gibberish") == 1  # the same in both
+    assert (tmp_path / "plots" / "loss.png").is_file()
+
+    runs = [read_run(one), read_run(two)]
+    changed = {row.label: [cell.text for cell in row.cells] for row in differences(runs, ["one", "two"]).rows}
+    assert changed == {"learning_rate": ["0.0002", "0.001"], "lora_r": ["16", "8"]}
+    best = {row.label: [cell.tone for cell in row.cells] for row in side_by_side(runs, ["one", "two"]).rows}
+    assert best["forward KL (nats/token)"] == ["best", ""] and best["agreement@1"] == ["best", ""]
+    assert best["student perplexity"] == ["", ""]  # equal
+    lines = lines_of(CHARTS[0], runs, ["one", "two"])
+    assert [(line.label, line.color) for line in lines] == [
+        ("one", SERIES[0]), ("one", SERIES[0]), ("two", SERIES[1]), ("two", SERIES[1])
+    ]  # fmt: skip
+    assert (
+        "dashed: held out" in page.source and page.source.count('<span class="swatch" style="background: var(--s2)') > 1
+    )
+
+
+def test_runs_of_one_name_are_told_apart(make):
+    runs = [read_run(make("a/out")), read_run(make("b/out"))]
+    assert names(runs) == ["a/out", "b/out"] and names(runs[:1]) == ["out"]
+
+
+def test_an_unfinished_run_tells_what_there_is(unfinished):
+    assert call(unfinished) == 0
+    page = Page(unfinished / "report.html")
+    check_stands_alone(page)
+    text = " ".join(page.text.split())
+    assert "unfinished: step 7 of 20" in text and "this run is not finished" in text
+    assert [name for name in page.ids if name in SECTIONS] == ["metrics", "curves", "configuration"]
+    run = read_run(unfinished)
+    assert not run.finished and run.steps == 7 and max(entry["step"] for entry in run.log_history) == 7
+    table = before_and_after(run)
+    assert table.columns[2] == "at step 5"
+    assert [cell.text for cell in table.rows[0].cells] == ["1.100", figure(math.exp(-0.5) + 0.1), "−35.8%"]
+    assert call(unfinished / "checkpoint-5") == 0  # a checkpoint alone, such as a plain Trainer leaves
+
+
+def test_a_run_of_a_version_that_recorded_less(make):
+    less = ["rows", "patched", "settings", "environment", "finished_at", "completions"]
+    folder = make("old")
+    told = {key: value for key, value in content().items() if key not in less}
+    (folder / "metrics.json").write_text(json.dumps({**told, "skipped_rows": {"train": 0}}))
+    (folder / "config.yaml").unlink()
+    assert call(folder) == 0
+    page = Page(folder / "report.html")
+    assert [name for name in page.ids if name in SECTIONS] == [
+        "metrics", "curves", "data", "configuration", "cost", "environment"
+    ]  # fmt: skip
+
+
+def test_numbers_that_are_none(make):
+    logs = [{"step": step, "loss": 1.0 if step < 3 else "nan"} for step in range(5)]
+    folder = make("lost", metrics={"after": {"forward_kl": "nan", "loss": "inf"}, "log_history": logs})
+    assert call(folder) == 0
+    text = " ".join(Page(folder / "report.html").text.split())
+    assert "forward KL (nats/token) 1.100 NaN" in text and "loss (nats/token) 1.200 infinite" in text
+    assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
+
+
+def test_a_run_without_logs_has_no_curves(make):
+    folder = make("quiet", metrics={"log_history": []})
+    assert call(folder) == 0
+    assert "curves" not in Page(folder / "report.html").ids and charts_of([read_run(folder)]) == []
+
+
+def test_errors(make, unfinished, tmp_path, capsys):
+    def told(code: int, *arguments) -> str:
+        assert call(*arguments) == code
+        printed = capsys.readouterr().err
+        assert "Traceback" not in printed
+        return " ".join(printed.split())
+
+    folder = make("first")
+    assert "no such directory" in told(2, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    message = told(2, tmp_path / "empty")
+    assert "neither metrics.json" in message and "trainer_state.json" in message
+    assert "is given twice" in told(2, folder, folder / ".")
+    assert "expected a name that ends in .html" in told(2, folder, "--output", folder / "metrics.json")
+    (tmp_path / "wall").write_text("")
+    assert "cannot be written" in told(2, folder, "--output", tmp_path / "wall" / "a.html")
+    assert "Missing argument" in told(2)
+
+    text = (folder / "metrics.json").read_text()
+    for damaged, message in (
+        (text[:500], "metrics.json cannot be read"),
+        ("[]", "expected a JSON object, got list"),
+        (text.replace('"log_history": [', '"log_history": 3, "rest": [', 1), "metrics.json: log_history"),
+        (text.replace('"before": {', '"before": {"loss": "low", ', 1).replace('"loss": 1.2', '"x": 1'), "before.loss"),
+        (text.replace('"training": {', '"training": 1, "rest": {', 1), "metrics.json: training"),
+    ):
+        (folder / "metrics.json").write_text(damaged)
+        assert message in told(6, folder)
+    (unfinished / "checkpoint-7" / "trainer_state.json").write_text("{")
+    assert "checkpoint-7/trainer_state.json cannot be read" in told(6, unfinished)
+    (unfinished / "checkpoint-7" / "trainer_state.json").write_text('{"log_history": 1}')
+    assert "expected the state of a Trainer" in told(6, unfinished)
+
+
+def test_help_and_reports_import_no_torch(make):
+    """And help not even matplotlib."""
+    folder = make("first")
+    script = """
+import sys
+from liger_trainer.cli import main
+def end(*words):
+    try: main(["report", *words])
+    except SystemExit as stopped: assert not stopped.code, stopped.code
+heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate", "matplotlib.pyplot"}
+end("--help")
+early = {"matplotlib", "jinja2", *heavy} & set(sys.modules); assert not early, early
+end(sys.argv[1])
+late = heavy & set(sys.modules); assert not late, late
+"""
+    root = str(Path(liger_trainer.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (figure(0.15341), "0.153"), (figure(0.0), "0.000"), (figure(-1.5, 1), "−1.5"), (figure(3.2e-7), "3.2e−07"),
+        (figure(12345678.4, 2), "12,345,678"), (figure(9999.994, 2), "9,999.99"), (figure(math.inf), "infinite"),
+        (figure(2.5e12), "2.5e+12"), (figure(None), ""),
+        (change(2.0, 1.0), "−50.0%"), (change(-2.0, -1.0), "+50.0%"), (change(0.0, 1.0), ""), (change(1, math.nan), ""),
+        (change(1.0, 40.0), "40×"), (change(None, 1.0), ""),
+        (duration(4.25), "4.2 s"), (duration(59.94), "59.9 s"), (duration(3599.6), "1 h 0 min"),
+        (duration(61), "1 min 1 s"),
+        (memory(10239), "10,239 MiB"), (memory(10240), "10.0 GiB"),
+        (parameters(134515008), "135 M"), (parameters(8_030_261_248), "8.03 B"), (parameters(512), "512"),
+    ],
+)  # fmt: skip
+def test_numbers_as_text(shown, expected):
+    assert shown == expected
+
+
+def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
+    """Two steps of a second each, then an evaluation of ten and a save of five: 30 tokens a second, not 4."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock.now)
+    args, state, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(), TrainerControl()
+    pace, logs = Pace(), []
+
+    def log(values):
+        state.log_history.append(dict(values))
+        logs.append(values)
+        pace.on_log(args, state, control, logs=values)
+
+    def step(seconds):
+        pace.on_step_begin(args, state, control)
+        clock.now += seconds
+        pace.on_step_end(args, state, control)
+
+    clock.now += 50
+    pace.on_evaluate(args, state, control)  # before the first step
+    for tokens in (60.0, 120.0, 150.0):
+        step(1.0)
+        step(0.5)
+        clock.now += 10.0
+        pace.on_evaluate(args, state, control)  # between two logs
+        step(0.5)
+        log({"loss": 1.0, "num_tokens": tokens})
+        log({"eval_loss": 1.0, "eval_num_tokens": tokens})
+        clock.now += 5.0
+        pace.on_save(args, state, control)
+    trained = [entry for entry in logs if "loss" in entry]
+    assert [entry["tokens_per_second"] for entry in trained] == [30.0, 30.0, 15.0]
+    assert all(entry["peak_memory_mib"] > 10 for entry in trained)
+    assert [set(entry) for entry in state.log_history] == [set(entry) for entry in logs]  # trackers get them too
+    assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model("llama_tied", seed=seed).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    rows = [{"prompt": WORDS[i], "completion": " " + " ".join(WORDS[i : i + 2 + i])} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+
+    def run() -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", "run.yaml", "max_steps=3"])
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
+
+    return run
+
+
+def test_a_run_ends_with_its_report(recipe, tmp_path):
+    code, out, err = recipe()
+    assert code == 0, err
+    page = Page(tmp_path / "out" / "report.html")
+    check_stands_alone(page)
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    text = " ".join(page.text.split())
+    for told in ("run.yaml:3", "command line", "rows.jsonl", "Time of each part", "Student: llama", "Teacher: llama"):
+        assert told in text, told
+    for chart in ("forward_kl", "agreement_at_1", "entropy", "grad_norm", "tokens_per_second", "peak_memory_mib"):
+        assert (tmp_path / "out" / "plots" / f"{chart}.png").is_file(), chart
+
+    told = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert told["settings"]["max_steps"] == {"value": 3, "set_by": "command line"}
+    assert told["overrides"] == ["max_steps=3"] and told["environment"]["platform"]
+    assert told["patched"]["student"]["swapped"]["RMSNorm"] > 0 and set(told["patched"]) == {"student", "teacher"}
+    assert told["data"]["train_rows_repeated"] + told["data"]["test_rows_seen_in_training"] == 1
+    train = told["rows"]["train"]
+    assert train["rows"] == 17 and train["rows_truncated"] > 0 and train["supervised_tokens_lost"] > 0
+    assert "rows truncated" in out and "train rows repeated" in out and "report.html are in out" in out
+    logged = [entry for entry in told["log_history"] if "loss" in entry]
+    assert len(logged) == 3 and all(entry["tokens_per_second"] > 0 for entry in logged)
+    assert logged[-1]["peak_memory_mib"] <= told["training"]["peak_memory_mib"]
+
+
+def test_a_report_that_fails_does_not_fail_the_run(recipe, tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(html_report, "draw", broken)
+    code, _, err = recipe()
+    assert code == 0
+    assert "no report was written: RuntimeError: no fonts; again: liger-trainer report out" in err
+    assert (tmp_path / "out" / "metrics.json").is_file() and (tmp_path / "out" / "model.safetensors").is_file()
