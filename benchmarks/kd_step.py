@@ -1,0 +1,267 @@
+"""A whole distillation step: teacher's forward, student's forward and backward, forward KL, fused AdamW.
+
+    python -m benchmarks.kd_step --output DIR        # on a GPU: DIR/kd-step.json and .md
+    python -m benchmarks.kd_step --tiny              # small enough for a CPU: does it still work
+
+Each provider has a process of its own, since Liger patches module globals; they take turns on the device. First a gate:
+loss, gradient norm and a sample of the gradients of every provider in bf16 against the plain models in fp32, on the
+batch that is measured. Ours may err at most twice as much as the plain models in bf16, else no time is reported. The
+loss's memory is what the loss and its gradients for hidden states and head need at most above what is there before.
+"""
+
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import compiled
+from .processes import Benchmark, Provider, Result, main, opening, take_turns
+
+ROWS, TOKENS = 8, 8192
+ROUNDS, STEPS = 4, 3
+SECONDS = 100  # no round but the first starts later than this after the start
+MIB = 2**20
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
+QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+# name: (configuration class, sizes of the student, sizes of the teacher)
+SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-0.6B from Qwen3-1.7B": (
+        "Qwen3Config",
+        {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936},
+        {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936},
+    ),
+}
+PROVIDERS = {
+    "plain": "transformers, torch loss", "plain_compiled": "transformers, compiled torch loss",
+    "trl": "transformers, TRL's fused loss", "liger": "Liger-Kernel, its chunked loss", "ours": "liger-trainer",
+}  # fmt: skip
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of hidden states and head of the student, then of the teacher: (N, H), (V, H), (N, Ht), (V, Ht)."""
+
+
+def stored_logits_loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+    student = (hidden @ weight.T).float().log_softmax(-1)
+    teacher = (teacher_hidden @ teacher_weight.T).float().log_softmax(-1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def loss_of(provider: str) -> Loss:
+    """The loss alone, from hidden states."""
+    if provider == "ours":
+        from liger_trainer.kernels.linear_divergence import linear_divergence
+
+        return lambda *heads: linear_divergence(*heads).loss
+    if provider == "liger":
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0)
+        return lambda h, w, t, u: loss(h, w, t, u, torch.zeros(len(h), dtype=torch.long, device=h.device))
+    if provider == "trl":
+        from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+        return lambda h, w, t, u: _chunked_divergence_loss(
+            h[None], t[None], w, u, torch.ones(1, len(h), device=h.device), beta=0.0
+        )[0]
+    return torch.compile(stored_logits_loss, dynamic=False) if provider == "plain_compiled" else stored_logits_loss
+
+
+class Worker(compiled.Worker):
+    """One provider, in its own process: both models, and steps of the student."""
+
+    def __init__(self, provider: str, tiny: bool):
+        super().__init__(provider, tiny)
+        self.teacher: Any = None
+        self.optimizer: Any = None
+
+    def build(self, shape: str) -> float:
+        """Make both models and the batch. Returns a number that depends on every weight."""
+        self.model = self.teacher = self.optimizer = None
+        gc.collect()
+        config_name, *sizes = SHAPES[shape]
+        self.model, self.teacher = (self._made(config_name, seed, size) for seed, size in enumerate(sizes))
+        self.teacher.requires_grad_(False).eval()
+        generator = torch.Generator().manual_seed(1)
+        length = 16 if self.tiny else TOKENS // ROWS
+        ids = torch.randint(self.model.config.vocab_size, (ROWS, length), generator=generator)
+        self.ids = ids.to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=self.device == "cuda")
+        self.loss = loss_of(self.provider)
+        self._patch()
+        return sum(p.double().sum().item() for m in (self.model, self.teacher) for p in m.parameters())
+
+    def _made(self, config_name: str, seed: int, sizes: dict[str, Any]) -> Any:
+        import transformers
+
+        tiny = {**compiled.TINY, "hidden_size": 64 * (1 + seed)} if self.tiny else {}
+        config = getattr(transformers, config_name)(**{**compiled.COMMON, **sizes, **tiny})
+        torch.manual_seed(seed)
+        with torch.device(self.device):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+    def _patch(self) -> None:
+        if self.provider == "liger":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            for model in (self.model, self.teacher):
+                _apply_liger_kernel_to_instance(model=model)
+        elif self.provider == "ours":
+            from liger_trainer.losses import Distillation, LossOptions
+            from liger_trainer.patching import Patched, PatchOptions
+
+            record = Patched(self.model, PatchOptions(), LossOptions(distillation=Distillation()))
+            print(record.report, file=sys.stderr)
+            Patched(self.teacher, PatchOptions(fused_linear_cross_entropy=False))
+
+    def _loss(self, ids: Tensor, share: float = 1.0) -> Tensor:
+        loss = (self._as_the_trainer(ids) if self.provider == "ours" else self._from_hidden(ids)) * share
+        loss.backward()
+        return loss.detach()
+
+    def _as_the_trainer(self, ids: Tensor) -> Tensor:
+        from liger_trainer.teacher import teacher_logits
+
+        logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)
+        return self.model(input_ids=ids, labels=ids, teacher_logits=logits, fused_lm_head=True).loss
+
+    def _from_hidden(self, ids: Tensor) -> Tensor:
+        return self.loss(*self._heads(ids))
+
+    def _heads(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            taught = self.teacher.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+        hidden = self.model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+        return hidden, self.model.lm_head.weight, taught, self.teacher.lm_head.weight
+
+    def truth(self, shape: str, path: str) -> None:
+        self.teacher.float()
+        super().truth(shape, path)
+
+    def loss_memory(self) -> float | None:
+        """MiB."""
+        if self.device != "cuda":
+            return None
+        with torch.no_grad():
+            hidden, weight, *teacher = self._heads(self.ids)
+        hidden = hidden.detach().requires_grad_()
+        self.loss(hidden, weight, *teacher).backward()  # compiles
+        hidden.grad = self.model.lm_head.weight.grad = None
+        self._empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.loss(hidden, weight, *teacher).backward()
+        peak = (torch.cuda.max_memory_allocated() - before) / MIB
+        self.model.zero_grad(set_to_none=True)
+        self._empty_cache()
+        return peak
+
+    def measure(self, shape: str) -> dict[str, Any]:
+        """Milliseconds of STEPS steps, peak MiB above weights and optimizer, and the loss."""
+        cuda = self.device == "cuda"
+        loss = self._step()[1]  # untimed
+        before = torch.cuda.memory_allocated() if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        ms = [self._step()[0] for _ in range(STEPS)]
+        peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
+        self._empty_cache()
+        return {"ms": ms, "peak_mib": peak, "loss": loss}
+
+    def _step(self) -> tuple[float, float]:
+        synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        synchronize()
+        start = time.perf_counter()
+        loss = self._loss(self.ids)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        synchronize()
+        return 1e3 * (time.perf_counter() - start), loss.item()
+
+
+def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
+    for provider in providers:  # at once: each waits for imports, not for the device
+        provider.start("build", shape)
+    built = {provider.name: provider.result() for provider in providers}
+    results = [Result(shape, provider.name, failure=built[provider.name][1]) for provider in providers]
+    sums = {value for value, failure in built.values() if failure is None}
+    if len(sums) > 1:
+        raise RuntimeError(f"The providers' weights differ: {built}")
+    by_name = {provider.name: provider for provider in providers}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "truth.pt")
+        _, failure = by_name["plain"].call("truth", shape, path)
+        if failure is not None:
+            raise RuntimeError(f"The plain models could not compute the truth: {failure}")
+        for result in (r for r in results if r.failure is None):
+            result.errors, result.failure = by_name[result.provider].call("gate", path)
+    if beyond_bound(results):
+        return results
+    for result in (r for r in results if r.failure is None and r.errors is not None):
+        memory, result.failure = by_name[result.provider].call("loss_memory")
+        result.errors = {**(result.errors or {}), "loss memory": memory}
+    take_turns(list(results), by_name, rounds, deadline)
+    return results
+
+
+def beyond_bound(results: Sequence[Result]) -> list[str]:
+    """What is wrong with ours: failures, and errors beyond twice those of the plain models in bf16 plus the floor."""
+    wrong = [f"{r.case}: {r.failure}" for r in results if r.provider == "ours" and r.failure]
+    plain = {r.case: r.errors for r in results if r.provider == "plain" and r.errors}
+    for result in (r for r in results if r.provider == "ours" and r.errors):
+        for name in ("loss", "gradient norm", "gradients"):
+            error, bound = (result.errors or {})[name], 2 * plain[result.case][name] + compiled.FLOOR
+            if not error <= bound:
+                wrong.append(f"{result.case}: {name} off by {error:.1e}, over {bound:.1e}")
+    return wrong
+
+
+def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
+    what = (
+        f"Forward KL at every position of {header['tokens']} tokens in bf16, sdpa, random weights. Median of "
+        f"{header['rounds']} interleaved rounds of {STEPS} steps; peak MiB of the step above weights and optimizer, "
+        "and of the loss with its gradients alone. Errors: relative, against fp32; gradients by a sample."
+    )
+    lines = opening("A whole distillation step", header, what, wrong)
+    if wrong:
+        return "\n".join(lines)
+    for shape, group in itertools.groupby(results, key=lambda r: r.case):
+        lines += [f"## {shape}", "", "| | ms | of ours | MiB | loss, MiB | of ours | loss error | gradient error |"]
+        lines += ["|---" * 8 + "|"]
+        rows = sorted(group, key=lambda r: list(PROVIDERS).index(r.provider))
+        ours = next((r for r in rows if r.provider == "ours"), None)
+        lines += [*(_row(row, ours) for row in rows), ""]
+    return "\n".join(lines)
+
+
+def _row(result: Result, ours: Result | None) -> str:
+    title = PROVIDERS[result.provider]
+    if result.failure or result.median is None or result.errors is None:
+        return f"| {title} | {result.failure or 'not run'} | | | | | | |"
+    of_loss, of_ours = (None if r is None or r.errors is None else r.errors.get("loss memory") for r in (result, ours))
+    cells = [
+        f"{result.median:.1f}",
+        f"{result.median / ours.median:.2f}" if ours and ours.median else "",
+        "" if result.peak_mib is None else f"{result.peak_mib:.0f}",
+        "" if of_loss is None else f"{of_loss:.0f}",
+        f"{of_loss / of_ours:.2f}" if of_loss and of_ours else "",
+        f"{result.errors['loss']:.1e}",
+        f"{result.errors['gradients']:.1e}",
+    ]
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+BENCHMARK = Benchmark(
+    name="kd-step", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
+    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS}, run_shape=run_shape, beyond_bound=beyond_bound,
+    markdown=markdown, rounds=ROUNDS, seconds=SECONDS, held_against=frozenset({"plain"}),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
