@@ -1,0 +1,389 @@
+"""Universal logit distillation of a linear head from one with another vocabulary; no logits are stored.
+
+    s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
+    t = the same of the teacher,                         p = softmax(t)   teacher, of the position that is aligned
+
+    uld  sum_i |sort(q)_i - sort(p)_i|, both descending, the shorter one continued by zeros
+                                                 d/ds_j = q_j (g_j - sum_k q_k g_k), g = sign(sort(q) - sort(p)) at j
+    loss = sum over rows of w [T^2 uld + ce_weight CE] / num_items,  CE at T = 1, w token_weight
+
+What it is    the Wasserstein-1 distance of the two distributions where moving mass from any token to any other costs
+              the same: which token has a probability is not compared, only how the probabilities are spread.
+Shapes        hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (M, Ht)  teacher_weight: (Vt, Ht)
+              labels, partners, token_weight: (N,)
+Vocabularies  the first vocab_size rows of the student's head, and the first teacher_vocab_size of the teacher's.
+Method        as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products. The rows
+              of a chunk are sorted a few at a time by torch.sort, so what sorting needs stays small.
+Numerics      softmax, sorting and sums in fp32. A student equal to its teacher gives loss 0 and gradient 0 exactly. The
+              gradient is that of the order found: where two probabilities are equal it is one of several, as for |x|.
+Source        Boizard et al. 2024, arXiv:2402.12030, eq. 4; T^2: Hinton et al. 2015, arXiv:1503.02531
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._chunks import (
+    Execution,
+    Needs,
+    Rows,
+    RowSelection,
+    check_execution,
+    check_labels,
+    labelled_weight,
+    selected_rows,
+    take,
+    workspace,
+)
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._linear_loss import LinearLoss, linear_loss, with_gradients
+from ._rows import LogitTransform, transform
+from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+
+__all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
+
+SORTED_BYTES = 2**28  # that sorting may take beside the workspace
+BYTES_A_NUMBER = 48  # probabilities of both sides sorted, their places and differences, and what torch.sort needs
+FIELDS = ("loss", "uld", "log_prob", "entropy", "is_top1")
+
+
+class LinearUld(NamedTuple):
+    """What `linear_uld` returns. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
+
+    Without labels, the fields about them are 0.
+    """
+
+    loss: Tensor  # scalar, differentiable in hidden, weight and bias
+    uld: Tensor  # (N,) from 0 to 2, times T^2 if the loss is; 0 where no teacher's position is aligned
+    log_prob: Tensor  # (N,) the student's log-probability of the label, at temperature 1
+    entropy: Tensor  # (N,) the student's entropy, at temperature 1
+    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
+
+
+def uld_reference(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """(N,) of logits (N, Vs) and (N, Vt), in plain torch. Not multiplied by T^2."""
+    sides = [(x / temperature).softmax(-1).sort(-1, descending=True).values for x in (student_logits, teacher_logits)]
+    width = max(x.shape[-1] for x in sides)
+    q, p = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in sides)
+    return (q - p).abs().sum(-1)
+
+
+def linear_uld_reference(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
+    partners: Tensor | None = None, labels: Tensor | None = None, uld_weight: float = 1.0, ce_weight: float = 0.0,
+    temperature: float = 1.0, num_items: float | Tensor | None = None, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0, softcap: float | None = None,
+    teacher_softcap: float | None = None, label_smoothing: float = 0.0, scale_by_temperature_squared: bool = True,
+    ignore_index: int = -100, token_weight: Tensor | None = None, reduction: str = "mean",
+    vocab_size: int | None = None, teacher_vocab_size: int | None = None, lora: Adapters = None,
+    teacher_lora: Adapters = None,
+) -> LinearUld:  # fmt: skip
+    """What the op must equal, in plain torch. Tests import this one."""
+
+    def logits(hidden, weight, bias, size, how, lora):
+        cut = size or weight.shape[0]
+        return transform(linear_reference(hidden, weight, lora)[:, :cut], None if bias is None else bias[:cut], how)[0]
+
+    s = logits(hidden, weight, bias, vocab_size, LogitTransform(scale, softcap), lora)
+    with torch.no_grad():
+        of_teacher = LogitTransform(teacher_scale, teacher_softcap)
+        t = logits(teacher_hidden, teacher_weight, teacher_bias, teacher_vocab_size, of_teacher, teacher_lora)
+        t = t.to(s.dtype)
+    index = torch.arange(s.shape[0], device=s.device) if partners is None else partners
+    aligned = index >= 0
+    uld = uld_reference(s[aligned], t[index[aligned]], temperature)
+    uld = s.new_zeros(s.shape[0]).masked_scatter(aligned, uld * (temperature**2 if scale_by_temperature_squared else 1))
+    return stored_uld(
+        s, uld, labels, uld_weight, ce_weight, label_smoothing, num_items, ignore_index, token_weight, reduction
+    )
+
+
+def stored_uld(
+    s: Tensor, uld: Tensor, labels: Tensor | None, uld_weight: float = 1.0, ce_weight: float = 0.0,
+    label_smoothing: float = 0.0, num_items: float | Tensor | None = None, ignore_index: int = -100,
+    token_weight: Tensor | None = None, reduction: str = "mean",
+) -> LinearUld:  # fmt: skip
+    """The result from logits s (N, V) that are stored, and their distances uld (N,)."""
+    keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
+    has_label = keep & (labels is not None)
+    label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
+    log_q = s.log_softmax(-1)
+    log_prob = log_q.gather(1, label[:, None]).squeeze(1) * has_label
+    ce = -(1 - label_smoothing) * log_prob - label_smoothing * log_q.mean(-1)
+    loss = (uld_weight * uld + ce_weight * ce).where(keep, 0)
+    if token_weight is not None:
+        loss = loss * token_weight
+    if reduction == "mean":
+        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+    fields = uld, log_prob, -(log_q.exp() * log_q).sum(-1), (log_prob >= log_q.amax(-1)) & has_label
+    return LinearUld(loss, *((x * keep).detach() for x in fields))
+
+
+@dataclass(frozen=True)
+class UldOptions:
+    """Scalars of one call. See `linear_uld`."""
+
+    uld_weight: float = 1.0
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    scale_by_temperature_squared: bool = True
+    student: LogitTransform = field(default_factory=LogitTransform)
+    teacher: LogitTransform = field(default_factory=LogitTransform)
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
+
+    @property
+    def uld_scale(self) -> float:
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+
+class Logits(NamedTuple):
+    """A few rows of either side."""
+
+    student: Tensor  # (n, Vs)
+    teacher: Tensor  # (n, Vt)
+    bias: Tensor | None  # (Vs,)
+    teacher_bias: Tensor | None  # (Vt,)
+    labels: Tensor | None  # (n,)
+    aligned: Tensor | None  # (n,) bool; None: all
+    token_weight: Tensor | None  # (n,)
+
+    def rows(self, part: slice) -> "Logits":
+        of_rows = (None if x is None else x[part] for x in (self.labels, self.aligned, self.token_weight))
+        return Logits(self.student[part], self.teacher[part], self.bias, self.teacher_bias, *of_rows)
+
+
+def uld_rows(x: Logits, out: Tensor, grad: Tensor | None, o: UldOptions) -> None:
+    """Fill out (FIELDS, n), and grad (n, Vs) if wanted, which may lie where the student's logits lie."""
+    s, slope = transform(x.student, x.bias, o.student)
+    t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
+    log_q, q = s.log_softmax(-1), s.softmax(-1)
+    out[3] = -torch.linalg.vecdot(q, log_q)
+    out[2] = out[4] = 0
+    if x.labels is not None:
+        out[2] = log_q.gather(1, x.labels[:, None]).squeeze(1)
+        out[4] = s.gather(1, x.labels[:, None]).squeeze(1) >= s.amax(-1)
+    at_t = q if o.temperature == 1.0 else (s / o.temperature).softmax(-1)
+    uld, sign = _distance(at_t, (t if o.temperature == 1.0 else t / o.temperature).softmax(-1))
+    aligned = uld.new_ones(()) if x.aligned is None else x.aligned.to(uld.dtype)
+    out[1] = uld * o.uld_scale * aligned
+    out[0] = o.uld_weight * out[1]
+    factor = aligned * (o.uld_weight * o.uld_scale / o.temperature)
+    dlogits = None
+    if grad is not None:
+        dlogits = at_t * (sign - torch.linalg.vecdot(at_t, sign)[:, None]) * factor.unsqueeze(-1)
+    if o.ce_weight:
+        out[0] += o.ce_weight * ((o.label_smoothing - 1) * out[2] - o.label_smoothing * log_q.mean(-1))
+        if dlogits is not None and x.labels is not None:
+            onehot = torch.zeros_like(q).scatter_(1, x.labels[:, None], 1 - o.label_smoothing)
+            dlogits += o.ce_weight * (q - onehot - o.label_smoothing / q.shape[1])
+    if x.token_weight is not None:
+        out[0] *= x.token_weight
+        slope = slope * x.token_weight[:, None]
+    if grad is not None and dlogits is not None:
+        grad.copy_(dlogits.mul_(slope))
+
+
+def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) distances of probabilities (n, Vs) and (n, Vt), and their derivatives (n, Vs) with respect to q."""
+    gaps, order = q.sort(-1, descending=True)
+    p = p.sort(-1, descending=True).values
+    both = min(q.shape[1], p.shape[1])
+    gaps[:, :both] -= p[:, :both]
+    return gaps.abs().sum(-1) + p[:, both:].sum(-1), torch.empty_like(gaps).scatter_(1, order, gaps.sign())
+
+
+@dataclass(frozen=True)
+class UldPair(LinearLoss):
+    """A student's head against a teacher's of another vocabulary. All but `teacher` of the rows that take part."""
+
+    teacher: LinearHead
+    teacher_vocab: int
+    partners: Rows  # the teacher's row for each of the student's
+    aligned: Tensor | None  # (rows.count,) bool: where there is none, another stands in; None: there always is one
+    labels: Tensor | None  # (rows.count,)
+    token_weight: Tensor | None  # (rows.count,)
+    options: UldOptions
+
+    fields = FIELDS
+
+    def row_function(self, rows: int):
+        columns = slice(0, self.teacher_vocab)
+        teacher = self.teacher.operands(self.partners, self.teacher_vocab).part(slice(None), columns)
+        ws = workspace(rows, self.teacher_vocab, self.teacher.dtype, self.teacher.hidden.device)
+        few = max(1, SORTED_BYTES // (BYTES_A_NUMBER * max(self.vocab, self.teacher_vocab)))
+
+        def of_chunk(logits, bias, chunk, out, grad):
+            part = teacher.part(chunk, columns)
+            of_rows = (None if x is None else x[chunk] for x in (self.labels, self.aligned, self.token_weight))
+            whole = Logits(logits, part.logits(ws), bias, part.bias, *of_rows)
+            for start in range(0, logits.shape[0], few):
+                some = slice(start, start + few)
+                uld_rows(whole.rows(some), out[:, some], None if grad is None else grad[some], self.options)
+
+        return of_chunk
+
+    def weighted(self, factor: Tensor) -> "UldPair":
+        return replace(self, token_weight=factor if self.token_weight is None else factor * self.token_weight)
+
+    def bytes_per_logit(self, dtype: torch.dtype) -> int:
+        """Of either side, as if both had the student's vocabulary."""
+        return -(-(dtype.itemsize * self.vocab + self.teacher.dtype.itemsize * self.teacher_vocab) // self.vocab)
+
+
+def _pair(
+    hidden: Tensor, teacher: LinearHead, partners, labels, token_weight, rows: Rows, vocab: int, teacher_vocab: int,
+    how: Execution, options: UldOptions,
+) -> UldPair:  # fmt: skip
+    aligned, of_teacher = None, rows
+    if partners is not None:
+        partners = take(partners, rows)
+        aligned = partners >= 0
+        of_teacher = Rows(partners.clamp(min=0), rows.count, rows.num_items)
+    labels = None if labels is None else take(labels, rows).contiguous()
+    weight = labelled_weight(token_weight, rows, hidden.dtype)
+    return UldPair(rows, vocab, how, teacher, teacher_vocab, of_teacher, aligned, labels, weight, options)
+
+
+SCALARS = ("uld_weight", "ce_weight", "temperature", "label_smoothing")
+
+
+@torch.library.custom_op("liger_trainer::linear_uld", mutates_args=(), tags=TAGS)
+def _traced_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
+    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
+    teacher_low_weight: Tensor | None, partners: Tensor | None, labels: Tensor | None, token_weight: Tensor | None,
+    num_items: Tensor | None, scalars: Sequence[float], scale: float, softcap: float | None, teacher_scale: float,
+    teacher_softcap: float | None, scale_by_temperature_squared: bool, ignore_index: int, vocab: int,
+    teacher_vocab: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype,
+    dtype: torch.dtype, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs."""
+    options = UldOptions(
+        **dict(zip(SCALARS, scalars, strict=True)), scale_by_temperature_squared=scale_by_temperature_squared,
+        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
+    )  # fmt: skip
+    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
+    of_teacher = LinearHead(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype
+    )
+    how = Execution(workspace_mb, accumulate_dtype)
+    loss = _pair(hidden, of_teacher, partners, labels, token_weight, rows, vocab, teacher_vocab, how, options)
+    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
+    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
+
+
+@_traced_op.register_fake
+def _(*inputs):
+    return fake_outputs(inputs, len(FIELDS))
+
+
+_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+
+
+def linear_uld(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
+    partners: Tensor | None = None, labels: Tensor | None = None, uld_weight: float = 1.0, ce_weight: float = 0.0,
+    temperature: float = 1.0, num_items: float | Tensor | None = None, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0, softcap: float | None = None,
+    teacher_softcap: float | None = None, label_smoothing: float = 0.0, scale_by_temperature_squared: bool = True,
+    ignore_index: int = -100, token_weight: Tensor | None = None, reduction: str = "mean",
+    vocab_size: int | None = None, teacher_vocab_size: int | None = None, rows: RowSelection | None = None,
+    recompute: bool = False, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
+    overwrite_hidden: bool = False, lora: Adapters = None, teacher_lora: Adapters = None,
+) -> LinearUld:  # fmt: skip
+    """Distillation across vocabularies: how a teacher spreads probability, whatever its tokens are, with hard
+    cross-entropy in the same pass.
+
+    The formulas are at the top of this file. No gradient goes to the teacher.
+
+    Args:
+        hidden: (N, Hs), fp32, fp16, bf16 (fp64 on CPU).
+        weight: (Vs, Hs). Frozen if it does not require a gradient: its product is skipped.
+        teacher_hidden: (M, Ht), any float dtype.
+        teacher_weight: (Vt, Ht).
+        partners: (N,) int64, the row of teacher_hidden that is aligned with each row of hidden; negative: none, and
+            the row has no distance, though it counts in num_items and in the cross-entropy. Without, row i is aligned
+            with row i, and M must be N.
+        labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
+        uld_weight, ce_weight: weights of the distance, and of the cross-entropy against labels at temperature 1.
+        temperature: divides both sides' logits in the distance.
+        num_items: what the sum over tokens is divided by; default the number of rows that take part.
+        bias, teacher_bias: (Vs,) and (Vt,), added to the logits.
+        scale, teacher_scale, softcap, teacher_softcap: what either model does to its logits, see
+            `linear_cross_entropy`.
+        label_smoothing: of the cross-entropy, see `linear_cross_entropy`.
+        scale_by_temperature_squared: multiply the distance, value and gradient, by temperature^2.
+        token_weight, reduction, rows, recompute, accumulate_dtype, overwrite_hidden: see `linear_divergence`.
+        vocab_size, teacher_vocab_size: the real vocabularies, where a head is padded beyond its own.
+        workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB beside them.
+        lora, teacher_lora: low-rank additions to either head, see `linear_cross_entropy`.
+
+    Returns:
+        LinearUld: loss and per-token values.
+
+    Raises:
+        ValueError: shapes that do not fit, an option out of range, or ce_weight without labels.
+    """
+    check_head(hidden, weight, bias, lora)
+    check_head(teacher_hidden, teacher_weight, teacher_bias, teacher_lora, "teacher_")
+    _check_partners(hidden, teacher_hidden, partners)
+    check_labels(hidden, labels, ce_weight)
+    check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
+    check_overwritten(overwrite_hidden, lora)
+    vocab, teacher_vocab = _cut(weight, vocab_size, ""), _cut(teacher_weight, teacher_vocab_size, "teacher_")
+    options = UldOptions(
+        uld_weight, ce_weight, temperature, label_smoothing, scale_by_temperature_squared,
+        LogitTransform(scale, softcap), LogitTransform(teacher_scale, teacher_softcap),
+    )  # fmt: skip
+    head = LinearHead.of(hidden, weight, bias, lora)
+    with torch.no_grad():
+        teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
+    if torch.compiler.is_compiling():
+        check_traceable(rows, recompute, overwrite_hidden)
+        value, per_token, *_ = _traced_op(
+            *head.tensors, *teacher.tensors, partners, labels, token_weight,
+            None if num_items is None else torch.as_tensor(num_items),
+            [uld_weight, ce_weight, temperature, label_smoothing], scale, softcap, teacher_scale, teacher_softcap,
+            scale_by_temperature_squared, ignore_index, vocab, teacher_vocab, workspace_mb, accumulate_dtype,
+            teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
+        )  # fmt: skip
+        return _named(value, per_token.detach())
+    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+    pair = _pair(hidden, teacher, partners, labels, token_weight, selected, vocab, teacher_vocab, how, options)
+    return _named(*linear_loss(pair, head, recompute, reduction))
+
+
+def _named(loss: Tensor, per_token: Tensor) -> LinearUld:
+    _, uld, log_prob, entropy, is_top1 = per_token.unbind(0)
+    return LinearUld(loss, uld, log_prob, entropy, is_top1 > 0)
+
+
+def _cut(weight: Tensor, size: int | None, side: str) -> int:
+    if size is not None and size < 1:
+        raise ValueError(f"{side}vocab_size must be at least 1 or None, got {size}.")
+    return min(weight.shape[0], size or weight.shape[0])
+
+
+def _check_partners(hidden: Tensor, teacher_hidden: Tensor, partners: Tensor | None) -> None:
+    if partners is None and hidden.shape[0] != teacher_hidden.shape[0]:
+        raise ValueError(
+            f"hidden has {hidden.shape[0]} rows and teacher_hidden {teacher_hidden.shape[0]}: give partners, which "
+            "says which of them belong together."
+        )
+    if partners is not None and (partners.shape != hidden.shape[:1] or partners.dtype != torch.int64):
+        raise ValueError(
+            f"partners must be int64, one per row of hidden: partners is {tuple(partners.shape)} of "
+            f"{partners.dtype}, hidden {tuple(hidden.shape)}."
+        )
+    if partners is not None and hidden.shape[0] and not teacher_hidden.shape[0]:
+        raise ValueError("teacher_hidden has no rows, so no row of hidden has a partner: leave the teacher out.")
