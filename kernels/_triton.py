@@ -1,9 +1,10 @@
 """Triton where it is installed, else a stand-in under which the op files still import; and how kernels are launched."""
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ else:
         import triton
         import triton.language as tl
     except ImportError:  # as with CPU builds of torch
-        triton = SimpleNamespace(jit=lambda function: function)
+        triton = SimpleNamespace(
+            jit=lambda function: function, next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length()
+        )
         tl = SimpleNamespace(constexpr=None)
         INSTALLED = False
     else:
@@ -42,6 +45,8 @@ def use_triton(x: Tensor) -> bool:
     """
     if not x.is_cpu:
         return INSTALLED
+    if _without_launches:
+        return True
     return INSTALLED and INTERPRETED and x.element_size() in (2, 4) and x.dtype != torch.bfloat16
 
 
@@ -98,6 +103,24 @@ class Launch:
             self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream_of, rest
 
 
+_without_launches = False
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Within it ops on CPU tensors make the memory that they would make on a GPU, and launch nothing to fill it.
+
+    For tensors without data, of which only the memory matters.
+    """
+    global _without_launches
+    launch, before = Launch.__call__, _without_launches
+    Launch.__call__, _without_launches = lambda self, *tensors: None, True
+    try:
+        yield
+    finally:
+        Launch.__call__, _without_launches = launch, before
+
+
 remembered = functools.lru_cache(1024)  # of a function that makes launches: as many lengths of a batch are kept
 kept_launch = functools.lru_cache(4096)(Launch)  # where what makes a launch is quickly told
 
@@ -123,4 +146,6 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-__all__ = ["INSTALLED", "INTERPRETED", "Launch", "kept_launch", "remembered", "tl", "triton", "use_triton"]
+__all__ = [
+    "INSTALLED", "INTERPRETED", "Launch", "kept_launch", "remembered", "tl", "triton", "use_triton", "without_launches",
+]  # fmt: skip

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from .commands import cache, check, configs, convert, doctor, env, init_student, merge, preview, report, run
+from .commands import cache, check, configs, convert, doctor, env, estimate, init_student, merge, preview, report, run
 from .commands._shared import OVERRIDES
 from .errors import ConfigError, LigerTrainerError
 
@@ -21,6 +21,7 @@ app.command("config", context_settings=OVERRIDES)(check.config)
 app.command("preview", context_settings=OVERRIDES)(preview.preview)
 app.command("run", context_settings=OVERRIDES)(run.run)
 app.command("resume", context_settings=OVERRIDES)(run.resume)
+app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
 app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
 app.command("report")(report.report)
 app.command("merge")(merge.merge)

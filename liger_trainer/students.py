@@ -45,7 +45,7 @@ def drop_layers(
     kept = kept_indices(len(layers), keep_every_nth, keep)
     try:
         with torch.device("meta"):  # shapes only: every tensor comes from the teacher
-            student = type(model)._from_config(_student_config(model.config, kept), dtype=model.dtype)
+            student = type(model)._from_config(thinned_config(model.config, kept), dtype=model.dtype)
         _copy_tensors(model, student, path, kept)
         _check_layers(layers, student.get_submodule(path), kept)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
@@ -98,7 +98,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _student_config(teacher_config: PreTrainedConfig, kept: list[int]) -> PreTrainedConfig:
+def thinned_config(teacher_config: PreTrainedConfig, kept: list[int]) -> PreTrainedConfig:
     """A copy with fewer layers, in which each per-layer list is cut to the kept ones."""
     config = copy.deepcopy(teacher_config)
     text = config.get_text_config(decoder=True)

@@ -1,0 +1,83 @@
+"""What one of several processes holds: DDP's buckets, and shares of what ZeRO and FSDP cut up."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .launching import launcher_arguments
+from .memory_simulation import StepMemory
+from .memory_tracker import Peak
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
+
+WEIGHTS = ("student weights", "adapter weights", "teacher weights")
+GATHERED = 2  # layers whose weights are whole at a time: one computes, the next is being gathered
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How many processes there are, what is cut into as many shares, and whether DDP keeps buckets of gradients."""
+
+    name: str = "one process"
+    processes: int = 1
+    shared: tuple[str, ...] = ()
+    gathers: bool = False
+    buckets: bool = False
+
+    def per_process(self, memory: StepMemory) -> dict[str, Peak]:
+        """The peaks of one process."""
+        return {phase: self._share(peak, memory) for phase, peak in memory.peaks.items()}
+
+    def _share(self, peak: Peak, memory: StepMemory) -> Peak:
+        parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
+        if self.gathers:
+            parts["gathered layers"] = GATHERED * memory.layer_bytes
+        if self.buckets:
+            parts["gradient buckets"] = memory.trained_bytes
+        return Peak(parts.total(), parts)
+
+
+def sharding_of(config: "RunConfig") -> Sharding:
+    """From num_processes, accelerate_config, fsdp and deepspeed.
+
+    Raises:
+        ConfigError: `accelerate_config` is neither a file nor one of TRL's; `deepspeed` is no file that can be read.
+    """
+    file = _accelerate_file(config)
+    processes = config["num_processes"] or file.get("num_processes") or 1
+    if config["deepspeed"]:
+        return _zero(_deepspeed(config).get("zero_optimization", {}).get("stage", 0), processes)
+    kind = str(file.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
+    if kind == "FSDP" or config["fsdp"]:
+        return Sharding("FSDP", processes, (*WEIGHTS, "gradients", "optimizer state"), gathers=processes > 1)
+    return Sharding("DDP", processes, buckets=True) if processes > 1 else Sharding()
+
+
+def _zero(stage: int, processes: int) -> Sharding:
+    shared = ("optimizer state", "gradients", *WEIGHTS)[: {0: 0, 1: 1, 2: 2}.get(stage, 5)]
+    return Sharding(f"ZeRO-{stage}", processes, shared, gathers=stage == 3 and processes > 1)
+
+
+def _accelerate_file(config: "RunConfig") -> dict[str, Any]:
+    arguments = launcher_arguments(config)
+    if "--config_file" not in arguments:
+        return {}
+    path = Path(arguments[arguments.index("--config_file") + 1])
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def _deepspeed(config: "RunConfig") -> dict[str, Any]:
+    given = config["deepspeed"]
+    if isinstance(given, dict):
+        return given
+    try:
+        return json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise config.error("deepspeed", f"{given} cannot be read: {error}") from None

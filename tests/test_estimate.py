@@ -1,0 +1,285 @@
+"""The simulated step against real ones and against what is known of its parts; and the command around it."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+import transformers
+import yaml
+from peft import LoraConfig
+from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError
+from liger_trainer.gpus import GPUS, gpu_named
+from liger_trainer.losses import Distillation, LossOptions
+from liger_trainer.memory_simulation import ModelSpec, StepSpec, simulate
+from liger_trainer.memory_stand_ins import MomentsOptimizer
+from liger_trainer.memory_tracker import BLOCK, MemoryTracker
+from liger_trainer.patching import patch
+from liger_trainer.sharding import Sharding
+
+ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+
+
+def config_of(family: str = "llama", **overrides):
+    name, options = FAMILIES[family]
+    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k != "num_key_value_heads"}
+    return getattr(transformers, name)(**{**sizes, **options, **overrides})
+
+
+def step(**options) -> StepSpec:
+    defaults = {
+        "student": ModelSpec(config_of(vocab_size=512, **WIDE), torch.float32), "rows": 2, "length": 128,
+        "optimizer": ADAMW,
+    }  # fmt: skip
+    return StepSpec(**{**defaults, **options})
+
+
+LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)
+
+
+def parts(memory, phase: str):
+    return memory.peaks[phase].parts
+
+
+def weights(spec: StepSpec) -> int:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(spec.student.config)
+    return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in model.parameters())
+
+
+# The tracker
+
+
+def _trained(tracker: MemoryTracker) -> dict:
+    linear = torch.nn.Linear(256, 256, bias=False)
+    tracker.add([linear.weight], "student weights")
+    with tracker:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16), tracker.during("forward"):
+                loss = linear(linear(torch.ones(64, 256))).float().sum()
+            with tracker.during("backward"):
+                loss.backward()
+            linear.zero_grad()
+    return tracker.peaks
+
+
+def test_the_tracker_sees_the_same_with_and_without_data():
+    with FakeTensorMode():
+        without = _trained(MemoryTracker())
+    assert without == _trained(MemoryTracker())
+    assert without["forward"].parts["autocast copies"] == 2 * 256 * 256  # one copy of the weight, made once
+
+
+def test_the_tracker_counts_storages_once_until_they_are_freed():
+    tracker = MemoryTracker()
+    with tracker, tracker.during("work"):
+        x = torch.empty(1000)  # 4,000 bytes take eight blocks
+        y = x.view(10, 100)[2:]
+        assert tracker.live["work"] == 8 * BLOCK
+        del x
+        assert tracker.live["work"] == 8 * BLOCK
+        tracker.add([y], "kept")
+        assert (tracker.live["work"], tracker.live["kept"]) == (0, 8 * BLOCK)
+        del y
+        assert tracker.bytes == 0
+    assert tracker.peaks["work"].bytes == 8 * BLOCK
+
+
+# The simulation
+
+
+def test_parts_of_full_training_are_what_is_known_of_them():
+    spec = step()
+    memory = simulate(spec)
+    size = weights(spec)
+    at_step = parts(memory, "optimizer")
+    assert at_step["student weights"] == pytest.approx(size, rel=0.001)  # and the rotary frequencies
+    assert at_step["gradients"] == size
+    assert at_step["optimizer state"] == pytest.approx(2 * size, rel=0.01)  # and the step counts
+    assert memory.trained_bytes == 4 * memory.parameters == 4 * memory.trainable
+    assert parts(memory, "loss")["autocast copies"] == 0
+
+
+@pytest.mark.parametrize("rows, layers", [(4, 4), (2, 8)])
+def test_activations_grow_with_rows_and_with_layers(rows, layers):
+    def activations(rows, layers):
+        config = config_of(vocab_size=512, **{**WIDE, "num_hidden_layers": layers})
+        return parts(simulate(step(student=ModelSpec(config, torch.float32), rows=rows)), "loss")["activations"]
+
+    few, more, most = activations(2, 2), activations(2, 4), activations(rows, layers)
+    layer = (more - few) / 2
+    assert most == pytest.approx(rows / 2 * (few + (layers - 2) * layer), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi", "gpt2"])
+def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family):
+    """In fp32 under the interpreter the real model takes the GPU's path, and autograd says what it saves."""
+    model = tiny_model(family, **({"sliding_window": 256} if family == "gemma3" else {})).train()
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = -(-storage.nbytes() // BLOCK) * BLOCK
+        return tensor
+
+    ids = torch.randint(0, VOCAB, (2, 64))
+    patch(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    memory = simulate(step(student=ModelSpec(model.config, torch.float32), rows=2, length=64))
+    del loss
+    at_loss = parts(memory, "backward")
+    kept = at_loss["activations"] + at_loss["loss"]
+    assert kept == pytest.approx(sum(saved.values()), rel=0.1)
+
+
+def test_autocast_copies_every_weight_of_a_product_once():
+    spec = step(autocast=torch.bfloat16)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(spec.student.config)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert parts(simulate(spec), "loss")["autocast copies"] == pytest.approx(2 * linear, rel=0.01)
+    bf16 = step(autocast=torch.bfloat16, student=ModelSpec(spec.student.config, torch.bfloat16))
+    assert parts(simulate(bf16), "loss")["autocast copies"] == 0
+
+
+def test_checkpointing_lora_and_quantised_weights_take_less():
+    plain = simulate(step(rows=8))
+    checkpointed = simulate(step(rows=8, checkpointing={"use_reentrant": False}))
+    assert parts(checkpointed, "loss")["activations"] < parts(plain, "loss")["activations"] / 4
+    lora = simulate(step(peft=LORA))
+    assert lora.trainable < lora.parameters / 10
+    adapters = parts(lora, "optimizer")["adapter weights"]
+    assert adapters == parts(lora, "optimizer")["gradients"] == pytest.approx(4 * lora.trainable, rel=0.01)
+    packed = simulate(step(peft=LORA, student=dataclasses.replace(step().student, bits=4)))
+    assert packed.parameters == lora.parameters
+    linear = parts(lora, "loss")["student weights"] - parts(packed, "loss")["student weights"]
+    assert linear / (4 * lora.parameters) > 0.7  # all but the embeddings and the head
+
+
+def test_a_teacher_and_its_records():
+    config = step().student.config
+    options = LossOptions(distillation=Distillation())
+    memory = simulate(step(teacher=ModelSpec(config, torch.bfloat16), loss=options))
+    assert parts(memory, "loss")["teacher weights"] == pytest.approx(weights(step()) / 2, rel=0.01)
+    assert parts(memory, "loss")["teacher activations"] == pytest.approx(2 * 128 * 256 * 2, rel=0.1)  # its last hidden
+
+
+def test_accumulation_holds_gradients_beside_activations():
+    once, twice = (simulate(step(accumulation=n)) for n in (1, 4))
+    assert parts(once, "loss")["gradients"] == 0
+    assert parts(twice, "loss")["gradients"] == weights(step())
+
+
+def test_moments_of_8_bits_and_paged_ones():
+    for options, factor in (({"moments": 2, "bits": 8}, 0.5), ({"moments": 1, "bits": 32}, 1.0)):
+        made = functools.partial(MomentsOptimizer, paged=False, **options)
+        state = parts(simulate(step(optimizer=made)), "optimizer")["optimizer state"]
+        assert state == pytest.approx(factor * weights(step()), rel=0.03)
+    paged = functools.partial(MomentsOptimizer, moments=2, bits=32, paged=True)
+    assert parts(simulate(step(optimizer=paged)), "optimizer")["optimizer state"] == 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_simulated(family):
+    spec = step(student=ModelSpec(config_of(family), torch.float32), masked=True, autocast=torch.bfloat16, peft=None)
+    assert simulate(spec).peaks["loss"].bytes > 0
+
+
+def test_nothing_is_left_behind():
+    """Neither stand-ins nor tensors without data, in caches say, so that real training goes on as before."""
+    ids = torch.randint(0, VOCAB, (2, 16))
+    losses = []
+    for _ in range(2):
+        model = tiny_model("qwen3")
+        patch(model)
+        losses.append(float(model(input_ids=ids, labels=ids).loss))
+        simulate(step(student=ModelSpec(model.config, torch.float32), peft=LORA))
+    assert losses[0] == losses[1]
+
+
+# What is around it
+
+
+def test_shares_of_several_processes():
+    memory = simulate(step())
+    plain = Sharding().per_process(memory)["optimizer"]
+    ddp = Sharding("DDP", 4, buckets=True).per_process(memory)["optimizer"]
+    assert ddp.bytes - plain.bytes == memory.trained_bytes
+    zero = Sharding("ZeRO-1", 4, ("optimizer state",)).per_process(memory)["optimizer"]
+    assert plain.bytes - zero.bytes == pytest.approx(0.75 * plain.parts["optimizer state"], abs=4)
+    whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["optimizer"].parts
+    assert whole["gathered layers"] == 2 * memory.layer_bytes
+
+
+@pytest.mark.parametrize(
+    "name, found", [("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("rtx 4090", "RTX 4090 24GB")]
+)
+def test_gpus_by_name(name, found):
+    assert gpu_named(name).name == found
+
+
+def test_gpus_by_size_and_wrong_names():
+    assert gpu_named("24GB").mib == 24 * 1024
+    with pytest.raises(ConfigError, match="A100 80GB, A100 40GB: say which"):
+        gpu_named("a100")
+    with pytest.raises(ConfigError, match="Did you mean"):
+        gpu_named("H1000 80GB")
+    assert all(gpu.usable_mib < gpu.mib for gpu in GPUS)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_of(num_hidden_layers=2)
+    config.save_pretrained("student")
+    tiny_tokenizer().save_pretrained("student")
+    rows = [{"prompt": "w1 w2", "completion": " ".join(["w3"] * (5 + i % 7))} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model_name_or_path": "student", "dataset_name": "rows.jsonl", "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "num_train_epochs": 1, "output_dir": "out", "max_length": 128,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def _json(capsys, *arguments: str) -> dict:
+    with pytest.raises(SystemExit) as left:
+        main(["estimate", "run.yaml", "--json", *arguments])
+    return {**json.loads(capsys.readouterr().out), "code": left.value.code}
+
+
+def test_the_command(project, capsys):
+    found = _json(capsys, "--gpu", "H100 80GB")
+    assert (found["code"], found["fits"], found["recipe"]) == (0, True, "sft")
+    assert sum(found["parts_mib"].values()) == pytest.approx(found["peak_mib"])
+    assert found["length"] == 13  # the longest row: w1, w2w3, ten more words and the end
+    assert found["steps"] == 10  # 38 rows of 40 are trained on, 4 a step
+    assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
+
+
+def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys):
+    found = _json(capsys, "--gpu", "0.7GB", "max_length=null")
+    assert found["code"] == 3 and found["fits"] is False
+    assert {s.partition("=")[0] for change in found["changes"] for s in change["settings"]} >= {"use_peft", "optim"}
+
+
+def test_what_cannot_be_estimated_is_said(project, capsys):
+    for arguments, message in (
+        (["optim=grokadamw"], "optim"),
+        (["torch_compile=true"], "torch_compile"),
+        (["--gpu", "Foo"], "no GPU is called"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["estimate", "run.yaml", *arguments])
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
