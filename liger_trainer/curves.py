@@ -4,6 +4,7 @@ A chart is drawn once, in the light colours. Its PNG shows it on white; in its S
 page, which has other values for them in dark mode.
 """
 
+import html
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}
 SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
-DECADES = 1.7  # between the smallest and the largest value: from here on the axis is logarithmic
+DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Chart:
     metric: str
     title: str
     teacher: str | None = None
+    axis: str = "log"
+    """log: logarithmic where values spread widely; linear: never; zero: never, and from 0"""
+
+    @property
+    def name(self) -> str:
+        """The metric's name as an id and a file's name."""
+        return re.sub(r"\W+", "_", self.metric)
 
 
 CHARTS = (
@@ -40,16 +48,16 @@ CHARTS = (
     Chart("ce_loss", "Cross-entropy (nats/token)"),
     Chart("forward_kl", "Forward KL (nats/token)"),
     Chart("reverse_kl", "Reverse KL (nats/token)"),
-    Chart("agreement_at_1", "Agreement@1 with the teacher"),
-    Chart("mean_token_accuracy", "Token accuracy"),
+    Chart("agreement_at_1", "Agreement@1 with the teacher", axis="linear"),
+    Chart("mean_token_accuracy", "Token accuracy", axis="linear"),
     Chart("perplexity", "Perplexity"),
     Chart("student_perplexity", "Student's perplexity", "teacher_perplexity"),
     Chart("entropy", "Entropy (nats/token)", "teacher_entropy"),
     Chart("aux_loss", "Router's load-balancing loss"),
     Chart("grad_norm", "Gradient norm"),
-    Chart("learning_rate", "Learning rate"),
-    Chart("tokens_per_second", "Tokens per second"),
-    Chart("peak_memory_mib", "Peak memory so far (MiB)"),
+    Chart("learning_rate", "Learning rate", axis="linear"),
+    Chart("tokens_per_second", "Tokens per second", axis="zero"),
+    Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
 )
 # logged, and no curve: counters, and what is said elsewhere
 _NO_CURVES = {"step", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
@@ -132,11 +140,11 @@ def draw(runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Drawing]:
         for chart in charts_of(runs):
             lines = lines_of(chart, runs, labels)
             figure = Figure(figsize=SIZE, layout="constrained")
-            note = _plot(figure.add_subplot(), lines, len(runs) > 1)
+            note = _plot(figure.add_subplot(), chart, lines, len(runs) > 1)
             svg, png = _svg(figure, chart), io.BytesIO()
             figure.axes[0].set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
             figure.savefig(png, format="png", dpi=160, facecolor="white")
-            drawn.append(Drawing(chart.metric, chart.title, note, svg, png.getvalue()))
+            drawn.append(Drawing(chart.name, chart.title, note, svg, png.getvalue()))
     return drawn
 
 
@@ -165,24 +173,23 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def _plot(axes: "Axes", lines: list[Line], several: bool) -> str:
-    """Draw the lines and return what must be said beside them."""
+def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
+    """Draw the lines and return what must be said beside the chart."""
     from matplotlib.ticker import MaxNLocator
 
     notes = []
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    values = [value for line in lines for value in line.values]
-    if min(values) > 0 and max(values) > min(values) * 10**DECADES:
+    values = sorted(value for line in lines for value in line.values)
+    if chart.axis == "log" and values[0] > 0 and values[-1] > values[len(values) // 20] * 10**DECADES:
         axes.set_yscale("log")
         notes.append("logarithmic")
-    smoothed = False
+    else:
+        axes.yaxis.set_major_formatter("{x:g}")
     for line in lines:
-        smoothed |= _draw_line(axes, line)
-    if smoothed:
-        notes.append("bold: running mean")
-    if several and {line.kind for line in lines} > {"train"}:
-        notes.append("dashed: held out" + (", dotted: teacher" if any(x.kind == "teacher" for x in lines) else ""))
+        _draw_line(axes, line, alpha=0.18 if several else 0.3)
+    if chart.axis == "zero":
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     if len({line.label for line in lines}) > 1:
@@ -193,8 +200,8 @@ def _plot(axes: "Axes", lines: list[Line], several: bool) -> str:
     return ", ".join(notes)
 
 
-def _draw_line(axes: "Axes", line: Line) -> bool:
-    """Whether a running mean was drawn over the points."""
+def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
+    """The points joined; of many, their running mean, and the points in the background with opacity `alpha`."""
     style: dict[str, Any] = {"color": line.color, "linewidth": 1.6, "label": line.label}
     few = len(line.steps) <= 30
     if line.kind == "eval":
@@ -205,10 +212,23 @@ def _draw_line(axes: "Axes", line: Line) -> bool:
         style |= {"marker": "o", "markersize": 3.6}
     if line.kind != "train" or len(line.steps) < SMOOTHED_FROM:
         axes.plot(line.steps, line.values, **style)
-        return False
-    axes.plot(line.steps, line.values, color=line.color, linewidth=0.8, alpha=0.3)
+        return
+    axes.plot(line.steps, line.values, color=line.color, linewidth=0.8, alpha=alpha)
     axes.plot(line.steps, _running_mean(line.values, max(3, len(line.values) // 40)), **style)
-    return True
+
+
+def reading(runs: Sequence[Run]) -> str:
+    """How the lines of the charts of these runs are to be read."""
+    lines = [line for chart in charts_of(runs) for line in lines_of(chart, runs)]
+    kinds = {line.kind for line in lines}
+    told = []
+    if any(line.kind == "train" and len(line.steps) >= SMOOTHED_FROM for line in lines):
+        told.append("Training logs are faint, their running mean bold.")
+    if "eval" in kinds:
+        told.append("Dashed: the held-out rows.")
+    if "teacher" in kinds:
+        told.append("Dotted: the teacher.")
+    return " ".join(told)
 
 
 def _running_mean(values: list[float], half: int) -> list[float]:
@@ -228,12 +248,13 @@ def _svg(figure: "Figure", chart: Chart) -> str:
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    svg = re.sub(r'\bid="', f'id="{chart.metric}-', svg)
-    svg = re.sub(r'xlink:href="#', f'href="#{chart.metric}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{chart.metric}-", svg)
+    svg = re.sub(r'\bid="', f'id="{chart.name}-', svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{chart.name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{chart.name}-", svg)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
-    opening = f'<svg viewBox="0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}" role="img" aria-label="{chart.title} over steps">'
+    box, label = f"0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}", html.escape(f"{chart.title} over steps")
+    opening = f'<svg viewBox="{box}" role="img" aria-label="{label}">'
     return re.sub(r"\s*\n\s*", " ", re.sub(r"^<svg[^>]*>", opening, svg))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .curves import SERIES, Drawing, draw
+from .curves import SERIES, Drawing, draw, reading
 from .report_tables import (
     Grid,
     before_and_after,
@@ -62,7 +62,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
     if drawings:
         plots.mkdir(exist_ok=True)
     for drawing in drawings:
-        (plots / f"{drawing.name.replace('/', '_')}.png").write_bytes(drawing.png)
+        (plots / f"{drawing.name}.png").write_bytes(drawing.png)
     output.write_text(page, encoding="utf-8")
     return output
 
@@ -80,7 +80,7 @@ def render(runs: Sequence[Run], drawings: Sequence[Drawing]) -> str:
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs compared",
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
-        notes=list(_notes(runs, labels)),
+        notes=_notes(runs, labels),
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
         samples=samples,
@@ -107,32 +107,40 @@ def _header(run: Run, label: str, index: int) -> dict[str, Any]:
     }
 
 
-def _notes(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    """What a reader of the numbers should know first."""
+def _notes(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """What a reader of the numbers should know first; what holds of several runs is said once."""
+    told: dict[str, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
-        of = f"{label}: " if len(runs) > 1 else ""
-        data, train, held_out = run.data, run.rows.get("train", {}), run.rows.get("eval", {})
-        if not run.finished:
-            yield f"{of}this run is not finished. Its curves come from its newest checkpoint, at step {run.steps:,}."
-        if seen := data.get("test_rows_seen_in_training"):
-            yield (
-                f"{of}{count(seen)} of {count(data.get('test_rows'))} held-out rows are training rows too, word for "
-                "word: the held-out metrics are in part those of rows that were trained on."
-            )
-        if repeated := data.get("train_rows_repeated"):
-            yield f"{of}{count(repeated)} of {count(data.get('train_rows'))} training rows repeat an earlier one."
-        for split, rows in (("training", train), ("held-out", held_out)):
-            if cut := rows.get("rows_truncated"):
-                lost, learned = rows.get("supervised_tokens_lost", 0), rows.get("supervised_tokens", 0)
-                share = f" ({lost / (lost + learned):.1%})" if lost + learned else ""
-                yield (
-                    f"{of}{count(cut)} of {count(rows.get('rows'))} {split} rows are longer than max_length; "
-                    f"{count(lost)} supervised tokens{share} lie beyond it."
-                )
-            if dropped := rows.get("rows_dropped"):
-                yield f"{of}{count(dropped)} {split} rows have no supervised token left and were left out."
+        for note in _notes_on(run):
+            told.setdefault(note, []).append(label)
+    notes = [note if len(of) == len(runs) else f"{', '.join(of)}: {note}" for note, of in told.items()]
     if len({run.data.get("sha256") for run in runs}) > 1:
-        yield "The runs do not have the same rows (their SHA-256 differ): held-out metrics need not compare."
+        notes.append("The runs do not have the same rows (their SHA-256 differ): held-out metrics need not compare.")
+    return notes
+
+
+def _notes_on(run: Run) -> Iterator[str]:
+    data = run.data
+    if not run.finished:
+        yield f"Not finished: the curves come from the newest checkpoint, at step {run.steps:,}."
+    if seen := data.get("test_rows_seen_in_training"):
+        yield (
+            f"{count(seen)} of {count(data.get('test_rows'))} held-out rows are training rows too, word for word: the "
+            "held-out metrics are in part those of rows that were trained on."
+        )
+    if repeated := data.get("train_rows_repeated"):
+        yield f"{count(repeated)} of {count(data.get('train_rows'))} training rows repeat an earlier one."
+    for split, name in (("train", "training"), ("eval", "held-out")):
+        rows = run.rows.get(split, {})
+        if cut := rows.get("rows_truncated"):
+            lost, learned = rows.get("supervised_tokens_lost", 0), rows.get("supervised_tokens", 0)
+            share = f" ({lost / (lost + learned):.1%})" if lost + learned else ""
+            yield (
+                f"{count(cut)} of {count(rows.get('rows'))} {name} rows are longer than max_length; "
+                f"{count(lost)} supervised tokens{share} lie beyond it."
+            )
+        if dropped := rows.get("rows_dropped"):
+            yield f"{count(dropped)} {name} rows have no supervised token left and were left out."
 
 
 def _cards(run: Run) -> Iterator[dict[str, str]]:
@@ -204,13 +212,13 @@ def _sections(
         lead = "On the held-out rows." if one else "On the held-out rows, after training. Bold is the best of a row."
         yield Section("metrics", "Before and after" if one else "Metrics side by side", [table], lead)
     if drawings:
-        yield Section("curves", "Curves")
+        yield Section("curves", "Curves", lead=reading(runs))
     if samples:
         yield Section("samples", "Sample completions", lead="Greedy, of held-out prompts.")
     data = facts(runs, labels, data_facts)
-    split = [prepared_rows(run, "" if one else label) for run, label in zip(runs, labels, strict=True) if run.rows]
-    if data.rows or split:
-        yield Section("data", "Data", [table for table in [data, *split] if table.rows])
+    tables = [table for table in (data, prepared_rows(runs, labels)) if table.rows]
+    if tables:
+        yield Section("data", "Data", tables)
     yield _configuration(runs, labels)
     patched = list(patches(runs, labels))
     if patched:

@@ -144,14 +144,19 @@ def parts_of_the_time(run: Run) -> dict[str, str]:
     return {key.replace("_", " "): duration(seconds) for key, seconds in run.seconds.items()}
 
 
-def prepared_rows(run: Run, title: str = "") -> Grid:
-    """What tokenizing and max_length made of the rows of each split."""
-    keys = dict.fromkeys(key for facts in run.rows.values() for key in facts)
+def prepared_rows(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+    """What tokenizing and max_length made of the rows of each split; a column for each split of each run."""
+    columns = [
+        (f"{label}: {split}" if len(runs) > 1 else split, counts)
+        for run, label in zip(runs, labels, strict=True)
+        for split, counts in run.rows.items()
+    ]
     rows = []
-    for key in keys:
-        values = [facts.get(key, 0) for facts in run.rows.values()]
-        rows.append(TableRow(key.replace("_", " "), [Cell(count(v)) for v in values], key in _LOST and any(values)))
-    return Grid(rows, ["rows, tokenized", *run.rows], title, numbers=True)
+    for key in dict.fromkeys(key for _, counts in columns for key in counts):
+        values = [counts.get(key) for _, counts in columns]
+        cells = [Cell("" if value is None else count(value)) for value in values]
+        rows.append(TableRow(key.replace("_", " "), cells, key in _LOST and any(values)))
+    return Grid(rows, ["rows, tokenized", *(name for name, _ in columns)], numbers=True)
 
 
 def settings(run: Run, title: str = "") -> Grid:

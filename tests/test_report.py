@@ -17,7 +17,17 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 import liger_trainer
 from liger_trainer import html_report, training
 from liger_trainer.cli import main
-from liger_trainer.curves import CHARTS, SERIES, SMOOTHED_FROM, _running_mean, charts_of, draw, lines_of, points
+from liger_trainer.curves import (
+    CHARTS,
+    SERIES,
+    SMOOTHED_FROM,
+    _running_mean,
+    charts_of,
+    draw,
+    lines_of,
+    points,
+    reading,
+)
 from liger_trainer.report_tables import before_and_after, differences, side_by_side
 from liger_trainer.report_text import change, duration, figure, memory, parameters
 from liger_trainer.run_reading import names, read_run
@@ -268,8 +278,8 @@ def test_long_curves_have_a_running_mean(make):
     assert mean[0] == values[0] and mean[-1] == values[-1]  # windows stay centred: the ends are not drawn towards zero
     assert mean[1] == pytest.approx(1 / 3) and mean[4] == pytest.approx(2 / 5)
     logs = [{"step": step, "loss": 1 + step / 1000} for step in range(SMOOTHED_FROM)]
-    assert draw([read_run(make("long", metrics={"log_history": logs}))])[0].note == "bold: running mean"
-    assert draw([read_run(make("short", metrics={"log_history": logs[1:]}))])[0].note == ""
+    assert "running mean" in reading([read_run(make("long", metrics={"log_history": logs}))])
+    assert reading([read_run(make("short", metrics={"log_history": logs[1:]}))]) == ""
 
 
 def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
@@ -295,9 +305,8 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
     assert [(line.label, line.color) for line in lines] == [
         ("one", SERIES[0]), ("one", SERIES[0]), ("two", SERIES[1]), ("two", SERIES[1])
     ]  # fmt: skip
-    assert (
-        "dashed: held out" in page.source and page.source.count('<span class="swatch" style="background: var(--s2)') > 1
-    )
+    assert "Dashed: the held-out rows. Dotted: the teacher." in text
+    assert page.source.count('<span class="swatch" style="background: var(--s2)') > 1
 
 
 def test_runs_of_one_name_are_told_apart(make):
@@ -310,7 +319,7 @@ def test_an_unfinished_run_tells_what_there_is(unfinished):
     page = Page(unfinished / "report.html")
     check_stands_alone(page)
     text = " ".join(page.text.split())
-    assert "unfinished: step 7 of 20" in text and "this run is not finished" in text
+    assert "unfinished: step 7 of 20" in text and "Not finished" in text
     assert [name for name in page.ids if name in SECTIONS] == ["metrics", "curves", "configuration"]
     run = read_run(unfinished)
     assert not run.finished and run.steps == 7 and max(entry["step"] for entry in run.log_history) == 7
