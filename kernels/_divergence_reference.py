@@ -1,5 +1,6 @@
 """linear_divergence.py in plain torch: what it returns, which kinds there are, and what it must equal."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -7,16 +8,16 @@ import torch
 from torch import Tensor
 
 from ._chunks import stats_dtype
+from ._divergence_kinds import divergence_weights, named, parts
 from ._head import Adapters, linear_reference
 from ._rows import LogitTransform, transform
-
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
 class LinearDivergence(NamedTuple):
     """What `linear_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), nats, 0 where ignored.
 
-    All but `divergence` are of the distributions at temperature 1. Without labels, the fields about them are 0.
+    All but `divergence` and `terms` are of the distributions at temperature 1. Without labels, the fields about these
+    are 0.
     """
 
     loss: Tensor  # scalar, differentiable in hidden, weight and bias
@@ -29,40 +30,81 @@ class LinearDivergence(NamedTuple):
     agrees: Tensor  # (N,) bool, whether student and teacher have a likeliest token in common
     teacher_log_prob: Tensor  # (N,) the teacher's log-probability of the label
     teacher_entropy: Tensor  # (N,) the teacher's entropy
+    # Each kind that was named, by name, (N,): without its weight, at the loss's temperature, times T^2 if the loss is.
+    terms: dict[str, Tensor]
 
 
-def divergence_weights(kind: str | Mapping[str, float], beta: float) -> dict[str, float]:
-    """{kind: weight}, with the JSD at beta 0 and 1 replaced by the KL that it tends to (after division by beta)."""
-    given = {kind: 1.0} if isinstance(kind, str) else dict(kind)
-    if not given or set(given) - set(KINDS):
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
-    weights: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for name, weight in given.items():
-        limit = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta)) if name == "jsd" else None
-        weights[limit or name] += float(weight)
-    return weights
+def named_terms(kind: str | Mapping[str, float], beta: float, alpha: float, values: Mapping[str, Tensor]) -> dict:
+    """`LinearDivergence.terms`, from the values of the row kinds."""
+    return {name: sum(share * values[part] for part, share in parts(name, beta, alpha).items()) for name in named(kind)}
 
 
-def divergence_reference(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
-    beta: float = 0.5, temperature: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """(N,) weighted divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
-    q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
-    m = torch.logsumexp(torch.stack([q + _log(1 - beta), p + _log(beta)]), 0)
+def likeliest_half(log_p: Tensor) -> Tensor:
+    """(N, V) whether a token is in the adaptive KL's head: the likeliest, as many as weigh 1/2 together, or the first.
+
+    Tokens of equal probability are all in it or none of them is.
+    """
+    falling = log_p.sort(descending=True).values
+    ends = torch.ones_like(falling, dtype=torch.bool)  # where the next token is less likely: nothing is tied across
+    ends[:, :-1] = falling[:, 1:] != falling[:, :-1]
+    fits = ends & (falling.exp().cumsum(-1) <= 0.5)
+    floor = falling.masked_fill(~fits, torch.inf).amin(-1, True)
+    return log_p >= torch.minimum(floor, falling[:, :1])
+
+
+def _divergence(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:
+    """(N,) of log-probabilities (N, V) of student and teacher."""
 
     def kl(a, b):
         return (a.exp() * (a - b)).sum(-1)
 
-    weights = divergence_weights(kind, beta)
-    total = weights["forward_kl"] * kl(p, q) + weights["reverse_kl"] * kl(q, p)
-    if weights["jsd"]:
-        total = total + weights["jsd"] * (beta * kl(p, m) + (1 - beta) * kl(q, m))
-    return total
+    def mixture(a, b, share):
+        return torch.logsumexp(torch.stack([a + math.log(share), b + math.log(1 - share)]), 0)
+
+    match kind:
+        case "forward_kl":
+            return kl(p, q)
+        case "reverse_kl":
+            return kl(q, p)
+        case "jsd":
+            m = mixture(p, q, beta)
+            return beta * kl(p, m) + (1 - beta) * kl(q, m)
+        case "skew_kl":
+            return kl(p, mixture(p, q, alpha))
+        case "skew_reverse_kl":
+            return kl(q, mixture(q, p, alpha))
+        case "tvd":
+            return (q.exp() - p.exp()).abs().sum(-1) / 2
+    assert kind == "adaptive_kl"
+    gaps = (q.exp() - p.exp()).abs().detach()
+    of_head = (gaps * likeliest_half(p)).sum(-1) / gaps.sum(-1)
+    of_head = of_head.nan_to_num(0.5)  # no gap anywhere
+    return of_head * kl(p, q) + (1 - of_head) * kl(q, p)
 
 
-def _log(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).log())
+def _divergences(
+    student_logits: Tensor, teacher_logits: Tensor, kind, beta: float, temperature: float, alpha: float,
+    teacher_share: float,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """(their weighted sum, those that kind names), each (N,)."""
+    if teacher_share != 1:
+        teacher_logits = torch.lerp(student_logits.detach(), teacher_logits, teacher_share)
+    q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
+    weights = divergence_weights(kind, beta, alpha)
+    values = {part: _divergence(part, q, p, beta, alpha) for part in weights}
+    total = torch.zeros_like(q[:, 0])
+    for part, weight in weights.items():
+        if weight:  # where a divergence is infinite, 0 of it is no number
+            total = total + weight * values[part]
+    return total, named_terms(kind, beta, alpha, values)
+
+
+def divergence_reference(
+    student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
+    beta: float = 0.5, temperature: float = 1.0, alpha: float = 0.1, teacher_share: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """(N,) weighted divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
+    return _divergences(student_logits, teacher_logits, kind, beta, temperature, alpha, teacher_share)[0]
 
 
 def distillation_reference(
@@ -70,7 +112,7 @@ def distillation_reference(
     beta: float = 0.5, labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0,
     num_items: float | Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     scale_by_temperature_squared: bool = True, ignore_index: int = -100, token_weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: str = "mean", alpha: float = 0.1, teacher_share: float = 1.0,
 ) -> LinearDivergence:  # fmt: skip
     """The loss in plain torch, from logits (N, V) of both sides."""
     dtype = stats_dtype(student_logits.dtype)
@@ -81,8 +123,9 @@ def distillation_reference(
     q, p = s.log_softmax(-1), t.log_softmax(-1)
     log_prob, teacher_log_prob = (x.gather(1, label[:, None]).squeeze(1) * has_label for x in (q, p))
     ce = -(1 - label_smoothing) * log_prob - label_smoothing * q.mean(-1) + z_loss * s.logsumexp(-1).square()
-    divergence = divergence_reference(s, t, kind=kind, beta=beta, temperature=temperature)
-    divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
+    divergence, terms = _divergences(s, t, kind, beta, temperature, alpha, teacher_share)
+    factor = temperature**2 if scale_by_temperature_squared else 1.0
+    divergence = divergence * factor
     loss = (divergence + ce_weight * ce).where(keep, 0)
     if token_weight is not None:
         loss = loss * token_weight
@@ -93,7 +136,8 @@ def distillation_reference(
         divergence, log_prob, -(q.exp() * q).sum(-1), (log_prob >= q.amax(-1)) & has_label,
         (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), agrees, teacher_log_prob, -(p.exp() * p).sum(-1),
     )  # fmt: skip
-    return LinearDivergence(loss, *((x * keep).detach() for x in fields))
+    terms = {name: (x * factor * keep).detach() for name, x in terms.items()}
+    return LinearDivergence(loss, *((x * keep).detach() for x in fields), terms=terms)
 
 
 def linear_divergence_reference(

@@ -3,21 +3,37 @@
     s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
     t = the same of the teacher,                         p = softmax(t)   teacher
 
-    forward_kl  KL(p || q) = sum p (t - s) - lse_t + lse_s                 d/ds = q - p
-    reverse_kl  KL(q || p) = sum q (s - t) - lse_s + lse_t                 d/ds = q (log q - log p - KL(q || p))
-    jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = (1 - beta) q + beta p
+    forward_kl       KL(p || q) = sum p (t - s) - lse_t + lse_s            d/ds = q - p
+    reverse_kl       KL(q || p) = sum q (s - t) - lse_s + lse_t            d/ds = q (log q - log p - KL(q || p))
+    jsd              beta KL(p || m) + (1 - beta) KL(q || m), m = (1 - beta) q + beta p
                                                                            d/ds = (1 - beta) q (log q/m - KL(q || m))
+    skew_kl          KL(p || m), m = alpha p + (1 - alpha) q               d/ds = -(1 - alpha) q (r - sum q r), r = p/m
+    skew_reverse_kl  KL(q || m), m = alpha q + (1 - alpha) p               d/ds = q (r - sum q r)
+                                                                           r = log q/m - alpha q/m
+    symmetric_kl     (forward_kl + reverse_kl) / 2
+    tvd              sum |p - q| / 2                                       d/ds = q (r - sum q r) / 2, r = sign(q - p)
+    adaptive_kl      (g_head forward_kl + g_tail reverse_kl) / (g_head + g_tail), whose weights have no gradient
+                     g: the sum of |p - q| over the head, the teacher's likeliest tokens that make up at most half of
+                     its mass, and the likeliest in any case; and over the rest. Without any gap the weights are 1/2.
     loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,   CE at T = 1
+
+A teacher_share a < 1 replaces the teacher's logits t in all of these by (1 - a) s + a t, with s without its gradient.
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
 Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in all. The row
-          kernel makes one pass for all statistics, one more for the JSD, and one that writes the student's gradient in
-          place.
+          kernel makes one pass for all statistics, one more for all but the KLs, a few more over the teacher's logits
+          for the head of adaptive_kl, and one that writes the student's gradient in place.
 Numerics  log-ratios are formed from differences that vanish where both logits agree: a student equal to its teacher
-          gives loss 0 and gradient 0 exactly. Softmax and sums in fp32.
-Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; T^2: Hinton et
-          al. 2015, arXiv:1503.02531; gradients in the forward as in linear_cross_entropy.py
+          gives loss 0 and gradient 0 exactly. Softmax and sums in fp32. The gradient of tvd jumps where q and p cross:
+          where they differ by less than their rounding errors its sign is chance, here as in plain torch.
+Head      tokens of one logit are all in the head of adaptive_kl or none is. The kernel bisects for its lowest logit
+          until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart (times T): what is
+          closer than that counts as one value. 16-bit logits below 2^-10 aside, that is exact for these.
+Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; skewed KLs: Ko et
+          al. 2024 (DistiLLM), arXiv:2402.03898; adaptive KL: Wu et al. 2024, arXiv:2404.02657; teacher_share: Shing et
+          al. 2025 (TAID), arXiv:2501.16937; T^2: Hinton et al. 2015, arXiv:1503.02531; gradients in the forward as in
+          linear_cross_entropy.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +53,15 @@ from ._chunks import (
     take,
     workspace,
 )
+from ._divergence_kinds import KINDS, ROW_KINDS, divergence_weights
 from ._divergence_reference import (
-    KINDS,
     LinearDivergence,
     distillation_reference,
     divergence_reference,
-    divergence_weights,
     linear_divergence_reference,
+    named_terms,
 )
-from ._divergence_rows import FIELDS, DivergenceOptions, RowInputs, divergence_rows
+from ._divergence_rows import FIELDS, TERMS, DivergenceOptions, RowInputs, divergence_rows
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform
@@ -92,7 +108,7 @@ class LinearPair(LinearLoss):
         return dtype.itemsize + self.teacher.dtype.itemsize
 
 
-SCALARS = (*KINDS, "beta", "ce_weight", "temperature", "label_smoothing", "z_loss")
+SCALARS = ("beta", "alpha", "teacher_share", "ce_weight", "temperature", "label_smoothing", "z_loss")
 
 
 @torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=(), tags=TAGS)
@@ -100,14 +116,18 @@ def _traced_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
     teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
     teacher_low_weight: Tensor | None, labels: Tensor | None, token_weight: Tensor | None, num_items: Tensor | None,
-    scalars: Sequence[float], scale: float, softcap: float | None, teacher_scale: float, teacher_softcap: float | None,
-    scale_by_temperature_squared: bool, ignore_index: int, vocab: int, logits_dtype: torch.dtype | None,
-    workspace_mb: float | None, accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype, dtype: torch.dtype,
-    needs: Sequence[bool],
+    kinds: str, weights: Sequence[float], scalars: Sequence[float], scale: float, softcap: float | None,
+    teacher_scale: float, teacher_softcap: float | None, scale_by_temperature_squared: bool, ignore_index: int,
+    vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
+    teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs."""
+    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs.
+
+    kinds: names between spaces, a list of which is no type of an op's.
+    """
     options = DivergenceOptions(
-        **dict(zip(SCALARS, scalars, strict=True)), scale_by_temperature_squared=scale_by_temperature_squared,
+        dict(zip(kinds.split(), weights, strict=True)), **dict(zip(SCALARS, scalars, strict=True)),
+        scale_by_temperature_squared=scale_by_temperature_squared,
         student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
         logits_dtype=logits_dtype,
     )  # fmt: skip
@@ -146,7 +166,7 @@ def linear_divergence(
     token_weight: Tensor | None = None, reduction: str = "mean", vocab_size: int | None = None,
     logits_dtype: torch.dtype | None = None, rows: RowSelection | None = None, recompute: bool = False,
     workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
-    lora: Adapters = None, teacher_lora: Adapters = None,
+    lora: Adapters = None, teacher_lora: Adapters = None, alpha: float = 0.1, teacher_share: float = 1.0,
 ) -> LinearDivergence:  # fmt: skip
     """Distillation loss of a student's head against a teacher's, mixed with hard cross-entropy in the same pass.
 
@@ -157,7 +177,8 @@ def linear_divergence(
         weight: (Vs, Hs). Frozen if it does not require a gradient: its product is skipped.
         teacher_hidden: (N, Ht), any float dtype; Ht may differ from Hs.
         teacher_weight: (Vt, Ht).
-        kind: "forward_kl", "reverse_kl" or "jsd"; or several with weights, {"forward_kl": 0.5, "reverse_kl": 0.5}.
+        kind: one of KINDS; or several with weights, {"forward_kl": 0.5, "jsd": 0.5}. With weight 0 a kind is measured,
+            see `terms` of the result, and is no part of loss and gradient.
         beta: of the JSD: m = (1 - beta) student + beta teacher. At 0 it stands for the forward KL, at 1 for the
             reverse.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
@@ -179,6 +200,11 @@ def linear_divergence(
         rows: see `linear_cross_entropy`.
         workspace_mb: MiB for both chunks of logits in the products' dtype; twice that for fp32 logits under bf16.
         lora, teacher_lora: low-rank additions to either head, see `linear_cross_entropy`.
+        alpha: in [0, 1), of the skewed KLs: the share of p in skew_kl's m, and of q in skew_reverse_kl's. At 0 they are
+            the forward and the reverse KL.
+        teacher_share: in [0, 1], the teacher's share in the logits that the student is held against, see the top of
+            this file; the rest is the student's own. 1: the teacher itself. The fields of the result at temperature 1
+            are of the real teacher at all times.
 
     Returns:
         LinearDivergence: loss and per-token values.
@@ -194,7 +220,7 @@ def linear_divergence(
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     vocab = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
-    weights = divergence_weights(kind, beta)
+    weights = divergence_weights(kind, beta, alpha)
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
@@ -203,28 +229,31 @@ def linear_divergence(
         value, per_token, *_ = _traced_op(
             *head.tensors, *teacher.tensors, labels, token_weight,
             None if num_items is None else torch.as_tensor(num_items),
-            [*weights.values(), beta, ce_weight, temperature, label_smoothing, z_loss], scale, softcap, teacher_scale,
-            teacher_softcap, scale_by_temperature_squared, ignore_index, vocab, logits_dtype, workspace_mb,
-            accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
+            " ".join(weights), [*weights.values()],
+            [beta, alpha, teacher_share, ce_weight, temperature, label_smoothing, z_loss],
+            scale, softcap, teacher_scale, teacher_softcap, scale_by_temperature_squared, ignore_index, vocab,
+            logits_dtype, workspace_mb, accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
         )  # fmt: skip
-        return _named(value, per_token.detach())
+        return _named(value, per_token.detach(), kind, beta, alpha)
     options = DivergenceOptions(
-        **weights, beta=beta, ce_weight=ce_weight, temperature=temperature, label_smoothing=label_smoothing,
-        z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
+        weights, beta=beta, alpha=alpha, teacher_share=teacher_share, ce_weight=ce_weight, temperature=temperature,
+        label_smoothing=label_smoothing, z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
         student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
         logits_dtype=logits_dtype,
     )  # fmt: skip
     how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
     selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     pair = _pair(hidden, teacher, labels, token_weight, selected, vocab, how, options)
-    return _named(*linear_loss(pair, head, recompute, reduction))
+    return _named(*linear_loss(pair, head, recompute, reduction), kind, beta, alpha)
 
 
-def _named(loss: Tensor, per_token: Tensor) -> LinearDivergence:
-    _, divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *of_teacher = per_token.unbind(0)
+def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearDivergence:
+    fields, terms = per_token[1:TERMS].unbind(0), per_token[TERMS:].unbind(0)
+    divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *of_teacher = fields
     return LinearDivergence(
-        loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *of_teacher
-    )
+        loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *of_teacher,
+        terms=named_terms(kind, beta, alpha, dict(zip(ROW_KINDS, terms, strict=True))),
+    )  # fmt: skip
 
 
 def _check(hidden, teacher_hidden, labels, ce_weight, logits_dtype) -> None:

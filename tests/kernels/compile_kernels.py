@@ -43,7 +43,7 @@ from liger_trainer.kernels.jsd import jsd  # noqa: E402
 from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
 from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from liger_trainer.kernels.linear_divergence import linear_divergence  # noqa: E402
+from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
 from liger_trainer.kernels.relu2 import relu2  # noqa: E402
@@ -258,9 +258,12 @@ def heads(dtype: torch.dtype) -> None:
     head(bias=bias, reduction="none", **every, **recompute)
     divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
     divergence(kind="jsd", logits_dtype=torch.float32)
+    for kind in ("skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl"):
+        divergence(kind=kind)
+    divergence(kind={"tvd": 0.0, "adaptive_kl": 0.0, "reverse_kl": 1.0}, teacher_share=0.5)
     divergence(reduction="none", **recompute)
-    mix = {"forward_kl": 0.5, "reverse_kl": 0.4, "jsd": 0.3}
-    every |= dict(kind=mix, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
+    mix = dict.fromkeys(KINDS, 0.3)
+    every |= dict(kind=mix, teacher_share=0.5, labels=labels, ce_weight=0.5, teacher_softcap=3.0, teacher_bias=bias)
     divergence(bias=bias, **every)
     sparse(tail="none", labels=labels, ce_weight=0.5, top_ids=labels)
     options = dict(softcap=5.0, scale=1.5, temperature=2.0, token_weight=torch.rand(N))

@@ -91,7 +91,13 @@ def evaluate(
     inputs = {f"d_{k}": x for k, x in tensors.items() if x.requires_grad}
     upstream = torch.as_tensor(upstream).to(result.loss).expand(result.loss.shape)
     grads = torch.autograd.grad(result.loss, list(inputs.values()), upstream)
-    return {k: x.detach() for k, x in result._asdict().items()} | dict(zip(inputs, grads, strict=True))
+    return {k: x.detach() for k, x in fields(result).items()} | dict(zip(inputs, grads, strict=True))
+
+
+def fields(result) -> dict[str, Tensor]:
+    """Of an op's result, by name; the terms of a loss among them as `of <kind>`."""
+    named = result._asdict()
+    return named | {f"of {kind}": x for kind, x in named.pop("terms", {}).items()}
 
 
 def error(got: Tensor, truth: Tensor) -> tuple[float, float]:

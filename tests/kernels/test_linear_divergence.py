@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_checks import LEAVES, check_divergence, evaluate, random_inputs, random_pair, set_path
+from kernel_checks import LEAVES, check_divergence, evaluate, fields, random_inputs, random_pair, set_path
 
 from liger_trainer.kernels import _divergence_rows, _head
 from liger_trainer.kernels import linear_divergence as module
@@ -123,6 +123,7 @@ def test_jsd_at_its_ends_is_a_kl(fp32, beta, limit):
     tensors = random_pair(5, 6, 5, 20, device=fp32.device)
     got = evaluate(linear_divergence, tensors, kind="jsd", beta=beta, temperature=2.0)
     expected = evaluate(linear_divergence, tensors, kind=limit, temperature=2.0)
+    assert torch.equal(got["of jsd"], expected.pop(f"of {limit}"))
     assert all(torch.equal(got[k], expected[k]) for k in expected)
 
 
@@ -295,7 +296,7 @@ def test_without_gradients_only_the_forward_runs(fp32, products, written, why):
         leaves = {k: x.requires_grad_(why == "no_grad" and k in LEAVES) for k, x in tensors.items()}
         got = linear_divergence(**leaves, kind=MIX, **CE)
     assert products == [] and written == [False]
-    assert not any(x.requires_grad for x in got)
+    assert not any(x.requires_grad for x in fields(got).values())
     for name, x in got._asdict().items():
         torch.testing.assert_close(x, getattr(truth, name), msg=lambda m, name=name: f"{name}: {m}")
 
@@ -479,21 +480,30 @@ def test_teacher_of_another_dtype_under_triton(fp32, teacher):
 @pytest.mark.parametrize(
     "kind, beta, expected",
     [
-        ("forward_kl", 0.5, (1, 0, 0)),
-        ("reverse_kl", 0.5, (0, 1, 0)),
-        ("jsd", 0.5, (0, 0, 1)),
-        ("jsd", 0, (1, 0, 0)),
-        ("jsd", 1, (0, 1, 0)),
-        (MIX, 0.3, (0.3, 0.5, 0.7)),
-        (MIX, 0.0, (1.0, 0.5, 0)),
-        (MIX, 1.0, (0.3, 1.2, 0)),
-        ({"reverse_kl": 2}, 0.5, (0, 2, 0)),
+        ("forward_kl", 0.5, {"forward_kl": 1}),
+        ("reverse_kl", 0.5, {"reverse_kl": 1}),
+        ("jsd", 0.5, {"jsd": 1}),
+        ("jsd", 0, {"forward_kl": 1}),
+        ("jsd", 1, {"reverse_kl": 1}),
+        (MIX, 0.3, MIX),
+        (MIX, 0.0, {"forward_kl": 1.0, "reverse_kl": 0.5}),
+        (MIX, 1.0, {"forward_kl": 0.3, "reverse_kl": 1.2}),
+        ({"reverse_kl": 2}, 0.5, {"reverse_kl": 2}),
+        ({"jsd": 0}, 0.0, {"forward_kl": 0}),
+        ("symmetric_kl", 0.5, {"forward_kl": 0.5, "reverse_kl": 0.5}),
+        ({"symmetric_kl": 0.4, "forward_kl": 0.1, "tvd": 0}, 0.5, {"forward_kl": 0.3, "reverse_kl": 0.2, "tvd": 0}),
+        ({"skew_kl": 2, "skew_reverse_kl": 3}, 0.5, {"skew_kl": 2, "skew_reverse_kl": 3}),
     ],
 )
 def test_kinds(kind, beta, expected):
-    assert divergence_weights(kind, beta) == pytest.approx(
-        dict(zip(("forward_kl", "reverse_kl", "jsd"), expected, strict=True))
-    )
+    got = divergence_weights(kind, beta)
+    assert got == pytest.approx(expected)
+    assert divergence_weights(got, beta) == got
+
+
+def test_skewed_kls_without_skew_are_kls():
+    kind = {"skew_kl": 2, "skew_reverse_kl": 3, "adaptive_kl": 1}
+    assert divergence_weights(kind, 0.5, 0.0) == {"forward_kl": 2, "reverse_kl": 3, "adaptive_kl": 1}
 
 
 @pytest.mark.parametrize(
@@ -521,9 +531,9 @@ def test_kinds(kind, beta, expected):
         ({"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
         ({"teacher_softcap": -1.0}, "softcap must be positive or None, got -1.0"),
         ({"vocab_size": 0}, "vocab_size must be at least 1 or None, got 0"),
-        ({"kind": "kl"}, "kind must be one of forward_kl, reverse_kl, jsd, or a mapping of these to weights; got 'kl'"),
+        ({"kind": "kl"}, "kind must be one of forward_kl, .*, adaptive_kl, or a mapping of these to weights; got 'kl'"),
         ({"kind": {}}, "kind must be one of"),
-        ({"kind": {"forward_kl": 1.0, "tvd": 1.0}}, "kind must be one of"),
+        ({"kind": {"forward_kl": 1.0, "ce": 1.0}}, "kind must be one of"),
         ({"num_items": 4, "rows": RowSelection(torch.zeros(4, dtype=torch.int64))}, "num_items was given twice"),
     ],
 )

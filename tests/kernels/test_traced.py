@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import LEAVES, random_inputs, random_pair
+from kernel_checks import LEAVES, fields, random_inputs, random_pair
 
 from liger_trainer.kernels._chunks import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -13,12 +13,14 @@ PAIR = random_pair(9, 6, 5, 21, bias=True, ignored=0.3)
 UNLABELLED = {k: x for k, x in PAIR.items() if k != "labels"}
 WEIGHTS = torch.linspace(0.1, 2.0, 9)
 MIXED = {"kind": {"forward_kl": 0.5, "jsd": 0.4}, "temperature": 2.0, "softcap": 5.0, "teacher_scale": 1.2}
+SKEWED = {"kind": {"tvd": 0.0, "symmetric_kl": 0.2, "skew_kl": 0.5}, "alpha": 0.3, "teacher_share": 0.6}
 CALLS = [
     (linear_cross_entropy, SINGLE, {}),
     (linear_cross_entropy, SINGLE, {"num_items": 7.0, "scale": 1.3, "label_smoothing": 0.1, "token_weight": WEIGHTS}),
     (linear_cross_entropy, SINGLE, {"num_items": torch.tensor(5), "softcap": 3.0, "dft": True, "z_loss": 0.1}),
     (linear_divergence, UNLABELLED, {}),
     (linear_divergence, PAIR, {"ce_weight": 0.5, "num_items": 7.0, "token_weight": WEIGHTS, **MIXED}),
+    (linear_divergence, PAIR, SKEWED),
     (linear_divergence, PAIR, {"kind": "reverse_kl", "num_items": torch.tensor(3), "teacher_softcap": 4.0}),
 ]
 
@@ -37,7 +39,7 @@ def run(step, tensors, frozen=()):
 @pytest.mark.parametrize("op, tensors, options", CALLS)
 def test_whole_graph_equals_eager(op, tensors, options, frozen):
     def step(**inputs):
-        result = op(**inputs, **options)._asdict()
+        result = fields(op(**inputs, **options))
         return result | {"loss": 2 * result["loss"]}
 
     torch.compiler.reset()
@@ -59,12 +61,12 @@ def test_without_gradients():
 @pytest.mark.parametrize("op, tensors", [(linear_cross_entropy, SINGLE), (linear_divergence, PAIR)])
 def test_autocast_decides_when_traced(op, tensors):
     torch.compiler.reset()
-    compiled = torch.compile(lambda **k: op(**k)._asdict(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda **k: fields(op(**k)), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        got, expected = run(compiled, tensors), run(lambda **k: op(**k)._asdict(), tensors)
+        got, expected = run(compiled, tensors), run(lambda **k: fields(op(**k)), tensors)
     assert got["d_weight"].dtype == torch.float32
     assert torch.equal(got["loss"], expected["loss"])
-    assert not torch.equal(got["loss"], run(lambda **k: op(**k)._asdict(), tensors)["loss"])
+    assert not torch.equal(got["loss"], run(lambda **k: fields(op(**k)), tensors)["loss"])
 
 
 @pytest.mark.parametrize("name, value", [("recompute", True), ("overwrite_hidden", True), ("rows", None)])

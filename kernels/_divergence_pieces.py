@@ -1,0 +1,181 @@
+"""Pieces of linear_divergence.py's row kernel: logits and running sums in base 2, which is what the hardware has.
+
+Formulas: linear_divergence.py.
+"""
+
+from ._triton import tl, triton
+
+
+@triton.jit
+def _base_two(z, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """(log2(e) * logit, d logit / d raw): powers of two are what the hardware has."""
+    if HAS_SOFTCAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * (z * scale) / softcap) - 1.0
+        x = tanh * (softcap * 1.4426950408889634)
+        slope = (1.0 - tanh * tanh) * scale
+    else:
+        x = z * (scale * 1.4426950408889634)
+        slope = tl.zeros_like(z) + scale
+    return x, slope
+
+
+@triton.jit
+def load(
+    raw_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """(logits in base 2, d logits / d raw). Beyond the vocabulary they are so low that they weigh nothing, yet finite.
+
+    padded: columns that may be read. Where that is a multiple of 16, whatever V is, vectors are loaded at once.
+    """
+    mask = cols < V
+    z = tl.load(raw_ptr + cols, mask=cols < padded, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    x, slope = _base_two(z, scale, softcap, HAS_SOFTCAP)
+    return tl.where(mask, x, -1e30), slope
+
+
+@triton.jit
+def load_label(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """The label's logit in base 2. NaN for a label outside [0, V), so that a wrong label shows."""
+    inside = (label >= 0) & (label < V)
+    z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + label, mask=inside, other=0.0).to(tl.float32)
+    x, _ = _base_two(z, scale, softcap, HAS_SOFTCAP)
+    return x
+
+
+@triton.jit
+def fold(x, other, top, total, own, ratio, inv_t):
+    """Online sums of e = 2^(inv_t (x - top)), e (x - top) and e (x - other), over one thread's numbers at a time.
+
+    x: (LANES, VECTOR). Rescaling to a new maximum costs once a vector, and nothing crosses threads until the row ends.
+    """
+    higher = tl.maximum(top, tl.max(x, 1))
+    keep = tl.exp2((top - higher) * inv_t)
+    below = x - higher[:, None]
+    e = tl.exp2(below * inv_t)
+    own = (own + (top - higher) * total) * keep + tl.sum(e * below, 1)
+    total = total * keep + tl.sum(e, 1)
+    ratio = ratio * keep + tl.sum(e * (x - other), 1)
+    return higher, total, own, ratio
+
+
+@triton.jit
+def entropy(below, total, own, share, whole):
+    """In base 2, from `fold`'s sums of each lane, whose maximum is `below` the row's."""
+    return tl.log2(whole) - tl.sum((own + below * total) * share, 0) / whole
+
+
+@triton.jit
+def load_both(
+    student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, cols, V, padded, scale, softcap, teacher_scale,
+    teacher_softcap, teacher_share, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_SHARE: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """(the student's logits, those it is held against, d logits / d raw of the student)."""
+    s, slope = load(student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, EVICT)
+    t, _ = load(
+        teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
+        HAS_TEACHER_SOFTCAP, EVICT,
+    )  # fmt: skip
+    if HAS_SHARE:
+        t = s + teacher_share * (t - s)
+    return s, t, slope
+
+
+@triton.jit
+def probabilities(log_q, log_p):
+    """(q, p, d = log2 p/q, e = the smaller of both over the larger). p - q is exactly 0 where log_q == log_p."""
+    d = log_p - log_q
+    e = tl.exp2(-tl.abs(d))
+    larger = tl.exp2(tl.maximum(log_q, log_p))
+    smaller = larger * e
+    q = tl.where(d > 0, smaller, larger)
+    p = tl.where(d > 0, larger, smaller)
+    return q, p, d, e
+
+
+@triton.jit
+def log_ratios(d, e, beta):
+    """(log2 q/m, log2 p/m), m = (1 - beta) q + beta p. Exactly 0 where d is, and finite where q or p underflows."""
+    share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
+    log_m = tl.log2(1.0 + share * (e - 1.0))  # over the larger of the two
+    return tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
+
+
+@triton.jit
+def _mixture(d, e, p_share, q_share):
+    """m = p_share p + q_share q over the larger of p and q, for shares that make 1.
+
+    Exactly 1 where d is 0. Above `log_ratios` it has that a share near 0 keeps its digits where e is 0.
+    """
+    return tl.where(d > 0, p_share, q_share) + tl.where(d > 0, q_share, p_share) * e
+
+
+@triton.jit
+def skew(q, p, d, e, alpha):
+    """(log2 p/m, (p - q) q/m), m = alpha p + (1 - alpha) q."""
+    m = _mixture(d, e, alpha, 1.0 - alpha)
+    return tl.minimum(d, 0.0) - tl.log2(m), (p - q) * (tl.where(d > 0, e, 1.0) / m)
+
+
+@triton.jit
+def skew_reverse(d, e, alpha):
+    """(log2 q/m, log q/m - alpha (q/m - 1)), m = alpha q + (1 - alpha) p."""
+    m = _mixture(d, e, 1.0 - alpha, alpha)
+    ratio = tl.minimum(-d, 0.0) - tl.log2(m)
+    above = (1.0 - alpha) * (tl.where(d > 0, e - 1.0, 1.0 - e) / m)  # q/m - 1
+    return ratio, ratio * 0.6931471805599453 - alpha * above
+
+
+@triton.jit
+def sign(d):
+    """Of q - p."""
+    return tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+
+
+@triton.jit
+def head_floor(
+    student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, V, padded, scale, softcap, teacher_scale, teacher_softcap,
+    teacher_share, top, lse, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_SHARE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The lowest logit of the adaptive KL's head: the likeliest tokens, as many as weigh 1/2 together, or the first.
+
+    Each pass over the row quarters the interval that holds it, until one value of a logit is left in there, or none.
+    top, lse: of the teacher's logits, lse at the temperature.
+    """
+    lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    zero = tl.zeros((LANES,), tl.float32)
+    high = top  # tokens from here on weigh at most 1/2, or are the first
+    low = (lse - tl.log2(tl.cast(V, tl.float32)) - 2.0) / inv_t  # from here on they weigh more: V of 1 / 4V make 1/4
+    step = tl.where(tl.exp2(top * inv_t - lse) < 0.5, 0, STEPS)
+    while step < STEPS:
+        quarter = (high - low) * 0.25
+        first, second, third = low + quarter, low + 2.0 * quarter, low + 3.0 * quarter
+        above_first, above_second, above_third = zero, zero, zero
+        least = zero + 1e30
+        most = zero - 1e30
+        for start in range(0, V, LANES * VECTOR):
+            _, t, _ = load_both(
+                student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, start + lanes, V, padded, scale, softcap,
+                teacher_scale, teacher_softcap, teacher_share, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_BIAS,
+                HAS_TEACHER_SOFTCAP, HAS_SHARE, "",
+            )  # fmt: skip
+            p = tl.exp2(t * inv_t - lse)
+            above_first += tl.sum(tl.where(t >= first, p, 0.0), 1)
+            above_second += tl.sum(tl.where(t >= second, p, 0.0), 1)
+            above_third += tl.sum(tl.where(t >= third, p, 0.0), 1)
+            least = tl.minimum(least, tl.min(tl.where(t >= low, t, 1e30), 1))
+            most = tl.maximum(most, tl.max(tl.where(t < high, t, -1e30), 1))
+        from_first = tl.sum(above_first, 0) > 0.5
+        from_second = tl.sum(above_second, 0) > 0.5
+        from_third = tl.sum(above_third, 0) > 0.5
+        step = tl.where(tl.min(least, 0) < tl.max(most, 0), step + 1, STEPS)
+        low = tl.where(from_third, third, tl.where(from_second, second, tl.where(from_first, first, low)))
+        high = tl.where(from_third, high, tl.where(from_second, third, tl.where(from_first, second, first)))
+    return high
