@@ -93,7 +93,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
             that are not local.
     """
     lengths = row_lengths(config)
-    spec = step_spec(config, _longest(config, lengths), gpu is None or gpu.bf16)
+    spec = step_spec(config, *_longest(config, lengths), gpu is None or gpu.bf16)
     sharding = sharding_of(config)
     memory = simulate(spec)
     phase, peak = highest(memory, sharding)
@@ -129,16 +129,17 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
     return phase, Peak(peak.bytes + size, parts)
 
 
-def _longest(config: "RunConfig", lengths: RowLengths | str) -> int:
-    """Tokens of the longest row of a batch."""
+def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
+    """(tokens of the longest row of a batch, whether others may be shorter)."""
     limit = config["max_length"]
-    known = lengths.longest if isinstance(lengths, RowLengths) else None
-    if config["packing"]:
-        known = None
+    known = shortest = None
+    if isinstance(lengths, RowLengths) and not config["packing"]:
+        known, shortest = lengths.longest, lengths.shortest
     if limit is None and known is None:
         why = lengths if isinstance(lengths, str) else "its longest row is not known"
         raise config.error("max_length", f"null, and the dataset says no more ({why}): give a max_length.")
-    return min(n for n in (known, limit) if n is not None)
+    longest = min(n for n in (known, limit) if n is not None)
+    return longest, shortest is None or shortest < longest
 
 
 def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, sharding: Sharding) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: 
         changed = load_run_config(config.source, [*config.overrides, *settings])
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
             return None
-        memory = simulate(step_spec(changed, _longest(changed, lengths), gpu.bf16))
+        memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))
     except ConfigError:
         return None
     peak = highest(memory, sharding_of(changed))[1].bytes / MIB

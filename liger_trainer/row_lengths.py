@@ -20,12 +20,13 @@ class RowLengths:
 
     Attributes:
         rows: how many there are.
-        mean, longest: tokens of a row. longest is None where not every row was tokenized.
+        mean, longest, shortest: tokens of a row. The last two are None where not every row was tokenized.
     """
 
     rows: int
     mean: float
-    longest: int | None
+    longest: int | None = None
+    shortest: int | None = None
 
 
 def row_lengths(config: "RunConfig") -> RowLengths | str:
@@ -42,8 +43,8 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
         lengths = _lengths(data, tokenizer, config)
     except LigerTrainerError as error:
         return str(error)
-    every = len(lengths) == len(data.train)
-    return RowLengths(len(data.train), sum(lengths) / len(lengths), max(lengths) if every else None)
+    ends = (max(lengths), min(lengths)) if len(lengths) == len(data.train) else ()
+    return RowLengths(len(data.train), sum(lengths) / len(lengths), *ends)
 
 
 def _is_local(name: str) -> bool:

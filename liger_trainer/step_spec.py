@@ -63,8 +63,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def step_spec(config: "RunConfig", longest: int, bf16: bool) -> StepSpec:
-    """The step of a configuration, with rows of `longest` tokens, on a GPU that has bf16 or not.
+def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> StepSpec:
+    """The step of a configuration on a GPU that has bf16 or not.
+
+    Args:
+        longest: tokens of the longest row of a batch.
+        padded: whether the others may be shorter.
 
     Raises:
         ConfigError: settings whose memory is not known; what `training_args` refuses.
@@ -87,7 +91,7 @@ def step_spec(config: "RunConfig", longest: int, bf16: bool) -> StepSpec:
         student=student,
         rows=1 if merged else rows,
         length=longest * rows if merged else longest,
-        masked=not flash and (merged or (rows > 1 and not packed)),
+        masked=not flash and (merged or (padded and rows > 1 and not packed)),
         optimizer=OPTIMIZERS[args.optim],
         accumulation=config["gradient_accumulation_steps"],
         teacher=teacher,
@@ -106,9 +110,9 @@ def step_spec(config: "RunConfig", longest: int, bf16: bool) -> StepSpec:
 
 
 def _training_args(config: "RunConfig") -> Any:
-    """The trainer's arguments, made where neither the GPU nor the other processes of the run need to be."""
+    """The trainer's arguments, without what only the GPU and the other processes of the run would accept."""
     here = {
-        "use_cpu": True, "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
+        "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
         "fsdp_config": None, "bf16_full_eval": False, "fp16_full_eval": False,
     }  # fmt: skip
     here = {key: value for key, value in here.items() if key in config.values}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from peft import LoraConfig
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import estimates
+from liger_trainer import estimate as estimating
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
 from liger_trainer.gpus import GPUS, gpu_named
@@ -23,18 +26,25 @@ from liger_trainer.patching import patch
 from liger_trainer.sharding import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+WIDE: Any = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+}
 
 
-def config_of(family: str = "llama", **overrides):
+def config_of(family: str = "llama", **overrides: Any) -> Any:
     name, options = FAMILIES[family]
-    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k != "num_key_value_heads"}
+    sizes: Any = {k: v for k, v in SIZES.items() if family != "gpt2" or k != "num_key_value_heads"}
     return getattr(transformers, name)(**{**sizes, **options, **overrides})
 
 
-def step(**options) -> StepSpec:
-    defaults = {
-        "student": ModelSpec(config_of(vocab_size=512, **WIDE), torch.float32), "rows": 2, "length": 128,
+def step(**options: Any) -> StepSpec:
+    defaults: Any = {
+        "student": ModelSpec(config_of(**WIDE), torch.float32), "rows": 2, "length": 128,
         "optimizer": ADAMW,
     }  # fmt: skip
     return StepSpec(**{**defaults, **options})
@@ -109,7 +119,7 @@ def test_parts_of_full_training_are_what_is_known_of_them():
 @pytest.mark.parametrize("rows, layers", [(4, 4), (2, 8)])
 def test_activations_grow_with_rows_and_with_layers(rows, layers):
     def activations(rows, layers):
-        config = config_of(vocab_size=512, **{**WIDE, "num_hidden_layers": layers})
+        config = config_of(**{**WIDE, "num_hidden_layers": layers})
         return parts(simulate(step(student=ModelSpec(config, torch.float32), rows=rows)), "loss")["activations"]
 
     few, more, most = activations(2, 2), activations(2, 4), activations(rows, layers)
@@ -120,7 +130,8 @@ def test_activations_grow_with_rows_and_with_layers(rows, layers):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi", "gpt2"])
 def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family):
     """In fp32 under the interpreter the real model takes the GPU's path, and autograd says what it saves."""
-    model = tiny_model(family, **({"sliding_window": 256} if family == "gemma3" else {})).train()
+    options: Any = {"sliding_window": 256} if family == "gemma3" else {}
+    model = tiny_model(family, **options).train()
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -267,7 +278,8 @@ def test_the_command(project, capsys):
     assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
 
 
-def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys):
+def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):
+    monkeypatch.setattr(estimating, "CHANGES", estimating.CHANGES[:3])
     found = _json(capsys, "--gpu", "0.7GB", "max_length=null")
     assert found["code"] == 3 and found["fits"] is False
     assert {s.partition("=")[0] for change in found["changes"] for s in change["settings"]} >= {"use_peft", "optim"}
@@ -283,3 +295,12 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
             main(["estimate", "run.yaml", *arguments])
         assert left.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_estimates_and_trains_a_point(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    point = next(p for p in estimates.points(tiny=True) if p.run == "distil LoRA")
+    result = estimates.run_point(point, tiny=True)
+    assert result.estimated > 64 and result.measured is None
+    assert set(result.estimated_peaks) == {"forward", "backward", "optimizer"}
+    assert "| distil LoRA |" in estimates.markdown({"device": "CPU", "date": "today", "commit": "none"}, [result])
