@@ -15,9 +15,9 @@ from .cache_fingerprints import row_key, spans, supervised_tokens, teacher_finge
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .sparse_teacher import SparseTeacher
-from .teacher import check_student_vocabulary
 from .teacher_cache import TeacherCache
 from .teachers import Teacher
+from .vocabulary import check_student_vocabulary
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer

@@ -16,8 +16,9 @@ from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
 from .loss_terms import distillation_of
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
-from .patching import Patched, PatchOptions, base_of, patched_record
-from .teacher import patch_layers, per_token_values, shared_vocabulary, teacher_dtype, teacher_logits
+from .patching import Patched, PatchOptions, announce, base_of, patched_record
+from .teacher import patch_layers, per_token_values, teacher_dtype, teacher_logits
+from .vocabulary import compare_tokenizers, tokenizer_of, with_heads
 
 
 class DistillationCallback(TrainerCallback):
@@ -203,7 +204,14 @@ def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
 def _vocabulary(student: Any, teacher: Any, processing_class: Any) -> int | None:
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if hasattr(tokenizer, "get_vocab"):
-        return shared_vocabulary(student, teacher, tokenizer)
+        shared = with_heads(compare_tokenizers(tokenizer, tokenizer_of(teacher)), student, teacher)
+        if shared.student_only:
+            raise ConfigError(
+                f"The student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a "
+                "callback cannot see whether the rows use them. Use LigerDistillTrainer, which looks."
+            )
+        announce(f"vocabulary: {shared}")
+        return shared.size
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise ConfigError(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
@@ -16,6 +15,7 @@ from .data import RunData
 from .demo import resolve_model
 from .errors import ConfigError
 from .students import drop_layers
+from .vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -31,11 +31,12 @@ class ModelFiles:
     """directory or hub id, with a demo name resolved"""
     revision: str | None
     config: PreTrainedConfig
-    tokenizer: Tokenizer
+    tokenizer: Any
+    """None for a teacher that has none beside it"""
 
 
 def open_model(config: "RunConfig", key: str) -> ModelFiles:
-    """Read the configuration and the tokenizer of the model named by `key`.
+    """Read the configuration and the tokenizer of the model named by `key`. A teacher may come without a tokenizer.
 
     Raises:
         ConfigError: no such model, or files in it that transformers cannot read.
@@ -53,7 +54,8 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     path = os.path.expanduser(path)
     try:
         model_config = AutoConfig.from_pretrained(path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        of_student = key == "model_name_or_path"
+        tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
@@ -85,34 +87,18 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         raise config.error("keep_layers", f"{expected}, got {kept}.")
 
 
-def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> str | None:
-    """Compare the tokens of student and teacher, id by id, over the ids that both have.
-
-    Further ids in only one of them are padding or additions: the loss is taken over the shared range.
-
-    Returns:
-        A note on the ids that only one has; None if the tables are equal.
+def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary:
+    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`.
 
     Raises:
-        ConfigError: an id means different tokens.
+        ConfigError: an id means different tokens, or `teacher_tokenizer_name_or_path` has no tokenizer.
     """
-    if student.path == teacher.path and student.revision == teacher.revision:
-        return None
-    ours = {index: token for token, index in student.tokenizer.get_vocab().items()}
-    theirs = {index: token for token, index in teacher.tokenizer.get_vocab().items()}
-    different = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
-    if different:
-        i = different[0]
-        raise config.error(
-            "teacher_model_name_or_path",
-            f"student and teacher have different tokenizers: {len(different)} of "
-            f"{len(ours.keys() & theirs.keys())} shared ids differ; id {i} is {ours[i]!r} for the student and "
-            f"{theirs[i]!r} for the teacher. Choose a teacher of the same model family, or distil from text "
-            "that the teacher has written, with recipe: sft.",
-        )
-    alone = len(ours.keys() ^ theirs.keys())
-    shared = len(ours.keys() & theirs.keys())
-    return f"{shared} tokens are shared, {alone} are only in one tokenizer" if alone else None
+    try:
+        named = config["teacher_tokenizer_name_or_path"]
+        of_teacher = teacher.tokenizer if named is None else teacher_tokenizer(teacher.path, named)
+        return compare_tokenizers(student.tokenizer, of_teacher)
+    except ConfigError as error:
+        raise config.error("teacher_model_name_or_path", str(error)) from None
 
 
 def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

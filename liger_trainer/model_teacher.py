@@ -10,9 +10,12 @@ from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
 from .distill_config import LigerDistillConfig
+from .errors import ConfigError
 from .losses import Logits
-from .teacher import patch_layers, shared_vocabulary, teacher_dtype, teacher_logits
+from .patching import announce
+from .teacher import patch_layers, teacher_dtype, teacher_logits
 from .teachers import Teacher, without_labels
+from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
@@ -24,15 +27,36 @@ class ModelTeacher(Teacher):
     def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str):
         self._args, self._teacher = args, teacher
         self._accelerator: Any = None
+        self._vocabulary: Vocabulary | None = None
+        self._rows, self._padding_is_beyond = 0, False
+
+    def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
+        self._shared(tokenizer).check_rows(dataset, name)
 
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         self._accelerator = trainer.accelerator
         teacher = load_teacher(self._teacher, self._args)
         self.patched = patch_layers(teacher, trainer.patched.options, "teacher")
-        vocab_size = shared_vocabulary(trainer.student, teacher, trainer.tokenizer)
+        self._vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
+        announce(f"vocabulary: {self._vocabulary}")
+        alone = self._vocabulary.student_only
+        if alone and getattr(self._args, "samples", False):
+            raise ConfigError(
+                f"The student's tokenizer has tokens that the teacher's has not ({self._vocabulary.named_student_only})"
+                ", and completions that the student samples may hold them. Set lmbda to 0.0 and seq_kd to false, or "
+                "use a teacher that knows them."
+            )
+        self._rows = teacher.get_input_embeddings().weight.shape[0]
+        self._padding_is_beyond = any(i >= self._rows for i in alone)  # of such tokens rows hold the padding alone
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
-        return vocab_size
+        return self._vocabulary.size
+
+    def _shared(self, tokenizer: Any) -> Vocabulary:
+        if self._vocabulary is None:
+            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
+            self._vocabulary = compare_tokenizers(tokenizer, of_teacher)
+        return self._vocabulary
 
     def _placed(self, teacher: PreTrainedModel, trainer: "LigerDistillTrainer") -> nn.Module:
         if trainer.is_deepspeed_enabled:
@@ -43,7 +67,10 @@ class ModelTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         """Deferred: its hidden states, and how its head goes on."""
-        return teacher_logits(self.model, self._accelerator.unwrap_model(self.model), **without_labels(inputs))
+        read = without_labels(inputs)
+        if self._padding_is_beyond:
+            read["input_ids"] = read["input_ids"].clamp(max=self._rows - 1)
+        return teacher_logits(self.model, self._accelerator.unwrap_model(self.model), **read)
 
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:

@@ -14,8 +14,9 @@ from .deferred import DeferredLogits
 from .errors import ConfigError
 from .losses import Logits
 from .patching import base_of
-from .teacher import check_student_vocabulary, teacher_logits
+from .teacher import teacher_logits
 from .teachers import Teacher, without_labels
+from .vocabulary import check_student_vocabulary, tokenizer_size
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
@@ -41,7 +42,7 @@ class SelfTeacher(Teacher):
             )
         _check_adapters(trainer.student)
         self._student, self._accelerator = trainer.student, trainer.accelerator
-        return check_student_vocabulary(trainer.student, max(trainer.tokenizer.get_vocab().values()) + 1)
+        return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         base = base_of(self._student)

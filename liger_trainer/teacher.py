@@ -1,6 +1,5 @@
-"""What distillation does with a teacher in this process: its dtype, layers, vocabulary, logits and metrics."""
+"""What distillation does with a teacher in this process: its dtype, layers, logits and metrics."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from .deferred import DeferredLogits, deferred_logits
-from .errors import ConfigError
 from .fused import TokenLossOutput
 from .patching import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
-
-logger = logging.getLogger(__name__)
 
 
 def teacher_dtype(args: TrainingArguments) -> str:
@@ -34,35 +30,6 @@ def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Pa
         return None
     announce(f"{name}: {done.report}")
     return done
-
-
-def shared_vocabulary(student: Any, teacher: Any, tokenizer: Any) -> int:
-    """The size of the real vocabulary that both heads cover. What is padded beyond it takes no part in the loss.
-
-    Raises:
-        ConfigError: the student or the teacher lacks tokens of it.
-    """
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
-    real = check_student_vocabulary(student, max(tokenizer.get_vocab().values()) + 1)
-    if sizes[1] < real:
-        raise ConfigError(
-            f"The teacher knows {sizes[1]} tokens, but the student's tokenizer has {real}: they do not share a "
-            "vocabulary. Use a teacher with the same tokenizer."
-        )
-    if max(sizes) > real:
-        logger.warning("Vocabulary: %d of the student's %d and the teacher's %d rows take part.", real, *sizes)
-    return real
-
-
-def check_student_vocabulary(student: Any, real: int) -> int:
-    """`real`, the number of tokens, if the student has them all. Raises ConfigError otherwise."""
-    size = student.get_output_embeddings().weight.shape[0]
-    if size < real:
-        raise ConfigError(
-            f"The student knows {size} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
-            "the tokenizer that belongs to it."
-        )
-    return real
 
 
 def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: Any) -> DeferredLogits | Tensor:

@@ -23,9 +23,13 @@ class TeacherConfig:
     Args:
         teacher: "model", in this process; "cache", what `liger-trainer cache` wrote down of one (docs/cache.md);
             "self", the student without its adapters.
+        teacher_tokenizer_name_or_path: where the teacher's tokenizer is, if not beside the teacher.
     """
 
     teacher: str = _choice("model", "model: in this process; cache: teacher_cache_dir; self: adapters off.", *KINDS)
+    teacher_tokenizer_name_or_path: str | None = field(
+        default=None, metadata={"help": "The teacher's tokenizer, if it is not in the teacher's own directory."}
+    )
 
     def check_teacher(self, distillation: Distillation) -> None:
         """Raise ValueError for what does not go together."""

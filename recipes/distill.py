@@ -36,7 +36,7 @@ def main(config: RunConfig) -> Path:
     check_student(config, files, data)
     vocabulary = check_same_tokenizer(config, files, teacher) if teacher else None
     args = config.training_args()
-    print_plan(console, config, data.facts, vocabulary)
+    print_plan(console, config, data.facts, str(vocabulary) if vocabulary else None)
 
     loading = console.status("Loading weights, tokenizing rows")
     with clock("load"), loading, config.refusals("LigerDistillTrainer"):

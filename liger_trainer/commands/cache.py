@@ -81,7 +81,14 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     files = open_model(config, "model_name_or_path")
     teacher = open_model(config, "teacher_model_name_or_path")
     check_student(config, files, data)
-    check_same_tokenizer(config, files, teacher)
+    shared = check_same_tokenizer(config, files, teacher)
+    if shared.student_only:
+        raise config.error(
+            "teacher_model_name_or_path",
+            f"the student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a cache "
+            "is over all of the student's. Take them out of the student's tokenizer, or train with teacher: model, "
+            "which leaves them out of the loss.",
+        )
     args: Any = config.training_args()
     with _progress(show=not args.disable_tqdm) as progress, config.refusals("the capture"):
         return capture(teacher.path, args, files.tokenizer, data.train, data.test, progress)
