@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
-from liger_trainer import html_report, training
+from liger_trainer import html_report, saving, training
 from liger_trainer.cli import main
 from liger_trainer.curves import (
     CHARTS,
@@ -465,8 +466,7 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
 
 
-@pytest.fixture
-def recipe(tmp_path, monkeypatch, capsys):
+def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys, chunked_torch):
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("student", "teacher")):
         tiny_model("llama_tied", seed=seed).save_pretrained(tmp_path / name)
@@ -474,19 +474,15 @@ def recipe(tmp_path, monkeypatch, capsys):
     rows = [{"prompt": WORDS[i], "completion": " " + " ".join(WORDS[i : i + 2 + i])} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
     (tmp_path / "run.yaml").write_text(SETTINGS)
+    saved = []
+    draw_all = html_report.draw
+    monkeypatch.setattr(html_report, "draw", lambda *args: saved.append(os.listdir("out")) or draw_all(*args))
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "run.yaml", "max_steps=3"])
+    out, err = capsys.readouterr()
+    assert not stopped.value.code, err
+    assert {"metrics.json", "config.yaml", "model.safetensors"} <= set(saved[0])  # before anything is drawn
 
-    def run() -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "run.yaml", "max_steps=3"])
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err
-
-    return run
-
-
-def test_a_run_ends_with_its_report(recipe, tmp_path):
-    code, out, err = recipe()
-    assert code == 0, err
     page = Page(tmp_path / "out" / "report.html")
     check_stands_alone(page)
     assert [name for name in page.ids if name in SECTIONS] == SECTIONS
@@ -509,12 +505,12 @@ def test_a_run_ends_with_its_report(recipe, tmp_path):
     assert logged[-1]["peak_memory_mib"] <= told["training"]["peak_memory_mib"]
 
 
-def test_a_report_that_fails_does_not_fail_the_run(recipe, tmp_path, monkeypatch):
+def test_a_report_that_fails_does_not_fail_the_run(make, monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(html_report, "draw", broken)
-    code, _, err = recipe()
-    assert code == 0
-    assert "no report was written: RuntimeError: no fonts; again: liger-trainer report out" in err
-    assert (tmp_path / "out" / "metrics.json").is_file() and (tmp_path / "out" / "model.safetensors").is_file()
+    folder = make("first")
+    saving._report(folder)
+    told = f"no report was written: RuntimeError: no fonts; again: liger-trainer report {folder}"
+    assert told in capsys.readouterr().err and not (folder / "report.html").exists()
