@@ -70,6 +70,13 @@ def test_forms(load, rows, form):
     assert facts.test_rows_seen_in_training == 1  # both rows are the same
 
 
+def test_repeated_rows_are_counted(load):
+    rows = [{"text": text, "source": i} for i, text in enumerate("a b a a c b d".split())]  # the text alone counts
+    files = {"d/train.jsonl": lines(rows), "d/test.jsonl": lines(rows[1:4])}
+    facts = load("d", files).facts
+    assert (facts.train_rows_repeated, facts.test_rows_repeated, facts.test_rows_seen_in_training) == (3, 1, 3)
+
+
 def test_other_formats(load):
     csv = load("rows.csv", {"rows.csv": "prompt,completion\na,b\nc,d\n"})
     assert csv.facts.form == "prompt-completion"

@@ -82,12 +82,14 @@ def trained_on(*overrides: str) -> list[tuple[str, list[bool]]]:
         ("packing=true", "max_length=30"),
         ("packing=true", "packing_strategy=wrapped"),
         ("packing=true", "packing_strategy=bfd_split"),
+        ("packing=true", "max_length=9", "truncation_mode=keep_end"),  # best fit keeps the start all the same
         ("max_length=6", "truncation_mode=keep_end"),
         ("pad_to_multiple_of=8", "shuffle_dataset=true"),
     ],
 )
 def test_what_is_supervised_is_what_the_collator_says(folder, overrides):
-    shown, trained = previewed(100, *overrides).rows, trained_on(*overrides)
+    seen, trained = previewed(100, *overrides), trained_on(*overrides)
+    shown = seen.rows
     assert len(shown) == len(trained) > 3
     for row, (text, counts) in zip(shown, trained, strict=True):
         # one word is one token
@@ -96,6 +98,10 @@ def test_what_is_supervised_is_what_the_collator_says(folder, overrides):
         assert [word for word, _ in words] == text.split()
         assert [supervised for _, supervised in words] == counts
         assert (row.tokens, row.supervised) == (len(counts), sum(counts))
+    if not {"packing_strategy=wrapped", "packing_strategy=bfd_split"} & set(overrides):  # these cut between documents
+        facts = seen.facts["train"]
+        assert facts.tokens == sum(row.tokens for row in shown)
+        assert facts.supervised_tokens == sum(row.supervised for row in shown)
 
 
 def test_what_is_cut_is_told_of_the_right_row(folder):
