@@ -46,7 +46,8 @@ class ModelTeacher(Teacher):
                 ", and completions that the student samples may hold them. Set lmbda to 0.0 and seq_kd to false, or "
                 "use a teacher that knows them."
             )
-        self._rows = teacher.get_input_embeddings().weight.shape[0]
+        embeddings: Any = teacher.get_input_embeddings()
+        self._rows = embeddings.weight.shape[0]
         self._padding_is_beyond = any(i >= self._rows for i in alone)  # of such tokens rows hold the padding alone
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
