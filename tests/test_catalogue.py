@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+from liger_trainer import saving
 from liger_trainer.cli import main
 from liger_trainer.config_source import built_in_configs
 from liger_trainer.launching import launcher_arguments
@@ -22,6 +23,12 @@ from liger_trainer.run_config import load_run_config
 pytestmark = pytest.mark.usefixtures("chunked_torch")
 
 NAMES = list(built_in_configs())
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Drawing takes longer than two steps, and tests of reports are elsewhere."""
+    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
 
 
 def source_of(name: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 import typer
 from stand_ins import StandIns
 
-from liger_trainer import cli, launching
+from liger_trainer import cli, launching, saving
 from liger_trainer.commands.convert import Origin
 from liger_trainer.config_source import built_in_configs, read_settings
 from liger_trainer.convert import convert
@@ -61,15 +61,21 @@ def my_yaml(extra: str = "") -> Callable[[Place], None]:
     return lambda place: (place.folder / "my.yaml").write_text(MINE + extra) and None
 
 
-def trained(place: Place) -> None:
-    """my.yaml with adapters, run to its end into outputs/my."""
-    my_yaml(LORA)(place)
-    place.run("run", "my.yaml", "output_dir=outputs/my", *place.small("my.yaml"), "save_strategy=steps", "save_steps=1")
+def trained(*names: str) -> Callable[[Place], None]:
+    """my.yaml with adapters, run to its end into outputs/NAME, for each name."""
+
+    def run(place: Place) -> None:
+        my_yaml(LORA)(place)
+        for name in names:
+            files = (f"output_dir=outputs/{name}", "save_strategy=steps", "save_steps=1")
+            place.run("run", "my.yaml", *place.small("my.yaml"), *files)
+
+    return run
 
 
 def interrupted(place: Place) -> None:
-    """The same as if it had been stopped after its first step."""
-    trained(place)
+    """A run in outputs/my as if it had been stopped after its first step."""
+    trained("my")(place)
     (place.folder / "outputs/my/metrics.json").unlink()
     shutil.rmtree(place.folder / "outputs/my/checkpoint-2")
 
@@ -119,7 +125,13 @@ COMMANDS = {
         my_yaml(), "my.yaml", ("student_num_layers=2",)
     ),
     "liger-trainer ls": Played(),
-    "liger-trainer merge outputs/my merged": Played(trained),
+    "liger-trainer merge outputs/my merged": Played(trained("my")),
+    "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
+    "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
+    "liger-trainer preview my.yaml packing=true max_length=2048": Played(my_yaml(), "my.yaml"),
+    "liger-trainer report outputs/a outputs/b --output ab.html": Played(trained("a", "b")),
+    "liger-trainer report outputs/my": Played(trained("my")),
+    "liger-trainer report outputs/my outputs/other": Played(trained("my", "other")),
     "liger-trainer resume outputs/my": Played(interrupted),
     "liger-trainer run my.yaml -- --num_processes 2": Played(my_yaml()),
     "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
@@ -166,6 +178,12 @@ DOCUMENTED = sorted({command for page in PAGES for command in commands_of(page)}
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory) -> StandIns:
     return StandIns(tmp_path_factory.mktemp("stand-ins"))
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Drawing takes longer than the commands, and tests of reports are elsewhere."""
+    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
 
 
 @pytest.fixture

@@ -29,6 +29,12 @@ def stand_ins(tmp_path_factory) -> StandIns:
     return StandIns(tmp_path_factory.mktemp("stand-ins"))
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Drawing takes longer than two steps, and tests of reports are elsewhere."""
+    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
+
+
 @pytest.fixture
 def run(stand_ins, tmp_path):
     """Run a built-in configuration, made small; returns its output directory."""
