@@ -11,6 +11,7 @@ from .config_rules import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sha
 from .config_schema import Schema
 from .config_source import DROPPED, Finding, Setting, did_you_mean, parse_overrides, read_settings
 from .config_types import complaints, read
+from .loss_plan import FIELDS, plan_of
 from .trackers import unknown as unknown_tracker
 
 RECIPES = ("sft", "distill")
@@ -55,6 +56,8 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
     view = View(values, known.keys())
+    if recipe == "distill" and wrong.isdisjoint(FIELDS):
+        problems += _no_loss(values, settings, label)
     for key, message in conflicts(view, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
     if "report_to" not in wrong:
@@ -127,6 +130,18 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
         for path, message in complaints(read(setting.value, rule), rule):
             steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
+
+
+def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
+    """What is wrong with the loss that the settings describe together, beyond the type of each."""
+    try:
+        plan_of(values)
+    except ValueError as error:
+        message = str(error)
+        key = message.partition(" ")[0].rstrip(":")
+        key = key if key in FIELDS else "losses"
+        where = settings[key].where if key in settings else label
+        yield Finding(where, key, message.removeprefix(f"{key}: "))
 
 
 def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[Finding]:

@@ -13,7 +13,9 @@ from trl.trainer.utils import create_model_from_path
 
 from .errors import ConfigError
 from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
-from .loss_terms import distillation_of
+from .hidden_losses import HiddenLosses
+from .loss_plan import plan_of
+from .loss_terms import distillation_of, final_fields, moved_fields
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
@@ -30,7 +32,8 @@ class DistillationCallback(TrainerCallback):
 
     Args:
         teacher: a causal LM, or its directory or hub id, loaded when training begins.
-        losses, beta, temperature, scale_loss_by_temperature_squared: as in `LigerDistillConfig`.
+        losses, beta, skew_alpha, temperature, schedules, taid, scale_loss_by_temperature_squared: as in
+            `LigerDistillConfig`. `taid` with adaptive false, and hidden-state losses where no projector is learned.
         teacher_model_init_kwargs: keywords for the `from_pretrained` of a teacher that is loaded, such as dtype
             (default: that of the run) and revision.
 
@@ -50,9 +53,19 @@ class DistillationCallback(TrainerCallback):
     def __init__(
         self, teacher: PreTrainedModel | str, *, losses: list[dict[str, Any]] | None = None, beta: float = 0.0,
         temperature: float = 1.0, scale_loss_by_temperature_squared: bool = True,
-        teacher_model_init_kwargs: dict[str, Any] | None = None,
+        teacher_model_init_kwargs: dict[str, Any] | None = None, skew_alpha: float = 0.1,
+        schedules: dict[str, Any] | None = None, taid: dict[str, Any] | None = None,
     ):  # fmt: skip
-        self.distillation = distillation_of(losses, beta, temperature, scale_loss_by_temperature_squared)
+        self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
+                              "schedules": schedules, "taid": taid})  # fmt: skip
+        if self._plan.taid is not None and self._plan.taid.adaptive:
+            raise ConfigError(
+                "DistillationCallback: taid that adapts to the loss has a state that a callback cannot put into the "
+                "trainer's checkpoints. Set adaptive to false, or use LigerDistillTrainer."
+            )
+        self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
+        self._loss: _DistillationLoss | None = None
+        self._logged: dict[str, float] = {}
         self.teacher: Any = None if isinstance(teacher, str) else teacher
         self._path = teacher if isinstance(teacher, str) else None
         self._init_kwargs = teacher_model_init_kwargs or {}
@@ -67,16 +80,37 @@ class DistillationCallback(TrainerCallback):
         student = base_of(self._accelerator.unwrap_model(model))
         self.teacher = self._load_teacher(args, student)
         vocab_size = _vocabulary(student, self.teacher, processing_class)
+        self.distillation = replace(self.distillation, vocab_size=vocab_size)
         self.teacher.requires_grad_(False).eval()
+        hidden = self._hidden_losses(student)
         with contextlib.ExitStack() as undo:
             record = _patch_until(undo, student, PatchOptions(), "student")
             _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher")
             if record is not None and record.fused is not None:
                 undo.enter_context(record.fused.paused())
-            options = LossOptions(distillation=replace(self.distillation, vocab_size=vocab_size))
-            undo.callback(_DistillationLoss(student, options, self._ask_teacher, self._record).undo)
+            options = LossOptions(distillation=self.distillation)
+            self._loss = _DistillationLoss(student, options, self._ask_teacher, self._record, hidden)
+            undo.callback(self._loss.undo)
             self._undo = undo.pop_all()
+        self._set_loss({})
         self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        moved = self._plan.at(state.global_step, state.max_steps)
+        changes = moved_fields(self._plan, moved)
+        if self._plan.taid is not None:
+            share = self._plan.taid.linear(state.global_step, state.max_steps)
+            moved["teacher_share"] = changes["teacher_share"] = share
+        self._logged = {f"schedule/{name}": value for name, value in moved.items()}
+        if changes:
+            self._set_loss(changes)
+
+    def _set_loss(self, changes: dict[str, Any]) -> None:
+        """For training; evaluations have the final values of what is scheduled."""
+        assert self._loss is not None
+        self.distillation = replace(self.distillation, **changes)
+        self._loss.options = LossOptions(distillation=self.distillation)
+        self._loss.eval_options = LossOptions(distillation=replace(self.distillation, **final_fields(self._plan)))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.undo()
@@ -94,8 +128,20 @@ class DistillationCallback(TrainerCallback):
         mode, prefix = found
         averages = self._metrics[mode].flush(lambda sums: self._accelerator.reduce(sums, "sum"))
         averages = {f"{prefix}{name}": value for name, value in averages.items()}
+        averages |= self._logged if mode == "train" else {}
         for entry in (logs, state.log_history[-1]):
             entry.update(averages)
+
+    def _hidden_losses(self, student: Any) -> HiddenLosses | None:
+        if not self._plan.of("hidden"):
+            return None
+        hidden = HiddenLosses(self._plan.of("hidden"), student, base_of(self.teacher))
+        if any(True for _ in hidden.parameters()):
+            raise ConfigError(
+                "DistillationCallback: these hidden-state losses learn projectors, which the trainer would neither "
+                "train nor save: the widths differ, or projector is set. Use LigerDistillTrainer."
+            )
+        return hidden
 
     def _load_teacher(self, args: TrainingArguments, student: Any) -> Any:
         teacher = self.teacher
@@ -134,10 +180,10 @@ class _DistillationLoss(FusedLoss):
 
     def __init__(
         self, model: Any, options: LossOptions, ask_teacher: Callable[..., Logits],
-        record: Callable[[str, TokenLossOutput], None],
+        record: Callable[[str, TokenLossOutput], None], hidden: HiddenLosses | None,
     ):  # fmt: skip
         super().__init__(model, options)
-        self._ask_teacher, self._record = ask_teacher, record
+        self._ask_teacher, self._record, self._hidden = ask_teacher, record, hidden
 
     def _forward(self, model, *args, labels=None, shift_labels=None, fused_lm_head=False, skip_logits=None, **kwargs):
         num_items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
@@ -154,9 +200,10 @@ class _DistillationLoss(FusedLoss):
                 "DistillationCallback is for transformers.Trainer and trl.SFTTrainer. This trainer, such as "
                 "LigerTrainer, takes its loss from the model in another way: use LigerDistillTrainer."
             )
-        logits = self._ask_teacher(*args, **kwargs)
+        with contextlib.nullcontext() if self._hidden is None else self._hidden.of_teacher() as hidden_pass:
+            logits = self._ask_teacher(*args, **kwargs)
         outputs = super()._forward(
-            model, *args, labels=labels, shift_labels=shift_labels, teacher_logits=logits,
+            model, *args, labels=labels, shift_labels=shift_labels, teacher_logits=logits, hidden_pass=hidden_pass,
             fused_lm_head=fused_lm_head, skip_logits=skip_logits, **num_items, **kwargs,
         )  # fmt: skip
         if fused_lm_head:

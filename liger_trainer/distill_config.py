@@ -6,6 +6,7 @@ from typing import Any
 
 from trl import SFTConfig
 
+from .loss_plan import LossPlan, plan_of
 from .loss_terms import distillation_of
 from .losses import Distillation
 from .teacher_config import TeacherConfig
@@ -29,9 +30,15 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
             with `bf16`, float16 with `fp16`, else float32.
         beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
-            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types: forward_kl, reverse_kl, jsd
-            (its mixture weight is `beta`) and ce, the cross-entropy against the labels. weight defaults to 1.
-        temperature: divides both models' logits in the divergences.
+            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types, and what their entries take
+            beside a weight (default 1): docs/losses.md.
+        skew_alpha: of skew_kl and skew_reverse_kl.
+        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha or the weight of a
+            loss, `<type>_weight`.
+        taid: the teacher's share in what the student is held against: {start, end, adaptive, alpha, beta}, see
+            `schedules.Taid`; {} for the defaults.
+        temperature: divides both models' logits in the divergences, unless kd_temperature is given.
+        kd_temperature: the temperature of the divergences, in the place of `temperature`.
         scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
         disable_dropout: switch the student's dropout off.
 
@@ -39,7 +46,7 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
         ValueError: a value out of range, or a loss that is not known.
     """
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "schedules", "taid"]
 
     teacher_cache_dir: str | None = field(
         default=None, metadata={"help": "Directory of the teacher cache that `liger-trainer cache` writes."}
@@ -75,8 +82,22 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
         default=None,
         metadata={"help": "Weighted losses instead of beta, e.g. [{type: forward_kl}, {type: ce, weight: 0.1}]."},
     )
+    skew_alpha: float = field(
+        default=0.1,
+        metadata={"limits": {"ge": 0, "lt": 1}, "help": "Share of the other side in the mixture of the skewed KLs."},
+    )
+    schedules: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Scalars of the loss that change, e.g. {temperature: {to: 1.0, kind: cosine}}."}
+    )
+    taid: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Teacher's share, rising with the steps: {start, end, adaptive, alpha, beta}."}
+    )
     temperature: float = field(
         default=1.0, metadata={"help": "Divides the logits of student and teacher in the divergences."}
+    )
+    kd_temperature: float | None = field(
+        default=None,
+        metadata={"limits": {"gt": 0}, "help": "Temperature of the divergences; default: temperature."},
     )
     scale_loss_by_temperature_squared: bool = field(
         default=True, metadata={"help": "Multiply the divergences by temperature squared."}
@@ -104,8 +125,11 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
         if self.teacher_cache_dir is None:
             raise ValueError("teacher='cache' needs teacher_cache_dir, the directory of the cache.")
 
+    def loss_plan(self) -> LossPlan:
+        """The terms of the loss that these fields describe, and how they change while training."""
+        return plan_of(vars(self))
+
     def distillation(self, vocab_size: int | None = None) -> Distillation:
-        """The loss that these fields describe."""
-        assert not isinstance(self.losses, str)  # parsed above
-        how = distillation_of(self.losses, self.beta, self.temperature, self.scale_loss_by_temperature_squared)
+        """The loss that these fields describe, before any schedule."""
+        how = distillation_of(self.loss_plan(), self.scale_loss_by_temperature_squared)
         return replace(how, vocab_size=vocab_size)

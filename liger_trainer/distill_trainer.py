@@ -14,6 +14,7 @@ from .cached_teacher import CachedTeacher
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
+from .loss_progress import LossProgress
 from .losses import LossOptions
 from .model_teacher import ModelTeacher
 from .patching import Patched
@@ -74,7 +75,10 @@ class LigerDistillTrainer(LigerTrainer):
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
         self.data_collator = self.teaching.collator(self.data_collator)
-        self.distil(vocab_size=self.teaching.prepare(self))
+        vocab_size = self.teaching.prepare(self)
+        self.progress = LossProgress(self, args.loss_plan())
+        self.add_callback(self.progress)
+        self.distil(vocab_size=vocab_size)
         if args.disable_dropout:
             _disable_dropout(self.student)
 
@@ -96,9 +100,12 @@ class LigerDistillTrainer(LigerTrainer):
         return self.teaching.patched
 
     def distil(self, **changes: Any) -> None:
-        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`."""
+        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`. Evaluations too,
+        except for what a schedule changes: it has its final value there."""
         self.distillation = replace(self.distillation, **changes)
         self.fused.options = self._loss_options()
+        final = replace(self.distillation, **self.progress.final)
+        self.fused.eval_options = replace(self.fused.options, distillation=final)
 
     def _loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
@@ -108,8 +115,42 @@ class LigerDistillTrainer(LigerTrainer):
         self.teaching.check(prepared, dataset_name, processing_class)
         return prepared
 
+    def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        super()._add(mode, totals, tokens)
+        if mode == "train":
+            self.progress.seen(totals, tokens)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and "loss" in logs:
+            logs.update(self.progress.logged)
+        super().log(logs, start_time)
+
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {"teacher_logits": self.teaching.answer(inputs)}
+        hidden = self.progress.hidden
+        if hidden is None:
+            return {"teacher_logits": self.teaching.answer(inputs)}
+        with hidden.of_teacher() as hidden_pass:
+            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.progress.average_gradients()
+        return loss
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.progress.join(optimizer)
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.progress.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.progress.load(checkpoint)
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         return {**per_token_values(outputs), "entropy": outputs.entropy}

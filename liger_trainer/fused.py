@@ -24,10 +24,11 @@ from transformers.utils import ModelOutput
 
 from .deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from .errors import ConfigError
+from .hidden_losses import HiddenPass
 from .kernels.cross_entropy import CrossEntropy, cross_entropy
 from .kernels.linear_divergence import LinearDivergence
 from .lazy_logits import LazyLogits
-from .losses import IGNORE_INDEX, Logits, LossOptions, Targets, batch_loss
+from .losses import IGNORE_INDEX, MEASURED_JSD, Logits, LossOptions, Targets, batch_loss, terms_of
 from .sparse_teacher import SparseDistillation, SparseTeacher
 
 
@@ -52,6 +53,8 @@ class TokenLossOutput(ModelOutput):
     agrees: Tensor = None
     teacher_log_probs: Tensor = None
     teacher_entropy: Tensor = None
+    jsd: Tensor = None  # at temperature 1 and beta 0.5, where `Distillation.measure_jsd` asks for it
+    terms: dict[str, Tensor] = None  # by type of loss, of a `Distillation` that lists them
 
 
 LossResult = CrossEntropy | LinearDivergence | SparseDistillation
@@ -80,6 +83,7 @@ class FusedLoss:
         check_loss(model)
         self.model = model
         self.options = options or LossOptions()
+        self.eval_options: LossOptions | None = None  # where an evaluation is to use other ones
         self._active = True
         self._replaced = vars(model).get("forward")
         self._inner = _without_trl_head(self._replaced)
@@ -123,7 +127,7 @@ class FusedLoss:
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | SparseTeacher | None = None,
-        fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
+        hidden_pass: HiddenPass | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
             return self._own_forward(model, *args, **kwargs)
@@ -131,10 +135,12 @@ class FusedLoss:
         if set_on_model is not None:  # perhaps since this was made
             check_loss(model)
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
-        loss = LossOfOneForward(targets, self.options, teacher_logits)
+        options = self.options if model.training or self.eval_options is None else self.eval_options
+        loss = LossOfOneForward(targets, options, teacher_logits, hidden_pass)
         model.loss_function = loss
         try:
-            with deferred_logits(model) as obstacle:
+            recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
+            with recording, deferred_logits(model) as obstacle:
                 if obstacle is not None:
                     _report_stored_logits(type(model).__name__, obstacle)
                 given = shift_labels if labels is None else labels
@@ -224,14 +230,20 @@ def _readable(value: Any) -> Any:
 class LossOfOneForward:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
-    def __init__(self, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None):
-        self.targets, self._options, self._teacher = targets, options, teacher
+    def __init__(
+        self, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None,
+        hidden: HiddenPass | None = None,
+    ):  # fmt: skip
+        self.targets, self.options, self._teacher, self._hidden = targets, options, teacher, hidden
         self.result: LossResult | None = None
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
         self.targets = self.targets.to(logits.device)
-        self.result = batch_loss(logits, self.targets, self._options, self._teacher)
-        return self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
+        result = batch_loss(logits, self.targets, self.options, self._teacher)
+        if self._hidden is not None and self.options.distillation is not None:
+            result = self._hidden.added_to(result, self.targets, self.options.distillation)
+        self.result = result
+        return result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 
 
 def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossOutput:
@@ -252,6 +264,10 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
         value = getattr(result, field, None)
         if value is not None:
             setattr(output, name, per_token(value))
+    if loss.options.distillation is not None and not isinstance(result, CrossEntropy):
+        output.terms = {name: per_token(x) for name, x in terms_of(result, loss.options.distillation).items()}
+        if MEASURED_JSD in result.terms:
+            output.jsd = per_token(result.terms[MEASURED_JSD])
     return output
 
 

@@ -21,11 +21,13 @@ from .kernels.linear_divergence import LinearDivergence, distillation_reference,
 from .sparse_teacher import SparseDistillation, SparseTeacher, sparse_distillation
 
 IGNORE_INDEX = -100
+MEASURED_JSD = "measured_jsd"  # among a result's terms: the JSD at temperature 1 and beta 0.5
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a student learns from its teacher: sum_k weights[k] D_k (times T^2) + ce_weight CE."""
+    """What a student learns from its teacher: sum_k weights[k] D_k (times T^2) + ce_weight CE
+    + sum_k hidden_weights[k] H_k. A divergence with weight 0 is measured only."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
     beta: float = 0.5  # of the JSD, in TRL's convention
@@ -33,6 +35,11 @@ class Distillation:
     temperature: float = 1.0
     scale_by_temperature_squared: bool = True
     vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
+    skew_alpha: float = 0.1  # of the skewed KLs
+    teacher_share: float = 1.0  # in the logits that the divergences hold the student against; the rest is its own
+    hidden_weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    terms: tuple[str, ...] = ()  # whose values are returned by name
+    measure_jsd: bool = False  # the JSD at temperature 1 and beta 0.5, whatever is minimised
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,12 @@ def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection
 Logits = DeferredLogits | Tensor
 
 
+def terms_of(result: Any, distillation: Distillation) -> dict[str, Tensor]:
+    """The values of the loss's terms, (batch * length,), by type: without weight, and T^2 times if the loss is."""
+    values = {"ce": -result.log_prob, **result.terms}
+    return {name: values[name] for name in distillation.terms if name in values}
+
+
 def batch_loss(
     logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None = None
 ) -> CrossEntropy | LinearDivergence | SparseDistillation:
@@ -126,11 +139,32 @@ def _cross_entropy(logits: Logits, targets: Targets, options: LossOptions) -> Cr
 def _distillation(
     student: Logits, teacher: Logits, targets: Targets, options: LossOptions, distillation: Distillation
 ) -> LinearDivergence:
+    def loss(how: Distillation) -> LinearDivergence:
+        return _divergence(student, teacher, targets, options, how)
+
+    if not distillation.measure_jsd:
+        return loss(distillation)
+    if distillation.temperature == distillation.teacher_share == 1 and (
+        distillation.beta == 0.5 or "jsd" not in distillation.weights
+    ):
+        result = loss(replace(distillation, weights={"jsd": 0.0, **distillation.weights}, beta=0.5))
+        measured = result
+    else:
+        result = loss(distillation)
+        with torch.no_grad():
+            measured = loss(Distillation({"jsd": 0.0}, vocab_size=distillation.vocab_size))
+    return result._replace(terms={**result.terms, MEASURED_JSD: measured.terms["jsd"]})
+
+
+def _divergence(
+    student: Logits, teacher: Logits, targets: Targets, options: LossOptions, distillation: Distillation
+) -> LinearDivergence:
     common = {
-        "kind": distillation.weights, "beta": distillation.beta, "labels": targets.labels,
+        "kind": distillation.weights or {"forward_kl": 0.0}, "beta": distillation.beta, "labels": targets.labels,
         "ce_weight": distillation.ce_weight, "temperature": distillation.temperature,
         "scale_by_temperature_squared": distillation.scale_by_temperature_squared,
-        "label_smoothing": options.label_smoothing, "ignore_index": IGNORE_INDEX,
+        "label_smoothing": options.label_smoothing, "ignore_index": IGNORE_INDEX, "alpha": distillation.skew_alpha,
+        "teacher_share": distillation.teacher_share,
     }  # fmt: skip
     if not (isinstance(student, DeferredLogits) and isinstance(teacher, DeferredLogits)):
         vocab = min(student.shape[-1], teacher.shape[-1], distillation.vocab_size or student.shape[-1])

@@ -18,8 +18,9 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from .config_schema import FILE, SECTIONS, installed_versions, shipped_schema
 from .config_types import Rule
 from .distill_config import LigerDistillConfig
-from .kernels.linear_divergence import KINDS
+from .loss_types import entry_rule
 from .run_options import LaunchOptions, RunOptions
+from .schedules import SCHEDULES, TAID
 
 OWN = ("run", "launch", "distillation")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
@@ -45,15 +46,9 @@ RULES: dict[str, Rule] = {
     "lora_target_modules": {"type": ["array", "string", "null"], "items": {"type": "string"}},
     "lora_target_parameters": {"type": ["array", "string", "null"], "items": {"type": "string"}},
     "resume_from_checkpoint": {"type": ["string", "boolean", "null"]},
-    "losses": {
-        "type": ["array", "string", "null"],
-        "items": {
-            "type": "object",
-            "properties": {"type": {"enum": [*KINDS, "ce"]}, "weight": {"type": "number"}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-    },
+    "losses": {"type": ["array", "string", "null"], "items": entry_rule()},
+    "schedules": SCHEDULES,
+    "taid": TAID,
 }
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object"}
 

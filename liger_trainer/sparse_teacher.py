@@ -47,6 +47,7 @@ class SparseDistillation(NamedTuple):
     forward_kl: Tensor | None  # at temperature 1; None where the cache is of another
     teacher_log_prob: Tensor
     teacher_entropy: Tensor
+    terms: dict[str, Tensor]  # the divergence, by name and without its weight
 
 
 def sparse_distillation(
@@ -84,6 +85,7 @@ def sparse_distillation(
         forward_kl=forward_kl,
         teacher_log_prob=of.label_log_prob.flatten() * keep,
         teacher_entropy=of.entropy.flatten() * keep,
+        terms={"forward_kl": result.divergence},
     )
 
 

@@ -50,5 +50,7 @@ def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
         "student_perplexity": -outputs.log_probs,
         "teacher_perplexity": -outputs.teacher_log_probs,
         "teacher_entropy": outputs.teacher_entropy,
+        "jsd": outputs.jsd,
+        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
     }
     return {name: value for name, value in values.items() if value is not None}

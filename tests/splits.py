@@ -20,23 +20,25 @@ OBJECTIVES = {
     "ce": None,
     "kd": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}],
     "mix": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
-}
+    "hidden": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 1], [1, 0]]},
+               {"type": "hidden_cosine", "layers": "last"}],
+}  # fmt: skip
 
 
 class _Capture(TrainerCallback):
-    def __init__(self, gradients):
-        self.gradients = gradients
+    def __init__(self, gradients, hidden):
+        self.gradients, self.hidden = gradients, hidden
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.update(
-            (name.removeprefix("module."), p.grad.clone()) for name, p in model.named_parameters() if p.requires_grad
-        )
+        named = [*model.named_parameters(), *(self.hidden.named_parameters() if self.hidden else [])]
+        self.gradients.update((name.removeprefix("module."), p.grad.clone()) for name, p in named if p.requires_grad)
 
 
 def capture_gradients(trainer):
-    """The gradients by name, as the optimizer gets them in the last step."""
+    """The gradients by name, of model and projectors, as the optimizer gets them in the last step."""
     gradients = {}
-    trainer.add_callback(_Capture(gradients))
+    progress = getattr(trainer, "progress", None)
+    trainer.add_callback(_Capture(gradients, progress and progress.hidden))
     return gradients
 
 

@@ -1,0 +1,280 @@
+"""Hidden-state losses: loss and gradients against plain torch, checkpoints and resuming, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from safetensors import safe_open
+from splits import capture_gradients
+from tiny import (
+    assert_same_gradients,
+    completions,
+    divergence_by_hand,
+    double_copy,
+    shift_labels_of,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
+from transformers import Trainer, TrainingArguments
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.cached_teacher import CachedTeacher
+from liger_trainer.errors import ConfigError, CorruptError
+from liger_trainer.hidden_losses import HiddenLosses
+from liger_trainer.loss_progress import LossProgress
+from liger_trainer.loss_types import LossTerm
+from liger_trainer.students import decoder_layers
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+PAIRS = {"hidden_mse": [(0, 2), (1, 0)], "hidden_cosine": [(1, 2)]}
+LOSSES = [
+    {"type": "forward_kl"},
+    {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 2], [-1, 0]]},
+    {"type": "hidden_cosine", "weight": 0.7, "layers": "last"},
+]
+
+
+def teacher(width=48):
+    return tiny_model("gemma2", seed=5, hidden_size=width, num_hidden_layers=3)
+
+
+def make(student=None, teacher_model=None, data=None, peft_config=None, **options):
+    return LigerDistillTrainer(
+        student or tiny_model(),
+        teacher_model=teacher_model or teacher(),
+        args=train_args(LigerDistillConfig, **{"losses": LOSSES, "optim": "sgd", **options}),
+        train_dataset=data or completions(4),
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def logits_and_states(model, **inputs):
+    """Of a plain model: logits, and what each block returns."""
+    states = []
+    hooks = [
+        block.register_forward_hook(lambda _, i, out: states.append(out[0] if isinstance(out, tuple) else out))
+        for block in decoder_layers(model)[1]
+    ]
+    logits = model(**inputs).logits
+    for hook in hooks:
+        hook.remove()
+    return logits, states
+
+
+def by_hand(student, teacher_model, projectors, rows, temperature=1.0):
+    """(loss, values by type), of rows one by one, in fp64."""
+    sums, count = {"forward_kl": 0.0, "hidden_mse": 0.0, "hidden_cosine": 0.0}, 0
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        keep = shift_labels_of(labels)[0] != -100
+        count += int(keep.sum())
+        own, own_states = logits_and_states(student, input_ids=ids)
+        with torch.no_grad():
+            other, other_states = logits_and_states(teacher_model, input_ids=ids)
+        sums["forward_kl"] += divergence_by_hand(own[0, keep], other[0, keep], "forward_kl", temperature).sum()
+        for kind, pairs in PAIRS.items():
+            for i, j in pairs:
+                h, t = own_states[i][0, keep], other_states[j][0, keep]
+                if projectors:
+                    h = h @ projectors[f"{kind}_{i}_{j}"].T
+                each = (h - t).pow(2).mean(-1) if kind == "hidden_mse" else 1 - F.cosine_similarity(h, t)
+                sums[kind] += each.sum() / len(pairs)
+    values = {name: value / count for name, value in sums.items()}
+    values["forward_kl"] = values["forward_kl"] * temperature**2
+    return values["forward_kl"] + 0.3 * values["hidden_mse"] + 0.7 * values["hidden_cosine"], values
+
+
+CASES = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "padding-free": {"padding_free": True, "max_length": None},
+    "equal widths": {"width": 32},
+    "temperature": {"kd_temperature": 2.0},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_loss_and_every_gradient_equal_plain_torch(options):
+    options = dict(options)
+    student, other = tiny_model(), teacher(options.pop("width", 48))
+    plain, plain_teacher = double_copy(student), double_copy(other)
+    trainer = make(student, other, max_steps=1, learning_rate=0.0, **options)
+    captured = capture_gradients(trainer)
+    projectors = {
+        name.removeprefix("projectors.").removesuffix(".weight"): p.detach().double().requires_grad_()
+        for name, p in trainer.progress.hidden.named_parameters()
+    }
+    assert len(projectors) == (0 if "equal widths" in CASES and other.config.hidden_size == 32 else 3)
+    trainer.train()
+    rows = trainer.train_dataset
+    loss, values = by_hand(plain, plain_teacher, projectors, rows, options.get("kd_temperature", 1.0))
+    logs = trainer.state.log_history[0]
+    assert logs["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, value in values.items():
+        assert logs[f"loss/{name}"] == pytest.approx(value.item(), rel=1e-5), name
+    loss.backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    want |= {f"projectors.{name}.weight": p.grad for name, p in projectors.items()}
+    assert_same_gradients(captured, want)
+
+
+def test_lora_students_with_frozen_weights_below():
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, layers_to_transform=[1])
+    student = tiny_model()
+    trainer = make(student, max_steps=1, learning_rate=0.0, peft_config=config)
+    captured = capture_gradients(trainer)
+    trainer.train()
+    assert any("lora_B" in name and g.abs().sum() > 0 for name, g in captured.items())
+    assert captured["projectors.hidden_mse_0_2.weight"].abs().sum() > 0  # nothing below it is trained
+    plain = double_copy(tiny_model())
+    projectors = {n.split(".")[1]: p.detach().double() for n, p in trainer.progress.hidden.named_parameters()}
+    loss, _ = by_hand(plain, double_copy(teacher()), projectors, trainer.train_dataset)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_projectors_are_trained_saved_apart_and_resumed_exactly(tmp_path):
+    options = {
+        "losses": LOSSES, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch",
+        "max_grad_norm": 0.5, "taid": {"alpha": 0.9, "beta": 0.5}, "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2, "schedules": {"temperature": {"to": 3.0}, "hidden_mse_weight": {"to": 0.0}},
+    }  # fmt: skip
+    whole = make(data=completions(24), output_dir=str(tmp_path), **options)
+    before = {name: p.clone() for name, p in whole.progress.hidden.named_parameters()}
+    whole.train()
+    whole.save_model(str(tmp_path / "final"))
+    resumed = make(data=completions(24), output_dir=str(tmp_path / "b"), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name, p in resumed.progress.hidden.named_parameters():
+        assert torch.equal(p, dict(whole.progress.hidden.named_parameters())[name])
+        assert not torch.equal(p, before[name])
+    for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, want)
+    ours, theirs = ([log for log in t.state.log_history if "loss" in log][3:] for t in (resumed, whole))
+    for name in ("schedule/temperature", "schedule/hidden_mse_weight", "schedule/teacher_share", "kd_loss"):
+        assert [log[name] for log in ours] == [log[name] for log in theirs]
+    assert resumed.progress.share.state() == whole.progress.share.state()
+    shares = [log["schedule/teacher_share"] for log in theirs]
+    assert all(share > 0.4 + 0.6 * step / 6 for share, step in zip(shares, (3, 4, 5), strict=True))  # it did adapt
+    for folder in ("checkpoint-3", "final"):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as weights:
+            assert set(weights.keys()) == set(tiny_model().state_dict())
+    assert not Path(tmp_path, "final", "hidden_projectors.safetensors").exists()
+
+
+def test_a_checkpoint_without_or_with_damaged_state_is_refused(tmp_path):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "taid": {}}
+    make(output_dir=str(tmp_path), **options).train()
+    checkpoint = tmp_path / "checkpoint-1"
+
+    def resume():
+        make(output_dir=str(tmp_path / "again"), **options).train(resume_from_checkpoint=str(checkpoint))
+
+    (checkpoint / "hidden_projectors.safetensors").write_bytes(b"\x09")
+    with pytest.raises(CorruptError, match="hidden_projectors.safetensors is damaged"):
+        resume()
+    (checkpoint / "hidden_projectors.safetensors").unlink()
+    with pytest.raises(ConfigError, match="it was saved by a run without projectors"):
+        resume()
+    (checkpoint / "loss_state.json").write_text("{}")
+    with pytest.raises(CorruptError, match="loss_state.json is damaged"):
+        resume()
+
+
+def test_the_projectors_gradients_are_clipped_and_start_anew_each_step():
+    trainer = make(max_steps=3, learning_rate=1e-3, max_grad_norm=1e-3, data=completions(12))
+    captured = capture_gradients(trainer)
+    trainer.train()
+    norm = torch.stack([g.norm() for name, g in captured.items() if name.startswith("projectors.")]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+    assert all(p.grad is None or not p.grad.any() for p in trainer.progress.parameters())
+
+
+@pytest.mark.parametrize(
+    "student_layers, teacher_layers, pairs",
+    [
+        (2, 6, [(0, 2), (1, 5)]),
+        (3, 3, [(0, 0), (1, 1), (2, 2)]),
+        (4, 2, [(0, 0), (1, 0), (2, 1), (3, 1)]),
+    ],
+)
+def test_the_uniform_layout(student_layers, teacher_layers, pairs):
+    models = [tiny_model(num_hidden_layers=n) for n in (student_layers, teacher_layers)]
+    losses = HiddenLosses([LossTerm("hidden_mse")], *models)
+    assert [(p.student, p.teacher) for p in losses._pairs["hidden_mse"]] == pairs
+    assert not list(losses.parameters())
+
+
+def test_a_projector_on_demand_changes_nothing_at_first():
+    without, asked = ([{"type": "hidden_mse", **extra}] for extra in ({}, {"projector": True}))
+    logs = []
+    for losses in (without, asked):
+        trainer = make(teacher_model=teacher(32), losses=losses, max_steps=2, learning_rate=0.1)
+        assert len(list(trainer.progress.parameters())) == (2 if losses is asked else 0)
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert logs[0][0] == pytest.approx(logs[1][0], rel=1e-6) and logs[0][1] != logs[1][1]
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ([[2, 0]], "layers names block 2 of the student, which has 2: 0 to 1, or -2 to -1"),
+        ([[0, -4]], "layers names block -4 of the teacher, which has 3"),
+        ([[1, 1], [-1, 1]], "layers names a pair twice"),
+    ],
+)
+def test_blocks_that_are_not_there(layers, message):
+    with pytest.raises(ConfigError, match=message):
+        make(losses=[{"type": "hidden_mse", "layers": layers}])
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="galore_adamw_layerwise updates the student in its backward"):
+        make(optim="galore_adamw_layerwise", optim_target_modules="all-linear")
+    with pytest.raises(ConfigError, match="torch_compile fixes the loss in its graph"):
+        make(torch_compile=True)
+    with pytest.raises(ConfigError, match="learn projectors, which the trainer would neither train nor save"):
+        with_callback(teacher(48), LOSSES)
+    trainer = make()
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    with pytest.raises(ConfigError, match="not with FSDP, DeepSpeed or models split over devices. Use DDP"):
+        LossProgress(trainer, trainer.args.loss_plan())
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", False)
+    monkeypatch.setattr(trainer, "teaching", CachedTeacher.__new__(CachedTeacher))
+    with pytest.raises(ConfigError, match="need one teacher whose model is in this process, got 0"):
+        LossProgress(trainer, trainer.args.loss_plan())
+
+
+def with_callback(teacher_model, losses, **options):
+    """The logs of a stock Trainer's training, on the rows that LigerDistillTrainer prepares."""
+    rows = make(teacher_model=teacher(32), losses=[{"type": "ce"}]).train_dataset.select_columns(
+        ["input_ids", "labels"]
+    )
+    args = train_args(TrainingArguments, max_steps=1, optim="sgd", learning_rate=0.0, remove_unused_columns=False)
+    trainer = Trainer(
+        tiny_model(), args, DataCollatorForLanguageModeling(pad_token_id=tiny_tokenizer().pad_token_id), rows,
+        processing_class=tiny_tokenizer(), callbacks=[DistillationCallback(teacher_model, losses=losses, **options)],
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+def test_the_callback_learns_the_same():
+    options = {"schedules": {"hidden_mse_weight": {"from": 0.1, "to": 1.0}}, "taid": {"adaptive": False}}
+    got = with_callback(teacher(32), LOSSES, **options)
+    trainer = make(teacher_model=teacher(32), max_steps=1, learning_rate=0.0, **options)
+    trainer.train()
+    want = trainer.state.log_history[0]
+    names = [name for name in want if name.startswith(("loss", "schedule/"))]
+    assert {"loss", "loss/hidden_mse", "loss/hidden_cosine", "schedule/teacher_share"} <= set(names)
+    for name in names:
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
