@@ -85,7 +85,7 @@ def render(runs: Sequence[Run], drawings: Sequence[Drawing]) -> str:
         figures=drawings,
         samples=samples,
         sections=list(_sections(runs, labels, drawings, bool(samples))),
-        footer=f"Written by liger-trainer {__version__} from " + ", ".join(str(run.path.resolve()) for run in runs),
+        footer=f"Written by liger-trainer {__version__} from " + ", ".join(str(run.path) for run in runs),
     )
 
 

@@ -61,7 +61,6 @@ class Run(_Part):
     effective: dict[str, Any] = {}
     """every key with its value, defaults included"""
     settings: dict[str, SetTo] = {}
-    overrides: list[str] = []
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}

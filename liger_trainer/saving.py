@@ -113,7 +113,6 @@ def _circumstances(config: "RunConfig") -> dict[str, Any]:
     """What a run came from and happened on."""
     return {
         "settings": {key: {"value": value, "set_by": where} for key, (value, where) in config.changes().items()},
-        "overrides": config.overrides,
         "versions": versions(),
         "environment": {"platform": platform.platform(), **device_facts()},
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -478,7 +478,7 @@ def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys, chunked_torch
     draw_all = html_report.draw
     monkeypatch.setattr(html_report, "draw", lambda *args: saved.append(os.listdir("out")) or draw_all(*args))
     with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml", "max_steps=3"])
+        main(["run", "run.yaml", "max_steps=3", "hub_token=secret-token"])
     out, err = capsys.readouterr()
     assert not stopped.value.code, err
     assert {"metrics.json", "config.yaml", "model.safetensors"} <= set(saved[0])  # before anything is drawn
@@ -494,7 +494,8 @@ def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys, chunked_torch
 
     told = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert told["settings"]["max_steps"] == {"value": 3, "set_by": "command line"}
-    assert told["overrides"] == ["max_steps=3"] and told["environment"]["platform"]
+    assert told["environment"]["platform"] and told["finished_at"]
+    assert "secret-token" not in json.dumps(told) + page.source
     assert told["patched"]["student"]["swapped"]["RMSNorm"] > 0 and set(told["patched"]) == {"student", "teacher"}
     assert told["data"]["train_rows_repeated"] + told["data"]["test_rows_seen_in_training"] == 1
     train = told["rows"]["train"]
