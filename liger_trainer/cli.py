@@ -4,7 +4,21 @@ import sys
 
 import typer
 
-from .commands import cache, check, configs, convert, doctor, env, estimate, init_student, merge, preview, report, run
+from .commands import (
+    cache,
+    check,
+    configs,
+    convert,
+    doctor,
+    env,
+    estimate,
+    init_student,
+    merge,
+    preview,
+    report,
+    run,
+    selfcheck,
+)
 from .commands._shared import OVERRIDES
 from .errors import ConfigError, LigerTrainerError
 
@@ -28,6 +42,7 @@ app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)
 app.command("doctor")(doctor.doctor)
+app.command("selfcheck")(selfcheck.selfcheck)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 

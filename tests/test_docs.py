@@ -139,6 +139,7 @@ COMMANDS = {
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer schema": Played(),
+    "liger-trainer selfcheck": Played(),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }
 GPU = "minutes on a GPU; tests/test_benchmarks.py runs it on small shapes"

@@ -1,0 +1,134 @@
+"""`selfcheck` passes what is right, and fails what is wrong by 1 %, raises, or is no number."""
+
+import dataclasses
+import json
+import pkgutil
+
+import pytest
+import torch
+
+from liger_trainer import kernels, selfcheck
+from liger_trainer.cli import main
+from liger_trainer.kernels.rms_norm import rms_norm
+from liger_trainer.selfcheck_cases import CHECKS, Check
+
+CPU = torch.device("cpu")
+BY_NAME = {check.name: check for check in CHECKS}
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * 1.01
+
+
+def result_of(check: Check, dtype: torch.dtype = torch.float32) -> selfcheck.CheckResult:
+    return next(selfcheck.run_checks(CPU, [dtype], [check]))
+
+
+def test_every_op_has_a_check():
+    ops = {module.name for module in pkgutil.iter_modules(kernels.__path__) if not module.name.startswith("_")}
+    assert {name.partition(",")[0] for name in BY_NAME} == ops
+
+
+def test_every_op_is_right_here_and_1_percent_would_be_seen_in_each_tensor():
+    results = list(selfcheck.run_checks(CPU, [torch.float32, torch.bfloat16]))
+    assert len(results) == 2 * (len(CHECKS) + len(selfcheck.MODELS))
+    wrong = [(r.name, r.dtype, r.failure, r.worst) for r in results if not r.passes]
+    assert not wrong
+    assert all(r.sees_one_percent for r in results)
+    # what comes out of sorting bf16 logits is too rough for one tensor alone
+    blind = [(r.dtype, r.name) for r in results for c in r.comparisons if not c.sees_one_percent]
+    assert set(blind) <= {("bfloat16", "linear_uld")}
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "linear_cross_entropy", "linear_divergence, jsd", "lora_mlp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_output_or_one_gradient_off_by_1_percent_fails(name, dtype):
+    check = BY_NAME[name]
+    leaf = check.leaves[-1]
+
+    def off(**tensors):
+        made = check.op(**tensors)
+        return tuple(x * 1.01 for x in made) if isinstance(made, tuple) else made * 1.01
+
+    def off_in_a_gradient(**tensors):
+        return check.op(**{**tensors, leaf: _WrongGradient.apply(tensors[leaf])})
+
+    assert not result_of(dataclasses.replace(check, op=off), dtype).passes
+    wrong = result_of(dataclasses.replace(check, op=off_in_a_gradient), dtype)
+    assert [c.tensor for c in wrong.comparisons if not c.passes] == [f"d_{leaf}"]
+
+
+def test_a_part_that_is_wrong_fails():
+    """An error of a few rows, which hardly shows in the length of the whole."""
+    check = BY_NAME["swiglu"]
+
+    def a_wrong_tile(gate, up):
+        y = check.op(gate=gate, up=up)
+        return torch.cat([y[:-1], y[-1:] * 1.1]) if isinstance(y, torch.Tensor) else y
+
+    assert not result_of(dataclasses.replace(check, op=a_wrong_tile)).passes
+
+
+def test_what_raises_or_is_no_number_fails():
+    def raises(**tensors):
+        raise RuntimeError("no such instruction\nand more")
+
+    result = result_of(dataclasses.replace(BY_NAME["rms_norm"], op=raises))
+    assert (result.passes, result.failure) == (False, "RuntimeError: no such instruction")
+    nan = dataclasses.replace(BY_NAME["relu2"], op=lambda x: x * torch.nan)
+    assert not result_of(nan).passes
+
+
+def test_a_wrong_patch_fails(monkeypatch):
+    from liger_trainer.patching import patch
+
+    def wrong(model):
+        patch(model)
+        model.model.norm.weight.data.mul_(1.01)
+
+    monkeypatch.setattr(selfcheck, "patch", wrong)
+    results = list(selfcheck.run_checks(CPU, [torch.float32], []))
+    assert len(results) == len(selfcheck.MODELS) and not any(r.passes for r in results)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(selfcheck, "CHECKS", CHECKS[:2])
+    monkeypatch.setattr(selfcheck, "MODELS", {})
+
+
+def _run(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as left:
+        main(["selfcheck", *arguments])
+    return left.value.code
+
+
+def test_the_command(few, capsys):
+    assert _run("--device", "cpu", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passes"] and found["device"] == "cpu" and "torch" in found["versions"]
+    assert [(c["name"], c["dtype"]) for c in found["checks"]] == [
+        ("rms_norm", "float32"), ("layer_norm", "float32"), ("rms_norm", "bfloat16"), ("layer_norm", "bfloat16")
+    ]  # fmt: skip
+    assert _run("--dtype", "float32", "--device", "cpu") == 0
+    assert "Everything is right." in capsys.readouterr().out
+
+
+def test_the_command_fails_where_an_op_is_wrong(few, capsys, monkeypatch):
+    wrong = dataclasses.replace(CHECKS[0], op=lambda x, weight: rms_norm(x, weight, 1e-6) * 1.01)
+    monkeypatch.setattr(selfcheck, "CHECKS", (wrong, CHECKS[1]))
+    assert _run("--dtype", "float32", "--device", "cpu") == 1
+    assert "Wrong: rms_norm in float32. out0 is off by 1.00e-02" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_wrong_options_are_refused(capsys):
+    assert _run("--dtype", "int8") == 2
+    assert "expected float32, bfloat16, float16, got int8" in capsys.readouterr().err
+    assert _run("--device", "nonsense") == 2
