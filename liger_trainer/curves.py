@@ -59,6 +59,7 @@ CHARTS = (
     Chart("tokens_per_second", "Tokens per second", axis="zero"),
     Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
 )
+TERM = "loss/"  # before the name of a single term of the loss
 # logged, and no curve: counters, and what is said elsewhere
 _NO_CURVES = {"step", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
 _NO_CURVES_LIKE = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|preparation_time)$|^train_")
@@ -98,12 +99,22 @@ def points(run: Run, metric: str) -> tuple[list[float], list[float]]:
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """The charts of which some run has two points or more; metrics that we know no title of come last."""
+    """The charts of which some run has two points or more: the loss, its terms, and last what we know no title of."""
     logged = dict.fromkeys(key for run in runs for entry in run.log_history for key in entry)
     known = {name for chart in CHARTS for name in (chart.metric, chart.teacher)} | _NO_CURVES
     base = dict.fromkeys(key.removeprefix("eval_") for key in logged)
-    others = [Chart(key, key.replace("_", " ")) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
-    return [chart for chart in (*CHARTS, *others) if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
+    others = [Chart(key, _title(key)) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
+    terms = [chart for chart in others if chart.metric.startswith(TERM)]
+    rest = [chart for chart in others if chart not in terms]
+    charts = (CHARTS[0], *terms, *CHARTS[1:], *rest)
+    return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
+
+
+def _title(key: str) -> str:
+    """`loss/forward_kl` is a term of the loss, `schedule/temperature` a value that moves."""
+    group, _, name = key.rpartition("/")
+    title = name.replace("_", " ")
+    return f"{group.replace('_', ' ').capitalize()}: {title}" if group else title
 
 
 def lines_of(chart: Chart, runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Line]:

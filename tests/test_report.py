@@ -259,6 +259,14 @@ def test_points_are_those_of_the_log(make):
     assert len({line.color for line in (train, held_out, teacher)}) == 3
 
 
+def test_terms_of_the_loss_follow_it_and_the_unknown_comes_last(make):
+    logged = dict.fromkeys(["odd/one", "loss/ce", "loss", "eval_loss/jsd", "schedule/temperature", "entropy"], 1.0)
+    logs = [{"step": step, **logged} for step in (1, 2)]
+    charts = charts_of([read_run(make("first", metrics={"log_history": logs}))])
+    titles = ["Loss", "Loss: ce", "Loss: jsd", "Entropy (nats/token)", "Odd: one", "Schedule: temperature"]
+    assert [chart.title for chart in charts] == titles and charts[1].name == "loss_ce"
+
+
 def test_what_is_drawn_are_these_points(make, monkeypatch):
     """The data of matplotlib's own lines, and the scale of the axis."""
     from matplotlib.axes import Axes
