@@ -15,7 +15,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,25 +166,16 @@ def _projector(width: int, teacher_width: int, generator: torch.Generator) -> nn
 def _recorded(blocks: nn.ModuleList, indices: set[int], states: dict[int, Tensor]) -> Iterator[None]:
     """Within the context, `states` gets what these blocks return, (batch, length, width).
 
-    Some releases of transformers call a block's hooks within its gradient checkpointing, where a reentrant one keeps no
-    graph. So what the checkpointing function returns is taken behind it, in the place of what the hook saw.
+    Some releases of transformers call hooks within gradient checkpointing. What a hook sees there is the very tensor
+    that leaves it, which then has its graph, also where it is reentrant. The computation in the backward finds no hooks.
     """
 
-    def keep(index: int, output: Any) -> Any:
+    def keep(index: int, output: Any) -> None:
         states[index] = output[0] if isinstance(output, tuple) else output
-        return output
 
-    with contextlib.ExitStack() as undo:
-        for index in indices:
-            block: Any = blocks[index]
-            hook = block.register_forward_hook(lambda _, inputs, output, index=index: keep(index, output))
-            undo.callback(hook.remove)
-            checkpoint = vars(block).get("_gradient_checkpointing_func")
-            if checkpoint is not None:
-                undo.callback(setattr, block, "_gradient_checkpointing_func", checkpoint)
-                block._gradient_checkpointing_func = _then(checkpoint, partial(keep, index))
+    hooks = [blocks[i].register_forward_hook(lambda _, inputs, output, i=i: keep(i, output)) for i in indices]
+    try:
         yield
-
-
-def _then(function: Callable, keep: Callable) -> Callable:
-    return lambda *args, **kwargs: keep(function(*args, **kwargs))
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,5 +1,6 @@
 """Hidden-state losses: loss and gradients against plain torch, checkpoints and resuming, what is refused."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cached_teacher import CachedTeacher
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.hidden_losses import HiddenLosses
+from liger_trainer.hidden_losses import HiddenLosses, _recorded
 from liger_trainer.loss_progress import LossProgress
 from liger_trainer.loss_types import LossTerm
 from liger_trainer.students import decoder_layers
@@ -278,3 +280,25 @@ def test_the_callback_learns_the_same():
     assert {"loss", "loss/hidden_mse", "loss/hidden_cosine", "schedule/teacher_share"} <= set(names)
     for name in names:
         assert got[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+class HookedInside(torch.nn.Linear):
+    """A block whose checkpoint takes its hooks in, as in some releases of transformers."""
+
+    def __call__(self, x):
+        return self.run(super().__call__, x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_blocks_hooks_keeps_the_graph(reentrant):
+    blocks, states = torch.nn.ModuleList([HookedInside(4, 4), HookedInside(4, 4)]), {}
+    for block in blocks:
+        block.run = partial(checkpoint, use_reentrant=reentrant)
+    x = torch.randn(3, 4, requires_grad=True)
+    with _recorded(blocks, {0}, states):
+        output = blocks[1](blocks[0](x))
+    assert not blocks[0]._forward_hooks
+    (output.sum() + 2 * states[0].sum()).backward()
+    want = (blocks[1].weight.sum(0) + 2) @ blocks[0].weight
+    torch.testing.assert_close(x.grad, want.expand(3, 4))
+    assert states[0].requires_grad
