@@ -276,7 +276,7 @@ def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
             "kind": args.cache_kind,
             "entries": args.cache_entries or {"topk": 64, "sampled": 12}[args.cache_kind],
             "bits": args.cache_bits,
-            "temperature": float(args.temperature),
+            "temperature": float(args.loss_temperature),
             "vocab_size": max(tokenizer.get_vocab().values()) + 1,
             "seed": args.seed if args.cache_kind == "sampled" else None,
             "max_length": args.max_length,

@@ -29,7 +29,7 @@ class CachedTeacher(Teacher):
     """A teacher cache in the place of a teacher.
 
     Args:
-        args: `teacher_cache_dir`, `verify_teacher_cache`, `temperature`, `max_length`.
+        args: `teacher_cache_dir`, `verify_teacher_cache`, the loss's temperature, `max_length`.
         teacher: the model or the name that the cache must have been captured from; None to take it as it is.
 
     Raises:
@@ -37,10 +37,12 @@ class CachedTeacher(Teacher):
         CorruptError: it is damaged.
     """
 
+    knows_new_tokens = False
+
     def __init__(self, args: LigerDistillConfig, teacher: Any = None):
         assert args.teacher_cache_dir is not None
         self.cache = TeacherCache(args.teacher_cache_dir, verify=args.verify_teacher_cache)
-        self.cache.check_settings(args.max_length, args.temperature)
+        self.cache.check_settings(args.max_length, args.loss_temperature)
         if teacher is not None:
             self._check_teacher(teacher, args)
 

@@ -24,7 +24,6 @@ CALLED = {
     "batch_size": "per_device_train_batch_size",
     "dataset": "dataset_name",
     "epochs": "num_train_epochs",
-    "kd_temperature": "temperature",
     "lora_rank": "lora_r",
     "lr": "learning_rate",
     "model": "model_name_or_path",
@@ -51,7 +50,22 @@ GONE = {
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
-NOTHING_SAMPLED = "has no effect: the completions in the rows are distilled, nothing is generated in training."
+NOTHING_SAMPLED = (
+    "has no effect: the completions in the rows are distilled, nothing is generated in training. With `lmbda: 1.0` the "
+    "student samples them."
+)
+WITHOUT_VLLM = "has no effect without `use_vllm: true`."
+_NOT_SHOWN = "sampled completions are not logged; their length and the metrics on them are"
+# Fields of TRL's DistillationConfig that nothing here reads, and why.
+ELSEWHERE = {
+    "chat_template_kwargs": "put them into a column chat_template_kwargs of the rows",
+    "ds3_gather_for_generation": "models that DeepSpeed splits are not sampled from",
+    "log_completions": _NOT_SHOWN,
+    "log_unique_prompts": _NOT_SHOWN,
+    "max_tool_calling_iterations": "tools are not called in training",
+    "num_completions_to_print": _NOT_SHOWN,
+}
+DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer lets the student sample, `1.0`."
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
 
@@ -83,6 +97,11 @@ def is_sharded(values: Mapping[str, Any]) -> bool:
     """Whether each process holds only a part of the weights, by the settings or by the launcher's environment."""
     launched = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
     return bool(values["fsdp"] or values["deepspeed"] or any(os.environ.get(name) == "true" for name in launched))
+
+
+def _samples(v: View) -> bool:
+    """Whether completions are sampled in training. Nothing else has these keys than a distillation."""
+    return bool(v.values.get("lmbda") or v.values.get("seq_kd"))
 
 
 def _without(key: str, needed: str, also: str = "") -> Conflict:
@@ -220,6 +239,36 @@ CONFLICTS = (
         lambda v: "cache_bits" in v.given and v["cache_kind"] == "sampled",
         "has no effect with `cache_kind: sampled`: draws have no log-probabilities.",
     ),
+    *(
+        Conflict(
+            key,
+            (key, "lmbda", "seq_kd"),
+            lambda v, key=key: v[key] and _samples(v),
+            "completions are sampled for rows one by one; set it to false, or lmbda to 0.0 and seq_kd to false.",
+        )
+        for key in ("packing", "padding_free")
+    ),
+    Conflict(
+        "teacher",
+        ("teacher", "lmbda", "seq_kd"),
+        lambda v: v.values.get("teacher") == "cache" and _samples(v),
+        "a cache knows the completions in the rows alone; leave lmbda and seq_kd out, or take the teacher itself.",
+    ),
+    Conflict(
+        "lmbda",
+        ("lmbda", "seq_kd", "fsdp"),
+        lambda v: _samples(v) and bool(v["fsdp"] or os.environ.get("ACCELERATE_USE_FSDP") == "true"),
+        "a model that FSDP splits is not sampled from; take it and seq_kd out, or train without FSDP.",
+    ),
+    Conflict(
+        "use_vllm",
+        ("use_vllm", "keep_every_nth_layer", "keep_layers"),
+        lambda v: (
+            bool(v.values.get("use_vllm")) and (v["keep_every_nth_layer"] is not None or v["keep_layers"] is not None)
+        ),
+        "vLLM would load model_name_or_path with all its layers; make the student with `liger-trainer init-student` "
+        "and name its directory.",
+    ),
     *(_unreadable(key) for key in ("deepspeed", "fsdp_config", "accelerator_config")),
 )
 
@@ -242,10 +291,26 @@ def renamed(key: str, setting: Setting) -> tuple[str, Setting, str]:
 
 def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: str) -> Iterator[Finding]:
     """What is accepted and should be known, of keys that are in the schema."""
+    sampled = any(key in settings and settings[key].value for key in ("lmbda", "seq_kd"))
+    sampled = sampled or "lmbda" in _mapping(settings, "schedules")
     for key, setting in settings.items():
-        if keys[key].section == "sampling" and setting.value != keys[key].default:
+        if setting.value == keys[key].default:
+            continue
+        if keys[key].section == "elsewhere":
+            yield Finding(setting.where, key, f"has no effect: {ELSEWHERE.get(key, 'nothing here reads it')}.")
+        elif keys[key].section == "sampling" and not sampled:
             yield Finding(setting.where, key, NOTHING_SAMPLED)
+        elif key.startswith("vllm_") and not ("use_vllm" in settings and settings["use_vllm"].value):
+            yield Finding(setting.where, key, WITHOUT_VLLM)
     # a distillation by nothing but its teacher is a file of TRL's, where beta has another default
     teacher = settings.get("teacher_model_name_or_path")
-    if teacher is not None and recipe == "distill" and not {"recipe", "beta", "losses"} & settings.keys():
-        yield Finding(teacher.where, "beta", DEFAULT_BETA)
+    if teacher is not None and recipe == "distill" and "recipe" not in settings:
+        if not {"beta", "losses"} & settings.keys():
+            yield Finding(teacher.where, "beta", DEFAULT_BETA)
+        if not sampled and "lmbda" not in settings:
+            yield Finding(teacher.where, "lmbda", DEFAULT_LMBDA)
+
+
+def _mapping(settings: Mapping[str, Setting], key: str) -> Mapping[str, Any]:
+    value = settings[key].value if key in settings else None
+    return value if isinstance(value, Mapping) else {}

@@ -23,9 +23,10 @@ SECTIONS = {
     "mixture": "TRL's DatasetMixtureConfig",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",
     "distillation": "LigerDistillConfig",
-    "sampling": "generation in TRL's DistillationConfig",
+    "sampling": "completions that are sampled in training",
+    "elsewhere": "the rest of TRL's DistillationConfig",
 }
-DISTILL_ONLY = ("distillation", "sampling")
+DISTILL_ONLY = ("distillation", "sampling", "elsewhere")
 SOURCES = ("trl", "transformers")
 
 

@@ -9,11 +9,12 @@ from trl import SFTConfig
 from .loss_plan import LossPlan, plan_of
 from .loss_terms import distillation_of
 from .losses import Distillation
+from .sampling_config import SamplingConfig
 from .teacher_config import TeacherConfig
 
 
 @dataclass
-class LigerDistillConfig(TeacherConfig, SFTConfig):
+class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
@@ -33,20 +34,23 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
             `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types, and what their entries take
             beside a weight (default 1): docs/losses.md.
         skew_alpha: of skew_kl and skew_reverse_kl.
-        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha or the weight of a
-            loss, `<type>_weight`.
+        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
+            of a loss, `<type>_weight`.
         taid: the teacher's share in what the student is held against: {start, end, adaptive, alpha, beta}, see
             `schedules.Taid`; {} for the defaults.
-        temperature: divides both models' logits in the divergences, unless kd_temperature is given.
-        kd_temperature: the temperature of the divergences, in the place of `temperature`.
+        temperature: divides both models' logits in the divergences, and the logits that completions are sampled from.
+        kd_temperature: the temperature of the divergences, where it is to be another than that of sampling.
         scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
         disable_dropout: switch the student's dropout off.
+        lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
     """
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "schedules", "taid"]
+    _VALID_DICT_FIELDS = [
+        *SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid",
+    ]  # fmt: skip
 
     teacher_cache_dir: str | None = field(
         default=None, metadata={"help": "Directory of the teacher cache that `liger-trainer cache` writes."}
@@ -93,7 +97,7 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
         default=None, metadata={"help": "Teacher's share, rising with the steps: {start, end, adaptive, alpha, beta}."}
     )
     temperature: float = field(
-        default=1.0, metadata={"help": "Divides the logits of student and teacher in the divergences."}
+        default=1.0, metadata={"help": "Divides the logits in the divergences, and those that are sampled from."}
     )
     kd_temperature: float | None = field(
         default=None,
@@ -110,6 +114,9 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        self._check_sampling()
         self.check_teacher(self.distillation())
         self._check_cache()
 
@@ -124,6 +131,15 @@ class LigerDistillConfig(TeacherConfig, SFTConfig):
             return
         if self.teacher_cache_dir is None:
             raise ValueError("teacher='cache' needs teacher_cache_dir, the directory of the cache.")
+        if self.samples:
+            raise ValueError(
+                "A teacher cache knows the completions of the dataset alone: set lmbda to 0.0 and seq_kd to false, or "
+                "take the teacher itself, with teacher='model'."
+            )
+
+    @property
+    def loss_temperature(self) -> float:
+        return self.temperature if self.kd_temperature is None else self.kd_temperature
 
     def loss_plan(self) -> LossPlan:
         """The terms of the loss that these fields describe, and how they change while training."""

@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,16 +17,22 @@ from .errors import ConfigError
 from .fused import TokenLossOutput
 from .loss_progress import LossProgress
 from .losses import LossOptions
+from .metrics import TokenMetrics
 from .model_teacher import ModelTeacher
+from .on_policy import SOURCE, STUDENT, OnPolicy
 from .patching import Patched
+from .prompts import check_prompts, prepare_prompts, prompts_alone
 from .self_teacher import SelfTeacher
 from .teacher import per_token_values
 from .teachers import Teacher
 from .trainer import LigerTrainer
+from .trl_arguments import moved
+from .uld_teacher import UldTeacher
 
 
 class LigerDistillTrainer(LigerTrainer):
-    """Knowledge distillation on dataset completions, with fused divergences; full or LoRA students.
+    """Knowledge distillation with fused divergences, on the completions of a dataset, of the student or of the teacher;
+    full or LoRA students.
 
     Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
     The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
@@ -36,7 +43,8 @@ class LigerDistillTrainer(LigerTrainer):
         teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
             `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
             "self" and "server" there is none to give.
-        args: `LigerDistillConfig`.
+        args: `LigerDistillConfig`, or the `DistillationConfig` or `GKDConfig` of TRL, whose run is then this one's
+            (docs/on-policy.md).
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's:
@@ -44,10 +52,14 @@ class LigerDistillTrainer(LigerTrainer):
         teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
             nothing to replace; both None where the teacher is no model of its own.
         distillation: the loss; `distil` changes it.
+        lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
+        prompts_alone: the names of the datasets that have prompts and no completions.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
-    teacher_entropy. From a cache there is no reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
+    teacher_entropy. With completions that are sampled in training: on_policy_share, completion_length,
+    sampled_tokens_per_second, and where some are and some are not, each metric of the teacher also as on_policy/... and
+    off_policy/.... From a cache there is no reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
@@ -61,7 +73,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def __init__(self, model, teacher_model: PreTrainedModel | str | None = None, args=None, **kwargs):
         if not isinstance(args, LigerDistillConfig):
-            raise ConfigError(f"args must be a LigerDistillConfig, got {type(args).__name__}.")
+            args, kwargs = moved(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
@@ -71,16 +83,21 @@ class LigerDistillTrainer(LigerTrainer):
         if args.teacher == "cache" and kwargs.get("data_collator") is not None:
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         self.distillation = args.distillation()
+        self.lmbda, self.prompts_alone = args.lmbda, set[str]()
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
-        self.data_collator = self.teaching.collator(self.data_collator)
+        self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         vocab_size = self.teaching.prepare(self)
         self.progress = LossProgress(self, args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
         if args.disable_dropout:
             _disable_dropout(self.student)
+        self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
+        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
+        self._of_student: bool | None = None  # the completions of the micro-batch at hand; None where no one asked
+        self._evaluated = 0
 
     @property
     def student(self) -> Any:
@@ -111,16 +128,76 @@ class LigerDistillTrainer(LigerTrainer):
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        self.teaching.check(prepared, dataset_name, processing_class)
+        if formatting_func is None and prompts_alone(dataset):
+            return self._prepare_prompts(dataset, processing_class, args, dataset_name)
+
+        def prepare(rows, packing):
+            counted = self.row_facts.pop(dataset_name, None)
+            make = super(LigerDistillTrainer, self)._prepare_dataset
+            prepared = make(rows, processing_class, args, packing, formatting_func, dataset_name)
+            if counted is not None:  # rows that were prepared before, and are packed now
+                self.row_facts[dataset_name] = replace(counted, sequences=len(prepared))
+            return prepared
+
+        how = {"tokenizer": processing_class, "formatting_func": formatting_func}
+        prepared = self.teaching.prepare_dataset(prepare, dataset, packing, dataset_name, **how)
+        if args.samples and dataset_name == "train":
+            check_prompts(prepared)
         return prepared
+
+    def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
+        """Rows without completions. In training others must write them all; in evaluation the student does."""
+        if dataset_name == "train" and args.lmbda < 1 and not args.seq_kd:
+            raise ConfigError(
+                "The training rows have prompts and no completions: set lmbda to 1.0, and the student samples them, or "
+                "seq_kd, and the teacher samples what the student does not. Or add a column completion."
+            )
+        self.prompts_alone.add(dataset_name)
+        prepared, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name)
+        if facts is not None:
+            self.row_facts[dataset_name] = facts
+        return prepared
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of an optimizer step, with completions sampled where they are to be; so the tokens that
+        transformers counts are those that the loss sums."""
+        if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._on_policy is None:  # lmbda has risen since
+            self._on_policy = OnPolicy(self, self._rows_collator)
+        batches = self._on_policy.replace(list(islice(epoch_iterator, num_batches)))
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def evaluate(self, *args, **kwargs):
+        self._evaluated = 0
+        return super().evaluate(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
+            assert self._on_policy is not None
+            self._evaluated += 1
+            inputs = self._on_policy.replace_in_eval(inputs, self._evaluated)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        source = inputs.pop(SOURCE, None)
+        self._of_student = None if source is None else source == STUDENT
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super()._add(mode, totals, tokens)
         if mode == "train":
             self.progress.seen(totals, tokens)
+        if mode == "train" and self._of_student is not None:
+            part = self._metrics_of["on_policy" if self._of_student else "off_policy"]
+            part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and self._on_policy is not None:
+            logs.update(self._on_policy.figures())
+            parts = {name: metrics.flush() for name, metrics in self._metrics_of.items()}
+            if self._on_policy.mixes:
+                logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
         if self.model.training and "loss" in logs:
             logs.update(self.progress.logged)
         super().log(logs, start_time)
@@ -174,4 +251,4 @@ def teacher_of(args: LigerDistillConfig, teacher_model: PreTrainedModel | str | 
         return SelfTeacher()
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
-    return ModelTeacher(args, teacher_model)
+    return (UldTeacher if args.loss_plan().of("uld") else ModelTeacher)(args, teacher_model)

@@ -20,9 +20,10 @@ from .config_types import Rule
 from .distill_config import LigerDistillConfig
 from .loss_types import entry_rule
 from .run_options import LaunchOptions, RunOptions
+from .sampling_config import SamplingConfig
 from .schedules import SCHEDULES, TAID
 
-OWN = ("run", "launch", "distillation")  # their descriptions are ours to ship
+OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit"
@@ -83,15 +84,18 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "mixture": DatasetMixtureConfig,
         "training": SFTConfig,
         "distillation": LigerDistillConfig,
+        "sampling": SamplingConfig,
     }
     if hasattr(trl, "DistillationConfig"):
-        classes["sampling"] = trl.DistillationConfig
+        classes["elsewhere"] = trl.DistillationConfig
+    apart = {"distillation": {item.name for item in dataclasses.fields(SamplingConfig)}}  # inherited, and listed later
     seen: set[str] = set()
     fields = {}
     for section in SECTIONS:
         if section in classes:
             hints = get_type_hints(classes[section])
             new = [item for item in dataclasses.fields(classes[section]) if item.name not in seen]
+            new = [item for item in new if item.name not in apart.get(section, ())]
             seen.update(item.name for item in new)
             fields[section] = [(item, hints[item.name]) for item in new]
     return fields
@@ -190,7 +194,9 @@ def _tables() -> Iterator[str]:
         described = any(key.description for key in keys.values())
         yield from ("", f"## {title[0].upper()}{title[1:]}", "")
         if section == "sampling":
-            yield from ("Accepted and reported as without effect: the completions in the rows are distilled.", "")
+            yield from ("With `lmbda` above 0 or `seq_kd`; otherwise reported as without effect.", "")
+        if section == "elsewhere":
+            yield from ("Accepted, so that files of TRL run, and reported as without effect.", "")
         yield "| key | value | default |" + (" meaning |" if described else "")
         yield "|---|---|---|" + ("---|" if described else "")
         for name, key in keys.items():

@@ -22,10 +22,12 @@ class Teacher(ABC):
     Attributes:
         model: the teacher's model, as it is called; None where none is in this process.
         patched: the record of what was replaced in it, or None.
+        knows_new_tokens: whether it can answer about tokens that are in no dataset.
     """
 
     model: Any = None
     patched: Any = None
+    knows_new_tokens = True
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Whether it can teach a prepared dataset, made with this tokenizer. Before any model is loaded."""

@@ -152,8 +152,10 @@ def test_a_trl_distillation_file_runs_unchanged(cli, folder):
     written = metrics(folder / "distilled")
     assert written["recipe"] == "distill" and written["training"]["steps"] == 1
     assert {"reverse_kl"} <= written["after"].keys()
-    for key in ("max_completion_length", "top_p", "log_completions"):
+    for key in ("max_completion_length", "top_p"):
         assert f"{key}: has no effect: the completions in the rows are distilled" in err
+    assert "log_completions: has no effect: sampled completions are not logged" in err
+    assert "lmbda: not given: the completions in the rows" in err
 
 
 def test_a_merged_adapter_is_the_adapted_model(trained, cli, folder):

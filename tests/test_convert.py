@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from liger_trainer.commands.convert import Origin
+from liger_trainer.config_rules import ELSEWHERE
 from liger_trainer.config_schema import shipped_schema
 from liger_trainer.convert import Converted, convert
 from liger_trainer.errors import ConfigError
@@ -40,6 +41,9 @@ EXPECTED = {
         "scale_loss_by_temperature_squared": False,  # TRL does not
         "learning_rate": 2e-5,
         "temperature": 0.9,
+        "lmbda": 1.0,  # always on-policy
+        "max_completion_length": 512,
+        "use_vllm": True,
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         "accelerate_config": "zero2",
         "num_processes": 4,
@@ -109,7 +113,7 @@ EXPECTED = {
     },
 }
 LOST = {
-    "trl": {"max_completion_length", "use_vllm"},
+    "trl": set(),
     "torchtune": set(),
     "axolotl": {"chat_template", "early_stopping_patience", "special_tokens.unk_token"},
     "distillkit": {"layer_mapping"},
@@ -150,10 +154,13 @@ def test_tables_name_keys_that_exist(origin):
 def test_trl_distillation_and_gkd_start_from_other_defaults():
     teacher = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\n"
     stable = settings("trl", teacher)
-    assert (stable["beta"], stable["learning_rate"]) == (1.0, 1e-6)
-    gkd = converted("trl", teacher + "lmbda: 0.5\nseq_kd: false\nmax_new_tokens: 128\n")
-    assert gkd.settings["beta"] == 0.5 and "max_new_tokens" not in gkd.settings
-    assert {finding.key for finding in gkd.lost} == {"lmbda", "max_new_tokens"}
+    assert (stable["beta"], stable["learning_rate"], stable["lmbda"]) == (1.0, 1e-6, 1.0)
+    gkd = converted("trl", teacher + "lmbda: 0.3\nseq_kd: false\nmax_new_tokens: 64\n")
+    want = {"beta": 0.5, "lmbda": 0.3, "max_completion_length": 64, "temperature": 0.9, "kd_temperature": 1.0}
+    assert {key: gkd.settings[key] for key in want} == want and "max_new_tokens" not in gkd.settings
+    assert not gkd.lost
+    shown = converted("trl", teacher + "log_completions: true\n").lost
+    assert [str(finding.message) for finding in shown] == [f"True: {ELSEWHERE['log_completions']}."]
     assert settings("trl", "model_name_or_path: s\ndataset_name: d\n")["recipe"] == "sft"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..config_rules import FORMER, GONE, renamed
+from ..config_rules import ELSEWHERE, FORMER, GONE, renamed
 from ..config_schema import shipped_schema
 from ..config_source import Finding, Setting, read_settings
 from ..config_types import kinds, read
@@ -156,8 +156,8 @@ def _converted(name: str, value: Any, source: Source, tool: Tool) -> Settings:
         return {now: setting.value}
     if own not in shipped_schema().keys:
         raise NotHere("no counterpart is known.")
-    if shipped_schema().keys[own].section == "sampling":
-        raise NotHere("nothing is generated in training; the completions in the rows are distilled.")
+    if shipped_schema().keys[own].section == "elsewhere":
+        raise NotHere(f"{ELSEWHERE.get(own, 'nothing here reads it')}.")
     return {own: value}
 
 

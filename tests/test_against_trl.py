@@ -1,0 +1,255 @@
+"""Runs of TRL's trainers of distillation, made again by ours from TRL's own arguments: step by step, equal.
+
+Where TRL is right the two are equal. Where it is not (GKDTrainer on-policy divides by the number of other tokens, and
+its temperature never reaches the loss) the test says by how much they differ.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import VOCAB, chats, completions, tiny_model, tiny_tokenizer, train_args
+from transformers import GenerationMixin, TrainerCallback
+from trl import DistillationConfig, DistillationTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.errors import ConfigError
+from liger_trainer.trl_arguments import moved
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+EOS = VOCAB - 3
+
+
+class Steps(TrainerCallback):
+    """The loss of every step, unrounded, and the weights after it."""
+
+    def __init__(self):
+        self.losses, self.weights = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+
+
+def run(trainer_class, args, dataset, teacher=None, **kwargs):
+    steps = Steps()
+    trainer = trainer_class(
+        tiny_model(), teacher_model=teacher or tiny_model("qwen3", seed=5), args=args, train_dataset=dataset,
+        processing_class=tiny_tokenizer(), callbacks=[steps], **kwargs,
+    )  # fmt: skip
+    trainer.train()
+    return steps
+
+
+def assert_same_run(got, want, rtol=1e-5):
+    assert len(got.losses) == len(want.losses) >= 3
+    assert got.losses == pytest.approx(want.losses, rel=rtol)
+    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    for ours, theirs in zip(got.weights, want.weights, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * (theirs - start).norm()
+
+
+def arguments(cls, **options):
+    return train_args(cls, **{"max_steps": 4, "optim": "sgd", "learning_rate": 0.1, **options})
+
+
+# GKDTrainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.1, "temperature": 4.0}, {"beta": 0.0, "gradient_accumulation_steps": 2},
+     {"beta": 1.0, "max_length": 9}],
+    ids=["jsd", "temperature", "accumulation", "truncation"],
+)  # fmt: skip
+def test_gkd_on_the_datasets_completions(options):
+    """Only the last message is learned, by both; rows too long lose their beginning."""
+    want = run(GKDTrainer, arguments(GKDConfig, lmbda=0.0, **options), chats())
+    got = run(LigerDistillTrainer, arguments(GKDConfig, lmbda=0.0, **options), chats())
+    assert_same_run(got, want)
+
+
+def test_gkds_temperature_is_that_of_sampling_alone():
+    """In TRL 1.16 it has no effect on the loss. Its run is ours; with kd_temperature it has."""
+    cold, hot = (run(GKDTrainer, arguments(GKDConfig, lmbda=0.0, temperature=t), chats()).losses for t in (0.5, 4.0))
+    assert cold == hot
+    ours = run(LigerDistillTrainer, arguments(GKDConfig, lmbda=0.0, temperature=4.0), chats())
+    assert ours.losses == pytest.approx(hot, rel=1e-5)
+    meant = moved(arguments(GKDConfig, lmbda=0.0, temperature=4.0), {"train_dataset": chats()})
+    meant[0].kd_temperature = None
+    assert abs(run(LigerDistillTrainer, meant[0], meant[1]["train_dataset"]).losses[0] / hot[0] - 1) > 0.05
+
+
+def answers(monkeypatch):
+    """`generate` as a function of the prompt's real tokens, of different lengths, some cut off: the same for all."""
+
+    def generate(self, input_ids, attention_mask, generation_config, return_dict_in_generate=False, **kwargs):
+        made = torch.full((len(input_ids), generation_config.max_new_tokens), VOCAB - 4)
+        for i, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
+            prompt = ids[mask]
+            length = int(prompt.sum()) % 7 + 1
+            tokens = (prompt.sum() + torch.arange(length) * (1 + prompt[-1] % 5)) % (VOCAB - 5)
+            tokens = torch.cat([tokens, torch.tensor([EOS])])[: made.shape[1]]
+            made[i, : len(tokens)] = tokens
+        sequences = torch.cat([input_ids, made], 1)
+        return type("Generated", (), {"sequences": sequences}) if return_dict_in_generate else sequences
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+
+
+@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"lmbda": 0.0, "seq_kd": True}], ids=["student", "teacher"])
+def test_gkd_on_sampled_completions_divides_by_the_number_of_other_tokens(options, monkeypatch):
+    """TRL 1.16 counts the labels of the dataset, and sums over what was sampled. Ours is the mean over what it sums;
+    the two losses, and gradients, differ by exactly that factor."""
+    answers(monkeypatch)
+    options = {"max_new_tokens": 3, "max_steps": 3, "max_grad_norm": 0.0, **options}
+    counts = []
+
+    class Counted(LigerDistillTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            counts[-1].append(int((inputs["labels"] != -100).sum()))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    counts.append([])
+    ours = run(Counted, arguments(GKDConfig, learning_rate=0.0, **options), chats())
+    sampled = counts[-1]
+    counts.append([])
+    run(Counted, arguments(GKDConfig, learning_rate=0.0, max_steps=3, lmbda=0.0), chats())
+    given = counts[-1]
+    theirs = run(GKDTrainer, arguments(GKDConfig, learning_rate=0.0, **options), chats())
+    factors = [n / m for n, m in zip(sampled, given, strict=True)]
+    assert all(abs(factor - 1) > 0.05 for factor in factors)
+    assert theirs.losses == pytest.approx([x * f for x, f in zip(ours.losses, factors, strict=True)], rel=1e-5)
+
+    def change(trainer_class):
+        return run(trainer_class, arguments(GKDConfig, **{**options, "max_steps": 1}), chats()).weights[0]
+
+    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    ours, theirs = change(LigerDistillTrainer) - start, change(GKDTrainer) - start
+    assert (theirs - factors[0] * ours).norm() <= 1e-4 * theirs.norm()
+
+
+# DistillationTrainer
+
+
+def prompts(n=16):
+    return completions(n).remove_columns("completion")
+
+
+def chat_prompts(n=16):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": p}]} for p in prompts(n)["prompt"]])
+
+
+@pytest.mark.parametrize(
+    "options, rows",
+    [
+        ({}, prompts()),
+        ({"beta": 0.3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, prompts()),
+        ({"beta": 0.0, "temperature": 2.0}, chat_prompts()),
+        ({"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}, chat_prompts()),
+    ],
+    ids=["reverse-kl", "accumulation", "temperature", "adam"],
+)
+def test_distillation_trainer_on_the_students_own_greedy_completions(options, rows):
+    """Nothing is stubbed: each trainer's student writes for itself, greedily, from weights that have moved."""
+    options = {
+        "shuffle_dataset": False,
+        "generation_kwargs": {"do_sample": False},
+        "max_completion_length": 7,
+        **options,
+    }
+    want = run(DistillationTrainer, arguments(DistillationConfig, **options), rows)
+    got = run(LigerDistillTrainer, arguments(DistillationConfig, **options), rows)
+    assert_same_run(got, want, rtol=1e-4)
+
+
+def test_distillation_trainer_on_completions_of_different_lengths(monkeypatch):
+    answers(monkeypatch)
+    options = {"shuffle_dataset": False, "max_completion_length": 5, "gradient_accumulation_steps": 2,
+               "per_device_train_batch_size": 2}  # fmt: skip
+    want = run(DistillationTrainer, arguments(DistillationConfig, **options), prompts())
+    got = run(LigerDistillTrainer, arguments(DistillationConfig, **options), prompts())
+    assert_same_run(got, want)
+
+
+def test_an_evaluation_on_prompts_alone():
+    args = {"generation_kwargs": {"do_sample": False}, "max_completion_length": 7}
+    evaluated = []
+    for trainer_class in (DistillationTrainer, LigerDistillTrainer):
+        trainer = trainer_class(
+            tiny_model(), teacher_model=tiny_model("qwen3", seed=5), args=arguments(DistillationConfig, **args),
+            train_dataset=prompts(4), eval_dataset=prompts(4), processing_class=tiny_tokenizer(), tools=None,
+        )  # fmt: skip
+        evaluated.append(trainer.evaluate()["eval_loss"])
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+
+
+# Arguments
+
+
+def test_what_the_arguments_become():
+    ours, _ = moved(arguments(DistillationConfig, beta=0.4, temperature=0.8, vllm_server_port=81, seed=3), {})
+    want = {
+        "beta": 0.4, "temperature": 0.8, "kd_temperature": None, "lmbda": 1.0, "max_length": None, "seed": 3,
+        "scale_loss_by_temperature_squared": False, "vllm_server_port": 81, "max_completion_length": 512, "bf16": False,
+        "learning_rate": 0.1, "optim": "sgd", "train_sampling_strategy": "random", "logging_steps": 1,
+    }  # fmt: skip
+    assert {name: getattr(ours, name) for name in want} == want
+    plain, _ = moved(DistillationConfig("out", bf16=False, use_cpu=True), {})
+    assert (plain.beta, plain.learning_rate, plain.logging_steps) == (1.0, 1e-6, 10)  # TRL's defaults, not ours
+    ours, _ = moved(arguments(GKDConfig, max_new_tokens=33, seq_kd=True, packing=False, hub_token="secret"), {})
+    want = {
+        "beta": 0.5, "temperature": 0.9, "kd_temperature": 1.0, "lmbda": 0.5, "seq_kd": True, "max_length": 1024,
+        "max_completion_length": 33, "disable_dropout": True, "truncation_mode": "keep_end", "hub_token": "secret",
+    }  # fmt: skip
+    assert {name: getattr(ours, name) for name in want} == want
+    assert type(ours) is LigerDistillConfig and ours.accelerator_config == arguments(GKDConfig).accelerator_config
+
+
+@pytest.mark.parametrize(
+    "cls, options, message",
+    [
+        (DistillationConfig, {"chat_template_kwargs": {"enable_thinking": False}},
+         "DistillationConfig.chat_template_kwargs={'enable_thinking': False} has no counterpart: put them into a"),
+        (DistillationConfig, {"log_completions": True}, "log_completions=True has no counterpart: sampled completions"),
+        (DistillationConfig, {"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False has no"),
+        (GKDConfig, {"loss_type": "dft"}, "GKDConfig: loss_type='dft' weighs"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_not_here(cls, options, message):
+    with pytest.raises(ConfigError) as error:
+        moved(arguments(cls, **options), {})
+    assert message in str(error.value)
+
+
+@dataclass
+class OneMore(DistillationConfig):
+    """A TRL to come."""
+
+    brand_new: int = 0
+
+
+def test_tools_are_refused_and_a_field_that_nobody_knows():
+    with pytest.raises(ConfigError, match="tools are not called in training"):
+        moved(arguments(DistillationConfig), {"tools": [print]})
+    assert moved(arguments(OneMore), {})[0].lmbda == 1.0
+    with pytest.raises(ConfigError, match="OneMore.brand_new=1 has no counterpart here"):
+        moved(arguments(OneMore, brand_new=1), {})
+
+
+def test_rows_of_gkd_keep_their_datasets():
+    _, arguments_ = moved(
+        arguments(GKDConfig), {"train_dataset": chats(2), "eval_dataset": {"a": chats(3), "b": completions(2)}}
+    )
+    assert set(arguments_["train_dataset"].column_names) == {"prompt", "completion"}
+    assert [m["role"] for m in arguments_["train_dataset"][0]["prompt"]] == ["user", "assistant", "user"]
+    assert arguments_["eval_dataset"]["b"].column_names == ["prompt", "completion"]
+    assert len(arguments_["eval_dataset"]["a"][0]["completion"]) == 1

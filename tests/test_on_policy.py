@@ -1,0 +1,543 @@
+"""On-policy distillation: whose completions, how sampled, the denominator, metrics, prompts alone, refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import (
+    VOCAB,
+    chats,
+    completions,
+    double_copy,
+    kl,
+    texts,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
+from transformers import TrainerCallback
+from trl.generation import vllm_generation
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, patch
+from liger_trainer.config_rules import NOTHING_SAMPLED
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
+from liger_trainer.run_config import check_text
+from liger_trainer.samplers import ModelSampler, end_tokens, until_the_end
+
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+EOS = VOCAB - 3
+
+
+def make(data=None, eval_data=None, student=None, teacher=None, peft_config=None, **options):
+    return LigerDistillTrainer(
+        student or tiny_model(),
+        teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
+        args=train_args(LigerDistillConfig, **{"max_completion_length": 6, "max_steps": 2, **options}),
+        train_dataset=completions() if data is None else data,
+        eval_dataset=eval_data,
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def sampler(**options):
+    args = train_args(LigerDistillConfig, **{"max_completion_length": 6, **options})
+    return ModelSampler(args, tiny_tokenizer())
+
+
+PROMPTS = [[3, 4, 5, 6], [7], [8, 9]]
+
+
+def spied(trainer):
+    """The micro-batches that the loss sees in training, as they come."""
+    seen, compute = [], trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        seen.append({name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()})
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return seen
+
+
+# Prompts and rows
+
+
+def test_the_prompt_of_a_row_is_what_comes_before_its_first_supervised_token():
+    ids = torch.arange(24).view(3, 8)
+    labels = torch.full_like(ids, -100)
+    labels[0, 3:6] = 1
+    labels[1, 2] = labels[1, 6] = 1  # two turns: the first answer
+    mask = torch.ones_like(ids)
+    mask[2, 5:] = 0  # no completion at all, and padding
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    assert prompts_of(batch) == [[0, 1, 2], [8, 9], [16, 17, 18, 19, 20]]
+    labels[1, 0] = 1
+    with pytest.raises(DataError, match="no prompt to complete"):
+        prompts_of(batch)
+
+
+def test_a_completion_ends_with_the_first_end_of_sequence():
+    assert until_the_end([4, 9, 5, 9], [9]) == [4, 9]
+    assert until_the_end([4, 7, 5], [9, 7]) == [4, 7]
+    assert until_the_end([4, 5], [9]) == [4, 5] and until_the_end([9, 9], [9]) == [9]
+    model = tiny_model()
+    model.generation_config.eos_token_id = [7, EOS]
+    assert end_tokens(model, tiny_tokenizer()) == [7, EOS]
+
+
+def test_whose_completions_follows_from_seed_and_step():
+    drawn = [sources(0.3, False, 42, step, 4) for step in range(500)]
+    assert drawn == [sources(0.3, False, 42, step, 4) for step in range(500)] != [["dataset"] * 4] * 500
+    flat = [source for step in drawn for source in step]
+    assert set(flat) == {STUDENT, DATASET}
+    assert flat.count(STUDENT) / 2000 == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / 2000))
+    assert {s for step in range(50) for s in sources(1.0, True, 0, step, 3)} == {STUDENT}
+    assert {s for step in range(50) for s in sources(0.0, True, 0, step, 3)} == {TEACHER}
+    assert sources(0.5, False, 1, 0, 8) != sources(0.5, False, 2, 0, 8)
+
+
+# Sampling
+
+
+def test_samples_follow_the_models_distribution_at_the_temperature():
+    model, draws = tiny_model(), 6000
+    model.generation_config.top_k, model.generation_config.temperature = 1, 9.0  # the model's own wishes do not count
+    prompts = [[3, 4, 5] if i % 2 else [4, 5, 6, 7, 8] for i in range(draws)]  # padded on the left
+    tokens = torch.tensor([t[0] for t in sampler(max_completion_length=1, temperature=0.7).sample(model, prompts, 1)])
+    for start, prompt in enumerate((prompts[0], prompts[1])):
+        want = (double_copy(model)(torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
+        got = torch.bincount(tokens[start::2], minlength=VOCAB) / (draws // 2)
+        assert (got - want).abs().sum() / 2 < 0.06  # total variation; at temperature 1 it is 0.14
+        hot = double_copy(model)(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        assert (got - hot).abs().sum() / 2 > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt2"])
+def test_a_patched_model_samples_what_the_unpatched_one_does(family):
+    plain = tiny_model(family)
+    want = sampler().sample(plain, PROMPTS, seed=3)
+    patched = copy.deepcopy(plain)
+    with patch(patched):
+        assert sampler().sample(patched, PROMPTS, seed=3) == want
+        slow = sampler(generation_kwargs={"use_cache": False}).sample(patched, PROMPTS, seed=3)
+    assert slow == want and len({tuple(tokens) for tokens in want}) == 3
+    for prompt, tokens in zip(PROMPTS, sampler(generation_kwargs={"do_sample": False}).sample(plain, PROMPTS, 0),
+                              strict=True):  # fmt: skip
+        alone = double_copy(plain)(torch.tensor([prompt + tokens])).logits[0].argmax(-1)[len(prompt) - 1 : -1]
+        assert alone.tolist() == tokens  # padding on the left changes nothing
+
+
+def test_sampling_leaves_modes_and_random_numbers_alone():
+    model = tiny_model("phi").train()
+    model.lm_head.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    torch.manual_seed(7)
+    before, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    first = sampler().sample(model, PROMPTS, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in model.modules()] == modes
+    assert first == sampler().sample(tiny_model("phi"), PROMPTS, seed=1)  # without dropout
+    assert first == sampler(generation_batch_size=None).sample(model, PROMPTS, 1) != sampler().sample(model, PROMPTS, 2)
+
+
+def test_prompts_in_parts():
+    whole = sampler(generation_kwargs={"do_sample": False}).sample(tiny_model(), PROMPTS, 0)
+    parts = sampler(generation_kwargs={"do_sample": False}, generation_batch_size=2).sample(tiny_model(), PROMPTS, 0)
+    assert parts == whole
+
+
+def test_adapters_sample_too():
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.5))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    made = sampler().sample(model.train(), PROMPTS, 4)
+    assert made == sampler().sample(copy.deepcopy(model).merge_and_unload(), PROMPTS, 4)
+    assert made != sampler().sample(tiny_model(), PROMPTS, 4)
+
+
+def test_options_of_generation_reach_it():
+    settings = sampler(
+        top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.3, temperature=0.6, kd_temperature=2.0,
+        max_completion_length=3, cache_implementation="static", generation_kwargs='{"no_repeat_ngram_size": 2}',
+    ).settings(tiny_model())  # fmt: skip
+    got = (settings.top_p, settings.top_k, settings.min_p, settings.repetition_penalty, settings.temperature)
+    assert got == (0.9, 5, 0.1, 1.3, 0.6) and settings.do_sample and settings.max_new_tokens == 3
+    assert settings.no_repeat_ngram_size == 2 and settings.cache_implementation == "static"
+    assert settings.eos_token_id == [EOS] and settings.pad_token_id == VOCAB - 4
+    with pytest.raises(ConfigError, match="GenerationConfig has no frequency_penalty"):
+        sampler(generation_kwargs={"frequency_penalty": 1.0}).settings(tiny_model())
+    with pytest.raises(ConfigError, match="num_return_sequences must be 1"):
+        sampler(generation_kwargs={"num_return_sequences": 2}).settings(tiny_model())
+
+
+# Training
+
+
+def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denominator():
+    """Against the KL by hand in fp64, of exactly the sampled tokens, over micro-batches of unequal lengths."""
+    student, teacher = tiny_model("llama_tied"), tiny_model("gemma2", seed=5, hidden_size=48)
+    trainer = make(student=student, teacher=teacher, lmbda=1.0, max_completion_length=40, gradient_accumulation_steps=3,
+                   per_device_train_batch_size=2, learning_rate=0.0, max_steps=1)  # fmt: skip
+    prompts = {tuple(row["input_ids"][: row["labels"].index(next(x for x in row["labels"] if x != -100))])
+               for row in trainer.train_dataset}  # fmt: skip
+    seen = spied(trainer)
+    trainer.train()
+    assert len(seen) == 3
+    total, sizes, by_hand = 0.0, [], (double_copy(student), double_copy(teacher))
+    for batch in seen:
+        made = [(ids[: int(mask.sum())], labels) for ids, labels, mask in
+                zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)]  # fmt: skip
+        for ids, labels in made:
+            start = int((labels != -100).int().argmax())
+            assert tuple(ids[:start].tolist()) in prompts
+            assert torch.equal(labels[start : len(ids)], ids[start:]) and bool((labels[len(ids) :] == -100).all())
+            answer = ids[start:].tolist()
+            assert len(answer) == 40 or answer.index(EOS) == len(answer) - 1
+            with torch.no_grad():
+                q, p = (m(input_ids=ids[None]).logits[0, start - 1 : -1].log_softmax(-1) for m in by_hand)
+            total += float(kl(p, q).sum())
+            sizes.append(len(answer))
+        again = DataCollatorForLanguageModeling(pad_token_id=VOCAB - 4)(
+            rows_of(prompts_of(batch), [i[(k != -100).nonzero()[0] :].tolist() for i, k in made])
+        )
+        assert all(torch.equal(again[name], batch[name]) for name in again)
+    logs = trainer.state.log_history[0]
+    assert len(set(sizes)) > 1  # so that a mean of means would differ
+    assert logs["loss"] == pytest.approx(total / sum(sizes), rel=1e-5)
+    assert logs["forward_kl"] == pytest.approx(total / sum(sizes), rel=1e-5)
+    assert logs["completion_length"] == pytest.approx(sum(sizes) / 6) and logs["on_policy_share"] == 1.0
+    assert logs["sampled_tokens_per_second"] > 0 and not any("policy/" in name for name in logs)
+
+
+@pytest.mark.parametrize("lmbda, seq_kd", [(1.0, False), (0.5, False), (0.0, True), (0.5, True)])
+def test_whose_tokens_they_are(lmbda, seq_kd):
+    """Greedy, so that who wrote them shows."""
+    student, teacher = tiny_model(), tiny_model("gemma2", seed=5, hidden_size=48)
+    trainer = make(completions(16), student=student, teacher=teacher, lmbda=lmbda, seq_kd=seq_kd,
+                   gradient_accumulation_steps=4, per_device_train_batch_size=2, learning_rate=0.0,
+                   generation_kwargs={"do_sample": False})  # fmt: skip
+    given = {tuple(row["input_ids"]) for row in trainer.train_dataset}
+    seen = spied(trainer)
+    trainer.train()
+    found = []
+    greedy = sampler(generation_kwargs={"do_sample": False})
+    for batch in seen:
+        prompts = prompts_of(batch)
+        rows = [row[:n].tolist() for row, n in zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)]
+        if all(tuple(row) in given for row in rows):
+            found.append(DATASET)
+            continue
+        writer = STUDENT if rows[0] == prompts[0] + greedy.sample(student, prompts, 0)[0] else TEACHER
+        model = student if writer == STUDENT else teacher
+        assert rows == [p + c for p, c in zip(prompts, greedy.sample(model, prompts, 0), strict=True)]
+        found.append(writer)
+    want = [source for step in range(2) for source in sources(lmbda, seq_kd, 42, step, 4)]
+    assert found == want and (len(set(want)) == 2) == (lmbda == 0.5)
+
+
+def test_gradient_checkpointing_keeps_the_cache_and_is_back_for_the_step():
+    logs = []
+    for checkpointing in (False, True):
+        trainer = make(lmbda=1.0, gradient_checkpointing=checkpointing)
+        widths, trained = [], []
+        layer = trainer.student.model.layers[0]
+        handle = layer.register_forward_pre_hook(
+            lambda layer, args, kwargs, trained=trained, widths=widths: (trained if layer.training else widths).append(
+                (args[0] if args else kwargs["hidden_states"]).shape[1]
+            ),
+            with_kwargs=True,
+        )
+        trainer.train()
+        handle.remove()
+        assert set(widths[1:6]) == {1}  # one token at a time
+        assert trainer.student.is_gradient_checkpointing == checkpointing and len(trained) >= 2
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_runs_repeat_and_resume(tmp_path):
+    options = {"lmbda": 0.5, "seq_kd": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
+               "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # fmt: skip
+    whole = make(output_dir=str(tmp_path / "a"), **options)
+    whole.train()
+    again = make(output_dir=str(tmp_path / "b"), **options)
+    again.train()
+    resumed = make(output_dir=str(tmp_path / "c"), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    for other in (again, resumed):
+        for got, want in zip(other.model.parameters(), whole.model.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    seeded = make(output_dir=str(tmp_path / "d"), seed=1, **options)
+    seeded.train()
+    assert not torch.equal(seeded.model.lm_head.weight, whole.model.lm_head.weight)
+
+
+def test_metrics_are_split_by_whose_completions_they_are_at_no_extra_forward():
+    trainer = make(lmbda=0.5, gradient_accumulation_steps=4, learning_rate=0.0, max_steps=1)
+    seen, passes = spied(trainer), []
+    trainer.teacher.register_forward_pre_hook(lambda *_: passes.append(1))
+    trainer.train()
+    logs, tokens = trainer.state.log_history[0], {"on_policy": 0, "off_policy": 0}
+    for batch, source in zip(seen, sources(0.5, False, 42, 0, 4), strict=True):
+        tokens["on_policy" if source == STUDENT else "off_policy"] += int((batch["labels"][:, 1:] != -100).sum())
+    assert all(tokens.values()) and len(passes) == 4
+    for name in ("forward_kl", "reverse_kl", "kd_loss", "ce_loss", "agreement_at_1", "teacher_entropy"):
+        parts = sum(tokens[part] * logs[f"{part}/{name}"] for part in tokens) / sum(tokens.values())
+        assert parts == pytest.approx(logs[name], rel=1e-6) and logs[f"on_policy/{name}"] != logs[f"off_policy/{name}"]
+    assert logs["on_policy_share"] == sources(0.5, False, 42, 0, 4).count(STUDENT) / 4
+    assert not any(name.endswith("policy/entropy") for name in logs)
+    assert not any("policy" in name for name in make(eval_data=completions(4), lmbda=0.5).evaluate())
+
+
+def test_lmbda_may_change_while_training():
+    class Rise(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.lmbda = 1.0
+
+    trainer = make(max_steps=2)
+    trainer.add_callback(Rise())
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert "on_policy_share" not in first and second["on_policy_share"] == 1.0
+
+
+def test_the_evaluation_is_on_the_datasets_completions():
+    want = make(eval_data=completions(6)).evaluate()
+    got = make(eval_data=completions(6), lmbda=1.0).evaluate()
+    assert got["eval_forward_kl"] == want["eval_forward_kl"] and got["eval_loss"] == want["eval_loss"]
+
+
+def test_the_student_comes_nearer_to_the_teacher_on_its_own_completions():
+    trainer = make(teacher=tiny_model("llama", seed=9), lmbda=1.0, max_steps=30, learning_rate=1e-2)
+    trainer.train()
+    kls = [entry["forward_kl"] for entry in trainer.state.log_history if "forward_kl" in entry]
+    assert sum(kls[-5:]) < 0.7 * sum(kls[:5])
+
+
+def test_adapters_of_a_student_learn_from_their_own_completions():
+    trainer = make(lmbda=1.0, peft_config=LoraConfig(target_modules="all-linear", r=4))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+
+
+# Rows
+
+
+def test_chat_rows_are_completed_from_the_first_answer_on():
+    trainer = make(chats(8), lmbda=1.0, assistant_only_loss=True, max_steps=1)
+    seen = spied(trainer)
+    trainer.train()
+    assistant = tiny_tokenizer().convert_tokens_to_ids("<assistant>")
+    for prompt in prompts_of(seen[0]):
+        assert prompt[-1] == assistant and prompt.count(assistant) == 1
+
+
+def prompts_only(n=12, chat=False):
+    rows = completions(n).remove_columns("completion")
+    return rows.map(lambda row: {"messages": [{"role": "user", "content": row["prompt"]}]}, remove_columns="prompt")\
+        .rename_column("messages", "prompt") if chat else rows  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"lmbda": 0.5, "seq_kd": True}], ids=["student", "both"])
+def test_rows_of_prompts_alone(chat, options):
+    trainer = make(prompts_only(chat=chat), prompts_only(4, chat), max_steps=1, learning_rate=0.0, **options)
+    assert trainer.prompts_alone == {"train", "eval"} and trainer.row_facts["train"].rows == 12
+    tokenizer = tiny_tokenizer()
+    want = [tokenizer(p)["input_ids"] for p in prompts_only()["prompt"]]
+    if chat:
+        user, assistant = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>"])
+        want = [[user, *p, assistant] for p in want]
+    assert list(trainer.train_dataset["input_ids"]) == want
+    seen = spied(trainer)
+    trainer.train()
+    assert all(prompt in want for prompt in prompts_of(seen[0]))
+    first = trainer.evaluate()
+    assert math.isfinite(first["eval_forward_kl"]) and first["eval_forward_kl"] == trainer.evaluate()["eval_forward_kl"]
+
+
+def test_prompts_that_fill_max_length_are_left_out_and_counted():
+    rows = prompts_only(24)
+    lengths = [len(row["prompt"].split()) for row in rows]
+    trainer = make(rows, lmbda=1.0, max_length=4)
+    facts = trainer.row_facts["train"]
+    assert facts.rows_dropped == sum(n >= 4 for n in lengths) > 0 and facts.sequences == len(trainer.train_dataset)
+    assert trainer.skipped_rows["train"] == facts.rows_dropped
+    with pytest.raises(DataError, match="Every prompt of the train dataset has max_length=2 tokens or more"):
+        make(rows, lmbda=1.0, max_length=2)
+
+
+# vLLM
+
+
+class FakeVLLM:
+    """TRL's class without vLLM: answers with the student's current weights, greedily, when they were sent."""
+
+    made: list = []
+
+    def __init__(self, model, accelerator, processing_class, **options):
+        self.model, self.options, self.synced, self.steps = model, options, [], []
+        FakeVLLM.made.append(self)
+
+    def sync_weights(self):
+        self.synced.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        assert images is None and num_generations == 1 and all(isinstance(p, list) for p in prompts)
+        assert all(torch.equal(p, self.synced[-1][name]) for name, p in self.model.named_parameters())
+        self.steps.append(len(prompts))
+        return prompts, [[5, EOS, 6, 6] if i % 2 else [7, 8] for i, _ in enumerate(prompts)], None, None
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    FakeVLLM.made = []
+    monkeypatch.setattr(vllm_generation, "VLLMGeneration", FakeVLLM)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    return FakeVLLM
+
+
+def test_vllm_samples_for_the_student_with_the_weights_of_the_step(vllm):
+    plain = list(dict(tiny_model().named_parameters()))
+    trainer = make(
+        lmbda=1.0, use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_p=0.9, temperature=0.7, max_steps=3,
+        gradient_accumulation_steps=2, per_device_train_batch_size=2, generation_kwargs={"frequency_penalty": 0.1},
+    )  # fmt: skip
+    (engine,) = vllm.made
+    wanted = {
+        "mode": "server", "server_port": 8123, "top_p": 0.9, "temperature": 0.7, "max_completion_length": 6,
+        "max_num_seqs": 4, "generation_kwargs": {"frequency_penalty": 0.1}, "logprobs": None, "group_port": 51216,
+    }  # fmt: skip
+    assert {name: engine.options[name] for name in wanted} == wanted
+    assert list(dict(engine.model.named_parameters())) == plain  # patched, under the same names
+    seen = spied(trainer)
+    trainer.train()
+    assert len(engine.synced) == 3 and engine.steps == [4, 4, 4]
+    assert not torch.equal(engine.synced[0]["lm_head.weight"], engine.synced[2]["lm_head.weight"])
+    answers = [row[row != -100].tolist() for batch in seen for row in batch["labels"]]
+    assert answers == [[7, 8], [5, EOS]] * 6
+    assert trainer.state.log_history[0]["completion_length"] == 2.0
+
+
+def test_the_options_of_vllm_are_those_of_trls_class(vllm, monkeypatch):
+    import inspect
+
+    make(lmbda=1.0, use_vllm=True)
+    monkeypatch.undo()
+    known = inspect.signature(vllm_generation.VLLMGeneration).parameters
+    assert set(vllm.made[0].options) <= known.keys()
+
+
+def test_vllm_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"vllm is not installed. `pip install trl\[vllm\]`"):
+        make(lmbda=1.0, use_vllm=True)
+
+
+# Refusals
+
+
+def test_what_cannot_be_sampled_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="set packing and padding_free to false"):
+        make(lmbda=1.0, packing=True, max_length=24)
+    with pytest.raises(DataError, match="A row has no prompt to complete"):
+        make(texts(), lmbda=0.5)
+    with pytest.raises(DataError, match="A row has no prompt to complete"):
+        make(chats(), seq_kd=True)
+    make(texts())  # as ever
+    with pytest.raises(ConfigError, match="training rows have prompts and no completions: set lmbda to 1.0"):
+        make(prompts_only(), lmbda=0.5)
+    with pytest.raises(ConfigError, match="rows with sampled completions are batched by TRL's own"):
+        LigerDistillTrainer(
+            tiny_model(), teacher_model=tiny_model(seed=1), args=train_args(LigerDistillConfig, lmbda=1.0),
+            train_dataset=completions(), processing_class=tiny_tokenizer(), data_collator=lambda rows: {},
+        )  # fmt: skip
+    trainer = make(prompts_only(), lmbda=1.0)
+    trainer.lmbda = 0.5
+    with pytest.raises(ConfigError, match="rows have prompts alone, but lmbda is 0.5"):
+        trainer.train()
+    trainer = make()
+    trainer.teaching.knows_new_tokens, trainer.lmbda = False, 1.0
+    with pytest.raises(ConfigError, match="knows the completions of the dataset alone"):
+        trainer.train()
+    trainer = make(lmbda=1.0)
+    trainer.is_fsdp_enabled, trainer._on_policy = True, None
+    with pytest.raises(ConfigError, match="not from one that FSDP, ZeRO-3 or tensor parallelism splits"):
+        trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lmbda": 1.5}, "lmbda must be at least 0 and at most 1, got 1.5"),
+        ({"lmbda": -0.1}, "lmbda must be at least 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"min_p": 2.0}, "min_p must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"max_completion_length": 0}, "max_completion_length must be at least 1, got 0"),
+        ({"max_completion_length": None}, "max_completion_length must be at least 1, got None"),
+        ({"generation_batch_size": 0}, "generation_batch_size must be at least 1"),
+        ({"vllm_mode": "remote"}, "vllm_mode must be one of colocate, server, got 'remote'"),
+        ({"kd_temperature": 0.0}, "temperature must be"),
+        ({"temperature": -1.0, "kd_temperature": 1.0}, "temperature must be"),
+        ({"teacher": "cache", "teacher_cache_dir": "x", "lmbda": 0.1}, "knows the completions of the dataset alone"),
+    ],
+)
+def test_wrong_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        train_args(LigerDistillConfig, **options)
+
+
+def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own():
+    both = train_args(LigerDistillConfig, temperature=2.0)
+    assert both.distillation().temperature == 2.0 and both.loss_temperature == 2.0
+    apart = train_args(LigerDistillConfig, temperature=0.9, kd_temperature=4.0)
+    assert apart.distillation().temperature == 4.0 and apart.temperature == 0.9
+
+
+# A configuration
+
+YAML = "model_name_or_path: s\nteacher_model_name_or_path: t\ndataset_name: d\nrecipe: distill\n"
+
+
+def notices_of(text):
+    return {finding.key: finding.message for finding in check_text(YAML + text, "run.yaml").notices}
+
+
+def test_keys_of_sampling_without_sampling_are_noted():
+    assert notices_of("top_p: 0.9\nmax_completion_length: 64\n") == {
+        "top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED,
+    }  # fmt: skip
+    for sampled in ("lmbda: 0.5", "seq_kd: true"):
+        assert not notices_of(f"top_p: 0.9\n{sampled}\n")
+    assert notices_of("lmbda: 1.0\nvllm_mode: server\n") == {"vllm_mode": "has no effect without `use_vllm: true`."}
+    told = notices_of("lmbda: 1.0\nlog_completions: true\n")
+    assert told["log_completions"].startswith("has no effect: sampled completions are not logged")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("lmbda: 1.0\npacking: true\n", "packing: completions are sampled for rows one by one"),
+        ("seq_kd: true\npadding_free: true\nmax_length: null\n", "padding_free: completions are sampled for rows"),
+        ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
+        ("lmbda: 0.5\nfsdp: full_shard\n", "lmbda: a model that FSDP splits is not sampled from"),
+        ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
+        ("lmbda: 2\n", "lmbda: expected"),
+    ],
+)
+def test_keys_that_do_not_go_together(text, message):
+    with pytest.raises(ConfigError, match=message):
+        check_text(YAML + text, "run.yaml")
