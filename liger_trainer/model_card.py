@@ -16,6 +16,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .demo import DEMO_MODELS
 from .environment import versions
+from .loss_plan import plan_of
+from .loss_types import LOSS_TYPES
 from .metric_rows import DISTILL_ROWS, SFT_ROWS
 from .report_text import change, count, duration, figure, memory, parameters, shown
 
@@ -27,6 +29,7 @@ NAME = "README.md"
 _DEMO = "demo:"
 _OF_THE_PLACE = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "env", "hub_token", "recipe")
 """Keys that say nothing about the model."""
+_PLAIN = ("temperature", 1.0)
 
 
 @dataclass(frozen=True)
@@ -183,15 +186,13 @@ def _loss(config: "RunConfig") -> str:
     """What was minimised, in words."""
     if config.recipe == "sft":
         return "cross-entropy" if config["loss_type"] in (None, "nll") else f"cross-entropy, {config['loss_type']}"
-    if isinstance(config["losses"], str):
-        loss = config["losses"]
-    elif config["losses"]:
-        parts = [f"{part.get('weight', 1.0):g} x {part['type']}" for part in config["losses"]]
-        loss = " + ".join(parts)
-    else:
-        kinds = {0.0: "forward KL", 1.0: "reverse KL"}
-        loss = kinds.get(config["beta"], f"generalised Jensen-Shannon divergence, beta {config['beta']:g}")
-    return loss if config["temperature"] == 1 else f"{loss}, at temperature {config['temperature']:g}"
+    plan = plan_of(config.values)
+    alone = len(plan.terms) == 1 and plan.terms[0].weight == 1
+    told = [" + ".join(term.type if alone else f"{term.weight:g} x {term.type}" for term in plan.terms)]
+    used = {name for term in plan.terms for name in LOSS_TYPES[term.type].scalars} - plan.schedules.keys()
+    told += [f"{name} {plan.scalars[name]:g}" for name in sorted(used) if (name, plan.scalars[name]) != _PLAIN]
+    told += [f"{name} scheduled" for name in plan.schedules]
+    return ", ".join([*told, "TAID"] if plan.taid is not None else told)
 
 
 def _settings(config: "RunConfig") -> dict[str, tuple[Any, str]]:

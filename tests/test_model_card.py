@@ -78,7 +78,7 @@ def test_the_card_of_a_run_tells_its_facts(run, stand_ins, tmp_path):
     assert facts["SHA-256 of the rows"] == [f"`{written['data']['sha256']}`"]
     assert facts["tokens"] == [f"{written['training']['tokens']:,}"]
     assert facts["device"] == [written["training"]["device"]]
-    assert facts["loss"] == ["forward KL"]
+    assert facts["loss"] == ["forward_kl"]
     assert facts["torch"] == [written["versions"]["torch"]]
     assert facts["`keep_every_nth_layer`"] == ["2"] and facts["`learning_rate`"] == ["0.001"]
     assert facts["teacher"] == ["demo--smollm2-135m-instruct"]
@@ -153,9 +153,13 @@ def test_the_demo_is_told_by_its_title_with_its_licence(results):
 @pytest.mark.parametrize(
     ("lines", "loss"),
     [
-        ("beta: 1.0", "reverse KL"),
-        ("beta: 0.5\ntemperature: 2.0", "generalised Jensen-Shannon divergence, beta 0.5, at temperature 2"),
+        ("", "forward_kl"),
+        ("beta: 1.0", "reverse_kl"),
+        ("beta: 0.5\ntemperature: 2.0", "jsd, beta 0.5, temperature 2"),
+        ("kd_temperature: 3.0\ntemperature: 2.0", "forward_kl, temperature 3"),
         ("losses: [{type: forward_kl}, {type: ce, weight: 0.1}]", "1 x forward_kl + 0.1 x ce"),
+        ('losses: \'[{"type": "skew_kl", "weight": 0.5, "alpha": 0.2}]\'', "0.5 x skew_kl, skew_alpha 0.2"),
+        ("schedules: {temperature: {from: 2.0, to: 1.0}}", "forward_kl, temperature scheduled"),
     ],
 )
 def test_the_loss_in_words(results, lines, loss):
