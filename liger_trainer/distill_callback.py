@@ -58,6 +58,11 @@ class DistillationCallback(TrainerCallback):
     ):  # fmt: skip
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
+        if self._plan.of("uld"):
+            raise ConfigError(
+                "DistillationCallback: a uld loss needs the text of the rows, for the teacher's tokenizer, and a "
+                "callback sees tokens alone. Use LigerDistillTrainer."
+            )
         if self._plan.taid is not None and self._plan.taid.adaptive:
             raise ConfigError(
                 "DistillationCallback: taid that adapts to the loss has a state that a callback cannot put into the "

@@ -134,7 +134,7 @@ class LigerDistillTrainer(LigerTrainer):
         def prepare(rows, packing):
             counted = self.row_facts.pop(dataset_name, None)
             make = super(LigerDistillTrainer, self)._prepare_dataset
-            prepared = make(rows, processing_class, args, packing, formatting_func, dataset_name)
+            prepared: Any = make(rows, processing_class, args, packing, formatting_func, dataset_name)
             if counted is not None:  # rows that were prepared before, and are packed now
                 self.row_facts[dataset_name] = replace(counted, sequences=len(prepared))
             return prepared

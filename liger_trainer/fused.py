@@ -28,8 +28,9 @@ from .hidden_losses import HiddenPass
 from .kernels.cross_entropy import CrossEntropy, cross_entropy
 from .kernels.linear_divergence import LinearDivergence
 from .lazy_logits import LazyLogits
-from .losses import IGNORE_INDEX, MEASURED_JSD, Logits, LossOptions, Targets, batch_loss, terms_of
-from .sparse_teacher import SparseDistillation, SparseTeacher
+from .losses import IGNORE_INDEX, MEASURED_JSD, LossOptions, Targets, TeacherAnswer, batch_loss, terms_of
+from .sparse_teacher import SparseDistillation
+from .uld_loss import UldDistillation
 
 
 @dataclass
@@ -57,7 +58,7 @@ class TokenLossOutput(ModelOutput):
     terms: dict[str, Tensor] = None  # by type of loss, of a `Distillation` that lists them
 
 
-LossResult = CrossEntropy | LinearDivergence | SparseDistillation
+LossResult = CrossEntropy | LinearDivergence | SparseDistillation | UldDistillation
 # The field of the output, and that of the result; a sparse teacher does not determine all of them.
 _OF_A_TEACHER = {
     "divergence": "divergence", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "agrees": "agrees",
@@ -126,7 +127,7 @@ class FusedLoss:
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None, teacher_logits: Logits | SparseTeacher | None = None,
+        num_items_in_batch: float | Tensor | None = None, teacher_logits: TeacherAnswer | None = None,
         hidden_pass: HiddenPass | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
@@ -231,7 +232,7 @@ class LossOfOneForward:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
     def __init__(
-        self, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None,
+        self, targets: Targets, options: LossOptions, teacher: TeacherAnswer | None,
         hidden: HiddenPass | None = None,
     ):  # fmt: skip
         self.targets, self.options, self._teacher, self._hidden = targets, options, teacher, hidden

@@ -71,9 +71,23 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     )
     if plan.taid is not None and not plan.of("divergence"):
         raise ValueError("taid changes what the divergences hold the student against, and losses has none of them.")
+    if plan.of("uld"):
+        _check_uld(plan, given.get("teacher", "model"))
     if given.get("teacher") in ("cache", "server"):
         _check_sparse(plan, given["teacher"])
     return plan
+
+
+def _check_uld(plan: LossPlan, teacher: str) -> None:
+    """What a teacher of another tokenizer cannot do beside it."""
+    beside = [term.type for term in plan.terms if term.family in ("divergence", "hidden")]
+    if beside:
+        raise ValueError(
+            f"losses: {', '.join(beside)} and uld do not go together: uld is for a teacher of another tokenizer, and "
+            "these compare the same tokens of both. Beside uld there may be ce."
+        )
+    if teacher != "model":
+        raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")
 
 
 def _check_sparse(plan: LossPlan, teacher: str) -> None:

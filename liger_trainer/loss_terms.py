@@ -26,12 +26,13 @@ def distillation_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str,
     return {
         "weights": weights("divergence"),
         "ce_weight": weights("ce").get("ce", 0.0),
+        "uld_weight": weights("uld").get("uld", 0.0),
         "hidden_weights": weights("hidden"),
         **{name: scalars[name] for name in ("temperature", "beta", "skew_alpha")},
     }
 
 
-_FIELD_OF = {"divergence": "weights", "ce": "ce_weight", "hidden": "hidden_weights"}
+_FIELD_OF = {"divergence": "weights", "ce": "ce_weight", "uld": "uld_weight", "hidden": "hidden_weights"}
 
 
 def moved_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:

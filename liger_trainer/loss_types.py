@@ -23,7 +23,8 @@ class LossType:
     """One type of loss.
 
     Attributes:
-        family: "divergence", of next-token distributions; "ce"; or "hidden", between blocks' outputs.
+        family: "divergence", of next-token distributions; "uld", of those of two tokenizers; "ce"; or "hidden",
+            between blocks' outputs.
         options: what an entry may say beside type and weight, as rules of `config_types`.
         own: {option: scalar}: the options that stand for a scalar of the whole configuration.
         scalars: the scalars that its value depends on.
@@ -42,6 +43,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "jsd": LossType("divergence", {"beta": SHARE}, {"beta": "beta"}, ("temperature", "beta")),
     "skew_kl": _SKEWED,
     "skew_reverse_kl": _SKEWED,
+    "uld": LossType("uld", scalars=("temperature",)),
     "ce": LossType("ce"),
     "hidden_mse": _HIDDEN,
     "hidden_cosine": _HIDDEN,

@@ -19,6 +19,7 @@ from .kernels.cross_entropy import CrossEntropy, cross_entropy_reference
 from .kernels.linear_cross_entropy import linear_cross_entropy
 from .kernels.linear_divergence import LinearDivergence, distillation_reference, linear_divergence
 from .sparse_teacher import SparseDistillation, SparseTeacher, sparse_distillation
+from .uld_loss import UldAnswer, UldDistillation, uld_distillation
 
 IGNORE_INDEX = -100
 MEASURED_JSD = "measured_jsd"  # among a result's terms: the JSD at temperature 1 and beta 0.5
@@ -32,6 +33,7 @@ class Distillation:
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
     beta: float = 0.5  # of the JSD, in TRL's convention
     ce_weight: float = 0.0
+    uld_weight: float = 0.0  # against a teacher of another tokenizer, in the place of the divergences
     temperature: float = 1.0
     scale_by_temperature_squared: bool = True
     vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
@@ -91,6 +93,7 @@ def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection
 
 
 Logits = DeferredLogits | Tensor
+TeacherAnswer = Logits | SparseTeacher | UldAnswer
 
 
 def terms_of(result: Any, distillation: Distillation) -> dict[str, Tensor]:
@@ -100,8 +103,8 @@ def terms_of(result: Any, distillation: Distillation) -> dict[str, Tensor]:
 
 
 def batch_loss(
-    logits: Logits, targets: Targets, options: LossOptions, teacher: Logits | SparseTeacher | None = None
-) -> CrossEntropy | LinearDivergence | SparseDistillation:
+    logits: Logits, targets: Targets, options: LossOptions, teacher: TeacherAnswer | None = None
+) -> CrossEntropy | LinearDivergence | SparseDistillation | UldDistillation:
     """The loss of one batch and its per-token values, each (batch * length,).
 
     Args:
@@ -121,6 +124,8 @@ def batch_loss(
         return _cross_entropy(logits, targets, options)
     if options.distillation is None:
         raise ValueError("Teacher logits were given to a model whose loss has no distillation part.")
+    if isinstance(teacher, UldAnswer):
+        return uld_distillation(logits, teacher, targets, options, options.distillation)
     if isinstance(teacher, SparseTeacher):
         return sparse_distillation(logits, teacher, targets, options.distillation)
     return _distillation(logits, teacher, targets, options, options.distillation)

@@ -37,21 +37,25 @@ class ModelTeacher(Teacher):
         self._accelerator = trainer.accelerator
         teacher = load_teacher(self._teacher, self._args)
         self.patched = patch_layers(teacher, trainer.patched.options, "teacher")
-        self._vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
-        announce(f"vocabulary: {self._vocabulary}")
-        alone = self._vocabulary.student_only
+        vocab_size = self.vocabulary_size(trainer, teacher)
+        teacher.requires_grad_(False).eval()
+        self.model = self._placed(teacher, trainer)
+        return vocab_size
+
+    def vocabulary_size(self, trainer: "LigerDistillTrainer", teacher: Any) -> int:
+        """Of the tokens that student and teacher share."""
+        vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
+        announce(f"vocabulary: {vocabulary}")
+        alone = vocabulary.student_only
         if alone and getattr(self._args, "samples", False):
             raise ConfigError(
-                f"The student's tokenizer has tokens that the teacher's has not ({self._vocabulary.named_student_only})"
+                f"The student's tokenizer has tokens that the teacher's has not ({vocabulary.named_student_only})"
                 ", and completions that the student samples may hold them. Set lmbda to 0.0 and seq_kd to false, or "
                 "use a teacher that knows them."
             )
-        embeddings: Any = teacher.get_input_embeddings()
-        self._rows = embeddings.weight.shape[0]
+        self._rows = teacher.get_input_embeddings().weight.shape[0]
         self._padding_is_beyond = any(i >= self._rows for i in alone)  # of such tokens rows hold the padding alone
-        teacher.requires_grad_(False).eval()
-        self.model = self._placed(teacher, trainer)
-        return self._vocabulary.size
+        return vocabulary.size
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
         if self._vocabulary is None:

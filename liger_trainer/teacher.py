@@ -48,7 +48,7 @@ def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
         "reverse_kl": outputs.reverse_kl,
         "agreement_at_1": outputs.agrees,
         "student_perplexity": -outputs.log_probs,
-        "teacher_perplexity": -outputs.teacher_log_probs,
+        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
         "teacher_entropy": outputs.teacher_entropy,
         "jsd": outputs.jsd,
         **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},

@@ -1,4 +1,4 @@
-"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache, the student.
+"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache, a server, itself.
 
 A kind of teacher is a class: it is made from the trainer's arguments before anything is loaded, looks at the prepared
 rows, is put beside the student once that exists, and then answers for each batch.
@@ -6,11 +6,10 @@ rows, is put beside the student once that exists, and then answers for each batc
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .losses import Logits
-from .sparse_teacher import SparseTeacher
+from .losses import TeacherAnswer
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
@@ -23,11 +22,22 @@ class Teacher(ABC):
         model: the teacher's model, as it is called; None where none is in this process.
         patched: the record of what was replaced in it, or None.
         knows_new_tokens: whether it can answer about tokens that are in no dataset.
+        tokenizer: its own, where it does not read the student's tokens; else None.
     """
 
     model: Any = None
     patched: Any = None
     knows_new_tokens = True
+    tokenizer: Any = None
+
+    def prepare_dataset(
+        self, prepare: Callable[[Any, bool], Any], dataset: Any, packing: bool, name: str, *, tokenizer: Any,
+        formatting_func: Any,
+    ) -> Any:  # fmt: skip
+        """What the trainer's own `prepare(dataset, packing)` makes of the rows, seen on the way by the teacher."""
+        prepared = prepare(dataset, packing)
+        self.check(prepared, name, tokenizer)
+        return prepared
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Whether it can teach a prepared dataset, made with this tokenizer. Before any model is loaded."""
@@ -42,7 +52,7 @@ class Teacher(ABC):
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod
-    def answer(self, inputs: dict[str, Any]) -> Logits | SparseTeacher:
+    def answer(self, inputs: dict[str, Any]) -> TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
     @contextlib.contextmanager

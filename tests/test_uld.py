@@ -1,0 +1,311 @@
+"""Distillation from a teacher of another tokenizer: which positions belong together, the loss, the trainer."""
+
+import math
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from test_vocabulary import CODE, ENGLISH, byte_level, saved
+from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.kernels.linear_uld import uld_reference
+from liger_trainer.text_alignment import aligned, partners, runs
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+
+ULD = [{"type": "uld"}]
+MIXED = [{"type": "uld", "weight": 1.5}, {"type": "ce", "weight": 0.25}]
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Every character a token; another end and another chat template than tiny_tokenizer's."""
+    characters = "abcdefghijklmnopqrstuvwxyz0123456789 "
+    vocabulary = {c: i for i, c in enumerate(["<none>", "</s>", "[Q]", "[A]", *characters])}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="<none>", pad_token="</s>", eos_token="</s>",
+        additional_special_tokens=["[Q]", "[A]"],
+    )  # fmt: skip
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '[A]' }}{% generation %}{{ m['content'] + '</s>' }}"
+        "{% endgeneration %}{% else %}{{ '[Q]' + m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[A]' }}{% endif %}"
+    )
+    return tokenizer
+
+
+def words() -> PreTrainedTokenizerFast:
+    """tiny_tokenizer, with a template whose answers end in a token: of a space transformers' masks find no end."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "+ ' <eos> ' }}{% endgeneration %}", "+ ' <eos>' }}{% endgeneration %} "
+    )
+    return tokenizer
+
+
+TEACHER = {"family": "gemma2", "vocab_size": 48, "hidden_size": 48, "pad_token_id": 1, "eos_token_id": 1, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> str:
+    return saved(tmp_path_factory.mktemp("teacher"), letters(), **TEACHER)
+
+
+def make(teacher, data=None, eval_data=None, student=None, peft_config=None, tokenizer=None, **options):
+    return LigerDistillTrainer(
+        student or tiny_model(vocab_size=70), teacher_model=teacher,
+        args=train_args(LigerDistillConfig, **{"losses": ULD, "max_steps": 1, **options}),
+        train_dataset=data or completions(8), eval_dataset=eval_data,
+        processing_class=tokenizer or words(), peft_config=peft_config,
+    )  # fmt: skip
+
+
+# Which positions belong together
+
+
+def pairs_of(text: str, ours, theirs, prompt: str = "") -> list[tuple[str, str]]:
+    """What stands before each pair of aligned positions, from the beginning of either row."""
+    rows = []
+    for tokenizer in (ours, theirs):
+        before, ids = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (prompt, text))
+        rows.append((before + ids, [-100] * len(before) + ids))
+    found = aligned(*(runs(*row, tokenizer) for row, tokenizer in zip(rows, (ours, theirs), strict=True)))
+    return [
+        tuple(t.decode(row[0][: at + 1]) for t, row, at in zip((ours, theirs), rows, pair, strict=True))
+        for pair in found.items()
+    ]
+
+
+@pytest.mark.parametrize("text", ["the cat sat on the mat", "def f(x): return x", "naïve 日本語 \u200d🙂!", "x"])
+def test_pairs_stand_behind_the_same_text(text):
+    ours, theirs = byte_level(ENGLISH), byte_level(CODE)
+    found = pairs_of(text, ours, theirs, prompt="q: ")
+    assert all(own == other for own, other in found)
+    # every boundary that both have, but those within a character
+    ends = []
+    for tokenizer in (ours, theirs):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prefixes = {"q: " + tokenizer.decode(ids[:n]) for n in range(len(ids))}
+        ends.append({x for x in prefixes if not x.endswith("\ufffd")})
+    assert {own for own, _ in found} == ends[0] & ends[1] and len(found) == len(ends[0] & ends[1])
+
+
+def test_ends_meet_whatever_token_ends_a_text():
+    ours, theirs = tiny_tokenizer(), letters()
+    rows = []
+    for tokenizer in (ours, theirs):
+        ids = tokenizer("w1 w2", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        rows.append((ids, [-100, *ids[1:]] if tokenizer is theirs else ids))
+    own, other = rows[0], (rows[1][0], rows[1][0])
+    found = aligned(runs(*own, ours), runs(*other, theirs))
+    # the student: w1 | w2 | <eos>; the teacher: w 1 _ w 2 | </s>. The first token of a row is not predicted
+    assert found == {0: 1, 1: 4}
+    assert partners(own[1], found) == [1, 4]
+
+
+def test_answers_are_compared_with_their_own_counterparts():
+    ours, theirs = words(), letters()
+    own, other = (
+        t.apply_chat_template(chats(1)[0]["messages"], return_assistant_tokens_mask=True, return_dict=True)
+        for t in (ours, theirs)
+    )
+    rows = [
+        (x["input_ids"], [i if m else -100 for i, m in zip(x["input_ids"], x["assistant_masks"], strict=True)])
+        for x in (own, other)
+    ]
+    mine, his = (runs(*row, t) for row, t in zip(rows, (ours, theirs), strict=True))
+    assert len(mine) == len(his) == 2 and [x.text for x in mine] == [x.text for x in his]
+    found = aligned(mine, his)
+    answers = [m["content"] for m in chats(1)[0]["messages"] if m["role"] == "assistant"]
+    assert len(found) == sum(len(answer.split()) + 1 for answer in answers)  # each word's beginning and both ends
+    assert aligned(mine, his[:1]) == {}
+
+
+def test_where_texts_part_nothing_more_is_compared():
+    ours, theirs = byte_level(ENGLISH), byte_level(CODE)
+    rows = [t(text, add_special_tokens=False)["input_ids"] for t, text in ((ours, "xy zab cd"), (theirs, "xy zax cd"))]
+    found = aligned(*(runs(ids, ids, t) for ids, t in zip(rows, (ours, theirs), strict=True)))
+    before = [ours.decode(rows[0][: at + 1]) for at in found]
+    assert before and all("xy za".startswith(x) for x in before)
+
+
+# The loss of the trainer
+
+
+def by_hand(trainer, dataset, teacher_rows, how) -> dict[str, float]:
+    """What is logged, from stored logits in fp64, row by row."""
+    student, teacher = double_copy(trainer.student), double_copy(trainer.teacher)
+    uld, ce, tokens = 0.0, 0.0, 0
+    for row in dataset:
+        labels = torch.tensor(row["labels"])[1:]
+        keep = labels != -100
+        found = teacher_rows.find(row["input_ids"], row["labels"])
+        with torch.no_grad():
+            s = student(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
+            t = teacher(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
+        at = torch.tensor(found.partners)
+        uld += uld_reference(s[at >= 0], t[at[at >= 0]], how["temperature"]).sum().item() * how["temperature"] ** 2
+        ce -= s.log_softmax(-1).gather(1, labels[keep, None]).sum().item()
+        tokens += int(keep.sum())
+    return {"uld": uld / tokens, "ce": ce / tokens}
+
+
+@pytest.mark.parametrize("family", ["completions", "chats", "texts"])
+def test_logs_equal_values_by_hand(teacher, family):
+    rows = {"completions": completions, "chats": chats, "texts": texts}[family](7)
+    trainer = make(
+        teacher, rows, rows, losses=MIXED, temperature=2.0, learning_rate=0.0, per_device_train_batch_size=7,
+        per_device_eval_batch_size=3, assistant_only_loss=family == "chats",
+    )  # fmt: skip
+    assert trainer.distillation.vocab_size == VOCAB
+    want = by_hand(trainer, trainer.train_dataset, trainer.teaching.rows, {"temperature": 2.0})
+    trainer.train()
+    logs, evaluated = trainer.state.log_history[0], trainer.evaluate()
+    assert 0.01 < want["uld"] < 8
+    for name, value in (("loss/uld", want["uld"]), ("kd_loss", 1.5 * want["uld"]), ("ce_loss", want["ce"])):
+        assert logs[name] == pytest.approx(value, rel=1e-5), name
+        assert evaluated[f"eval_{name}"] == pytest.approx(value, rel=1e-5), name
+    assert logs["loss"] == pytest.approx(1.5 * want["uld"] + 0.25 * want["ce"], rel=1e-5)
+    assert logs["student_perplexity"] == pytest.approx(math.exp(want["ce"]), rel=1e-4)
+    of_one_vocabulary = {"forward_kl", "reverse_kl", "jsd", "agreement_at_1", "teacher_perplexity", "teacher_entropy"}
+    assert not of_one_vocabulary & logs.keys() and not {f"eval_{x}" for x in of_one_vocabulary} & evaluated.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": True, "max_length": 40}, {"padding_free": True, "max_length": None},
+     {"per_device_train_batch_size": 2}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
+    ids=["packing", "padding-free", "smaller batches", "accumulation"],
+)  # fmt: skip
+def test_however_rows_are_put_into_batches(teacher, options):
+    rows = completions(8)
+    common = {"losses": MIXED, "learning_rate": 0.0, "max_steps": -1, "num_train_epochs": 1, "max_length": 64}
+    want = make(teacher, rows, **{**common, "per_device_train_batch_size": 8, "logging_strategy": "epoch"})
+    got = make(teacher, rows, **{**common, "per_device_train_batch_size": 8, "logging_strategy": "epoch", **options})
+    if options.get("packing"):
+        assert len(got.train_dataset) < 8 and got.row_facts["train"].rows == 8
+    for trainer in (want, got):
+        trainer.train()
+    for name in ("loss/uld", "ce_loss"):
+        ours, theirs = (trainer.state.log_history[0][name] for trainer in (got, want))
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+
+
+def test_the_student_comes_nearer(teacher):
+    trainer = make(teacher, texts(32), texts(8, seed=8), max_steps=40, learning_rate=1e-2)
+    before = trainer.evaluate()["eval_loss/uld"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss/uld"] < 0.7 * before
+
+
+def test_the_teacher_is_told_and_stays_as_it_was(teacher, capsys):
+    trainer = make(teacher, max_steps=2)
+    told = re.search(r"uld: (\d+) of (\d+) supervised tokens \((.*)%\) of the train dataset", capsys.readouterr().out)
+    assert told and 0 < int(told[1]) <= int(told[2])
+    before = {name: x.clone() for name, x in trainer.teacher.named_parameters()}
+    trainer.train()
+    assert all(torch.equal(before[name], x) and x.grad is None for name, x in trainer.teacher.named_parameters())
+
+
+def test_adapters_and_a_teacher_in_memory(teacher):
+    loaded = type(tiny_model("gemma2")).from_pretrained(teacher)
+    trainer = make(loaded, peft_config=LoraConfig(r=4, target_modules=["q_proj", "lm_head"]), max_steps=2)
+    trainer.train()
+    assert all(math.isfinite(log["loss"]) for log in trainer.state.log_history if "loss" in log)
+    unnamed = tiny_model(**TEACHER)
+    with pytest.raises(ConfigError, match="needs the teacher's tokenizer, and none lies beside"):
+        make(unnamed)
+    assert make(unnamed, teacher_tokenizer_name_or_path=teacher).teacher is not None
+
+
+def test_uld_gradient_against_plain_torch(teacher):
+    trainer = make(teacher, losses=MIXED, optim="sgd", per_device_train_batch_size=8)
+    from splits import capture_gradients
+
+    captured = capture_gradients(trainer)
+    plain = double_copy(trainer.student)
+    other = double_copy(trainer.teacher)
+    trainer.train()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for row in trainer.train_dataset:
+        labels = torch.tensor(row["labels"])[1:]
+        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
+        s = plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
+        with torch.no_grad():
+            t = other(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
+        at = torch.tensor(found.partners)
+        total = total + 1.5 * uld_reference(s[at >= 0], t[at[at >= 0]]).sum()
+        total = total - 0.25 * s.log_softmax(-1).gather(1, labels[keep, None]).sum()
+        tokens += int(keep.sum())
+    (total / tokens).backward()
+    for name, parameter in plain.named_parameters():
+        error = (captured[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, f"{name}: {error:.1e}"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"losses": [*ULD, {"type": "forward_kl"}, {"type": "tvd"}]}, "forward_kl, tvd and uld do not go together"),
+        ({"losses": [{"type": "hidden_mse"}, *ULD]}, "hidden_mse and uld do not go together"),
+        ({"losses": ULD, "teacher": "self"}, "uld needs the model of a teacher with a tokenizer of its own"),
+        ({"losses": ULD, "teacher": "cache", "teacher_cache_dir": "x"}, "uld needs the model|forward KL alone"),
+        ({"losses": ULD, "taid": {}}, "taid changes what the divergences"),
+        ({"losses": [{"type": "uld", "beta": 0.5}]}, "beta"),
+    ],
+)
+def test_what_does_not_go_with_uld(options, message):
+    with pytest.raises(ValueError, match=message):
+        train_args(LigerDistillConfig, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"packing": True, "packing_strategy": "wrapped", "max_length": 32}, "packing_strategy to 'bfd'"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode to 'keep_start'"),
+        ({"data": completions(8).to_iterable_dataset()}, "the train dataset is streamed"),
+        ({"data": Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})}, "is tokenized already"),
+        ({"lmbda": 0.5}, "."),
+    ],
+)
+def test_rows_that_it_cannot_find_again(teacher, options, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        make(teacher, **options)
+
+
+def test_rows_with_nothing_in_common(teacher):
+    """The student's template has one run of supervised tokens, from the first answer to the end."""
+    with pytest.raises(DataError, match="No supervised token of the train dataset begins where one of the teacher's"):
+        make(teacher, chats(4), assistant_only_loss=True, tokenizer=tiny_tokenizer())
+
+
+def test_chats_need_the_teachers_template(tmp_path):
+    other = letters()
+    other.chat_template = None
+    with pytest.raises(ConfigError, match="the teacher's tokenizer has no chat template"):
+        make(saved(tmp_path, other, **TEACHER), chats(4))
+
+
+def test_a_row_that_was_not_prepared(teacher):
+    trainer = make(teacher)
+    with pytest.raises(DataError, match="is none that the trainer prepared"):
+        trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+
+
+def test_the_callback_refuses_it():
+    with pytest.raises(ConfigError, match="a callback sees tokens alone. Use LigerDistillTrainer"):
+        DistillationCallback(tiny_model(), losses=ULD)
