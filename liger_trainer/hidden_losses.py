@@ -110,7 +110,7 @@ class HiddenLosses(nn.Module):
     def _of_pair(self, kind: str, pair: _Pair, own: Tensor, other: Tensor) -> Tensor:
         if pair.projector is not None:
             projector: Any = self.projectors[pair.projector]
-            own = F.linear(own.to(projector.weight.dtype), projector.weight)
+            own = F.linear(own.to(projector.weight.dtype), projector.weight.to(own.device))
         dtype = stats_dtype(own.dtype)
         own, other = own.to(dtype), other.to(dtype)
         if kind == "hidden_mse":
@@ -167,7 +167,7 @@ def _recorded(blocks: nn.ModuleList, indices: set[int], states: dict[int, Tensor
     """Within the context, `states` gets what these blocks return, (batch, length, width).
 
     Some releases of transformers call hooks within gradient checkpointing. What a hook sees there is the very tensor
-    that leaves it, which then has its graph, also where it is reentrant. The computation in the backward finds no hooks.
+    that leaves it, which then has its graph, also where it is reentrant. Its recomputation finds no hooks.
     """
 
     def keep(index: int, output: Any) -> None:

@@ -97,6 +97,11 @@ class LossProgress(TrainerCallback):
         """Have the projectors trained by the student's optimizer, with its weight decay."""
         there = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self.parameters() if id(p) not in there]
+        if mine and self._trainer.lr_scheduler is not None:
+            raise ConfigError(
+                "optimizers: a learning-rate scheduler made before the projectors of hidden-state losses has no rate "
+                "for them. Give the optimizer alone, or leave hidden-state losses out."
+            )
         if mine:
             optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
 

@@ -246,7 +246,10 @@ def test_what_is_refused(monkeypatch):
         make(torch_compile=True)
     with pytest.raises(ConfigError, match="learn projectors, which the trainer would neither train nor save"):
         with_callback(teacher(48), LOSSES)
-    trainer = make()
+    trainer = make(max_steps=1)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(trainer.model.parameters()))
+    with pytest.raises(ConfigError, match="a learning-rate scheduler made before the projectors"):
+        trainer.train()
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     with pytest.raises(ConfigError, match="not with FSDP, DeepSpeed or models split over devices. Use DDP"):
         LossProgress(trainer, trainer.args.loss_plan())
