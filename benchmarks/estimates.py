@@ -4,19 +4,22 @@
     python -m benchmarks.estimates --tiny             # small enough for a CPU: does it still work
 
 Each point is a configuration with rows of token ids, all of full length, and a model of a known shape with random
-weights. A process of its own estimates it, trains it for three steps with the trainer of its recipe, and reads
-`torch.cuda.max_memory_allocated` after each part of a step, so that a wrong part shows. JOBS run at a time: a peak does
-not depend on what others do.
+weights. A worker estimates it, trains it for three steps with the trainer of its recipe, and reads
+`torch.cuda.max_memory_allocated` after each part of a step, so that a wrong part shows. JOBS workers, each a process,
+share the device: a peak does not depend on what others do.
 """
 
 import argparse
+import contextlib
+import gc
+import itertools
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ import yaml
 from .report import git_commit
 
 MIB = 2**20
-JOBS, STEPS, BOUND = 2, 3, 0.1
+JOBS, STEPS, BOUND = 3, 3, 0.1
 LENGTH = 1024
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
@@ -99,7 +102,23 @@ class Result:
         return None if not self.measured else self.estimated / self.measured - 1
 
 
-# In the process of a point
+# In a worker
+
+
+def measure(point: Point, tiny: bool) -> Result:
+    """Run a point in a folder of its own."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        try:
+            result = run_point(point, tiny)
+        except Exception as error:  # the others are measured all the same
+            result = Result(point, failure=f"{type(error).__name__}: {error}"[:300])
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    result.seconds = round(time.monotonic() - started, 1)
+    print(point, result.estimated, result.measured, result.failure or "", file=sys.stderr, flush=True)
+    return result
 
 
 def run_point(point: Point, tiny: bool) -> Result:
@@ -152,6 +171,7 @@ class Memory:
         self.peaks: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.loaded: float | None = None
+        self.base = torch.cuda.memory_allocated() / MIB if on_gpu else 0.0  # left of the point before
 
     @property
     def peak(self) -> float | None:
@@ -160,15 +180,15 @@ class Memory:
     def start(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
-            self.loaded = torch.cuda.memory_allocated() / MIB
+            self.loaded = torch.cuda.memory_allocated() / MIB - self.base
             torch.cuda.reset_peak_memory_stats()
 
     def end(self, part: str) -> None:
         if not self.on_gpu:
             return
         torch.cuda.synchronize()
-        self.peaks[part] = max(self.peaks.get(part, 0.0), torch.cuda.max_memory_allocated() / MIB)
-        self.after[part] = torch.cuda.memory_allocated() / MIB
+        self.peaks[part] = max(self.peaks.get(part, 0.0), torch.cuda.max_memory_allocated() / MIB - self.base)
+        self.after[part] = torch.cuda.memory_allocated() / MIB - self.base
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -220,25 +240,11 @@ def _trainer(config: Any) -> Any:
 # In the parent
 
 
-def measure(point: Point, tiny: bool) -> Result:
-    """Run a point in a process and a folder of its own."""
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.estimates",
-            "--point",
-            json.dumps(asdict(point)),
-            "--folder",
-            folder,
-        ]
-        done = subprocess.run([*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True, check=False)
-        answer = Path(folder, "result.json")
-        if done.returncode or not answer.is_file():
-            return Result(point, failure=(done.stderr.strip().splitlines() or ["no answer"])[-1][:300])
-        values = json.loads(answer.read_text())
-    return Result(**{**values, "point": point, "seconds": round(time.monotonic() - started, 1)})
+def in_turns(chosen: Sequence[Point]) -> list[Point]:
+    """A large one, a small one, the next large one, ...: so that what runs at a time fits."""
+    ordered = sorted(chosen, key=lambda p: (p.checkpointing, "full" not in p.run, -p.rows, "Llama" not in p.shape))
+    small = ordered[len(ordered) // 2 :][::-1]
+    return [p for pair in itertools.zip_longest(ordered[: len(ordered) // 2], small) for p in pair if p is not None]
 
 
 def markdown(header: dict[str, Any], results: Sequence[Result]) -> str:
@@ -291,16 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU")
     parser.add_argument("--jobs", type=int, default=JOBS, help="points at a time")
     parser.add_argument("--points", type=int, nargs="+", help="only these, by number from 0")
-    parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.point:
-        return _child(Point(**options.point), options.folder, options.tiny)
     chosen = points(options.tiny)
     if options.points:
         chosen = [chosen[i] for i in options.points]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda point: measure(point, options.tiny), chosen))
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = {point: pool.submit(measure, point, options.tiny) for point in in_turns(chosen)}
+        results = [futures[point].result() for point in chosen]
     header = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -315,15 +318,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (options.output / "estimates.json").write_text(json.dumps({"header": header, "results": rows}, indent=1) + "\n")
         (options.output / "estimates.md").write_text(text)
     return int(any(r.failure or abs(r.error or 0.0) > BOUND for r in results))
-
-
-def _child(point: Point, folder: Path, tiny: bool) -> int:
-    import os
-
-    os.chdir(folder)
-    values = asdict(run_point(point, tiny))
-    (folder / "result.json").write_text(json.dumps(values))
-    return 0
 
 
 if __name__ == "__main__":

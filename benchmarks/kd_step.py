@@ -9,12 +9,13 @@ batch that is measured. Ours may err at most twice as much as the plain models i
 loss's memory is what the loss and its gradients for hidden states and head need at most above what is there before.
 """
 
+import contextlib
 import gc
 import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ class Worker(compiled.Worker):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=self.device == "cuda")
         self.loss = loss_of(self.provider)
         self._patch()
-        return sum(p.double().sum().item() for m in (self.model, self.teacher) for p in m.parameters())
+        total = sum(p.double().sum().item() for m in (self.model, self.teacher) for p in m.parameters())
+        self._park()
+        return total
 
     def _made(self, config_name: str, seed: int, sizes: dict[str, Any]) -> Any:
         import transformers
@@ -105,6 +108,28 @@ class Worker(compiled.Worker):
         torch.manual_seed(seed)
         with torch.device(self.device):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+    def gate(self, path: str) -> dict[str, float]:
+        with self._on_the_device():
+            return super().gate(path)
+
+    @contextlib.contextmanager
+    def _on_the_device(self) -> Iterator[None]:
+        """Both models are there for as long: those of all providers, and a step, would not fit."""
+        for model in (self.model, self.teacher):
+            model.to(self.device)
+        try:
+            yield
+        finally:
+            self._park()
+
+    def _park(self) -> None:
+        self.optimizer.state.clear()
+        for model in (self.model, self.teacher):
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+        gc.collect()
+        self._empty_cache()
 
     def _patch(self) -> None:
         if self.provider == "liger":
@@ -141,37 +166,36 @@ class Worker(compiled.Worker):
         return hidden, self.model.lm_head.weight, taught, self.teacher.lm_head.weight
 
     def truth(self, shape: str, path: str) -> None:
-        self.teacher.float()
+        for model in (self.model, self.teacher):
+            model.to(self.device, torch.float32)
         super().truth(shape, path)
 
     def loss_memory(self) -> float | None:
         """MiB."""
         if self.device != "cuda":
             return None
-        with torch.no_grad():
-            hidden, weight, *teacher = self._heads(self.ids)
-        hidden = hidden.detach().requires_grad_()
-        self.loss(hidden, weight, *teacher).backward()  # compiles
-        hidden.grad = self.model.lm_head.weight.grad = None
-        self._empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.loss(hidden, weight, *teacher).backward()
-        peak = (torch.cuda.max_memory_allocated() - before) / MIB
-        self.model.zero_grad(set_to_none=True)
-        self._empty_cache()
-        return peak
+        with self._on_the_device():
+            with torch.no_grad():
+                hidden, weight, *teacher = self._heads(self.ids)
+            hidden = hidden.detach().requires_grad_()
+            self.loss(hidden, weight, *teacher).backward()  # compiles
+            hidden.grad = self.model.lm_head.weight.grad = None
+            self._empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.loss(hidden, weight, *teacher).backward()
+            return (torch.cuda.max_memory_allocated() - before) / MIB
 
     def measure(self, shape: str) -> dict[str, Any]:
         """Milliseconds of STEPS steps, peak MiB above weights and optimizer, and the loss."""
         cuda = self.device == "cuda"
-        loss = self._step()[1]  # untimed
-        before = torch.cuda.memory_allocated() if cuda else 0
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        ms = [self._step()[0] for _ in range(STEPS)]
-        peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
-        self._empty_cache()
+        with self._on_the_device():
+            loss = self._step()[1]  # untimed
+            before = torch.cuda.memory_allocated() if cuda else 0
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            ms = [self._step()[0] for _ in range(STEPS)]
+            peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
         return {"ms": ms, "peak_mib": peak, "loss": loss}
 
     def _step(self) -> tuple[float, float]:
