@@ -85,6 +85,15 @@ def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTo
     return [Prompt(p.text, p.input_ids[-limit:] if limit else p.input_ids, p.reference) for p in prompts]
 
 
+def in_other_tokens(
+    prompts: Sequence[Prompt], config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The same prompts for a model of another tokenizer, in its own chat template."""
+    if data.facts.form != "text":
+        return held_out_prompts(config, data, tokenizer)
+    return [Prompt(p.text, tokenizer(p.text)["input_ids"], p.reference) for p in prompts]  # cut by the other's tokens
+
+
 def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, text_field: str) -> Prompt:
     if form in ("text", "input_ids"):
         ids = row["input_ids"] if form == "input_ids" else tokenizer(row[text_field])["input_ids"]

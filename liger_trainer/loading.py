@@ -14,6 +14,7 @@ from trl import get_quantization_config
 from .data import RunData
 from .demo import resolve_model
 from .errors import ConfigError
+from .loss_plan import plan_of
 from .students import drop_layers
 from .vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 
@@ -87,12 +88,15 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         raise config.error("keep_layers", f"{expected}, got {kept}.")
 
 
-def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary:
-    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`.
+def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary | None:
+    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`. None with a `uld` loss, which
+    needs nothing of the kind.
 
     Raises:
         ConfigError: an id means different tokens, or `teacher_tokenizer_name_or_path` has no tokenizer.
     """
+    if plan_of(config.values).of("uld"):
+        return None
     try:
         named = config["teacher_tokenizer_name_or_path"]
         of_teacher = teacher.tokenizer if named is None else teacher_tokenizer(teacher.path, named)

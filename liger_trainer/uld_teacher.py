@@ -5,9 +5,8 @@ cache, a row is found again by its own content, so that shuffling and packing ma
 teacher reads the documents of a packed row one by one.
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -154,10 +153,6 @@ class UldTeacher(ModelTeacher):
         base = self._accelerator.unwrap_model(self.model)
         logits = teacher_logits(self.model, base, input_ids=ids, attention_mask=mask, use_cache=False)
         return UldAnswer(logits, of_batch, tokenizer_size(self.tokenizer))
-
-    @contextlib.contextmanager
-    def live(self) -> Iterator[dict[str, Any]]:
-        yield {}  # it writes other tokens than the student reads
 
 
 def _aligned_row(row: dict[str, Any], tokenizer: Any, teacher_tokenizer: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from trl import get_peft_config
 
 from liger_trainer.data import load_run_datasets
 from liger_trainer.distill_trainer import LigerDistillTrainer
-from liger_trainer.evaluation import compare, complete_by_each, held_out_prompts, measure
+from liger_trainer.evaluation import compare, complete_by_each, held_out_prompts, in_other_tokens, measure
 from liger_trainer.loading import check_same_tokenizer, check_student, load_student, open_model
 from liger_trainer.metric_rows import DISTILL_ROWS
 from liger_trainer.report import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
@@ -54,7 +54,11 @@ def main(config: RunConfig) -> Path:
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
 
     with clock("complete_by_teacher"), trainer.teaching.live() as live:
-        taught = complete_by_each(live, files.tokenizer, prompts, config["max_new_tokens"])
+        reads, asked = files.tokenizer, prompts
+        if trainer.teaching.tokenizer is not None:
+            reads = trainer.teaching.tokenizer
+            asked = in_other_tokens(prompts, config, data, reads)
+        taught = complete_by_each(live, reads, asked, config["max_new_tokens"])
     before, training = train(trainer, config, checkpoint, measure_now, clock)
     with clock("save"):
         save_student(trainer, config, output_dir)

@@ -1,5 +1,6 @@
 """Distillation from a teacher of another tokenizer: which positions belong together, the loss, the trainer."""
 
+import json
 import math
 import re
 
@@ -12,7 +13,8 @@ from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, t
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, evaluation
+from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.text_alignment import aligned, partners, runs
@@ -309,3 +311,48 @@ def test_a_row_that_was_not_prepared(teacher):
 def test_the_callback_refuses_it():
     with pytest.raises(ConfigError, match="a callback sees tokens alone. Use LigerDistillTrainer"):
         DistillationCallback(tiny_model(), losses=ULD)
+
+
+# From the command line
+
+SETTINGS = """
+model_name_or_path: student
+teacher_model_name_or_path: teacher
+dataset_name: rows.jsonl
+output_dir: out
+losses: [{type: uld}, {type: ce, weight: 0.1}]
+max_steps: 2
+per_device_train_batch_size: 4
+logging_steps: 1
+gradient_checkpointing: false
+save_strategy: no
+max_length: 32
+holdout_fraction: 0.25
+num_sample_completions: 2
+max_new_tokens: 4
+use_cpu: true
+"""
+
+
+@pytest.mark.parametrize("rows", [completions(8), chats(8), texts(8)], ids=["completions", "chats", "texts"])
+def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeypatch, capsys, rows):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+    saved(tmp_path / "student", words(), vocab_size=70)
+    (tmp_path / "teacher").symlink_to(teacher)
+    rows.to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    asked = {}
+
+    def spy(models, tokenizer, prompts, *rest):
+        asked.update({prompt.text: tokenizer.decode(prompt.input_ids) for prompt in prompts})
+        return evaluation.complete_by_each(models, tokenizer, prompts, *rest)
+
+    monkeypatch.setattr("liger_trainer.recipes.distill.complete_by_each", spy)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "run.yaml"])
+    assert not stopped.value.code, capsys.readouterr().err
+    written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert 0 < written["after"]["loss/uld"] < 2 and "forward_kl" not in written["after"]
+    assert len(asked) == 2 and all(text in read for text, read in asked.items())
+    assert all(read.endswith("[A]") == ("messages" in rows.column_names) for read in asked.values())
