@@ -137,7 +137,6 @@ def divergence_kernel(
     tl.store(out_ptr + 11 * stride_out + row, reverse_T * unit)
 
     if SECOND_PASS:
-        floor = u_max
         if HAS_ADAPTIVE:
             floor = head_floor(
                 student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, V, padded, scale, softcap, teacher_scale,

@@ -96,6 +96,8 @@ def _wanted(o: DivergenceOptions) -> dict[str, bool]:
         "HAS_GAPS": "tvd" in o.weights or "adaptive_kl" in o.weights,
         "GRAD_FORWARD": o.weight("forward_kl") != 0 or o.weight("adaptive_kl") != 0,
         "GRAD_REVERSE": o.weight("reverse_kl") != 0 or o.weight("adaptive_kl") != 0,
+        "SECOND_PASS": any(kind in o.weights for kind in SECOND_PASS),
+        "GRAD_PAIRED": any(o.weight(kind) != 0 for kind in PAIRED),
     }  # fmt: skip
 
 
@@ -107,7 +109,8 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
     padded = -(-vocab // 16) * 16
     if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # rows that are no `workspace`'s
         padded = vocab
-    second, paired = any(k in o.weights for k in SECOND_PASS), any(o.weight(k) for k in PAIRED)
+    flags = _wanted(o)
+    second = flags["SECOND_PASS"]
     kept_launch(
         divergence_kernel, (student.shape[0],),
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), vocab, padded,
@@ -120,8 +123,7 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
         HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
         OWN_SUMS=o.temperature != 1.0 or o.teacher_share != 1.0, HAS_SHARE=o.teacher_share != 1.0,
         HAS_SMOOTHING=o.label_smoothing > 0, HAS_CE=o.ce_weight != 0,
-        **_wanted(o), SECOND_PASS=second, GRAD_PAIRED=paired,
-        WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype, STEPS=HEAD_STEPS,
+        **flags, WRITE_GRAD=write_grad, ALIASED=grad.dtype != student.dtype, STEPS=HEAD_STEPS,
         LANES=LANES // 2 if second else LANES, VECTOR=max(1, VECTOR_BYTES // student.element_size()),
         num_warps=WARPS // 2 if second else WARPS,
     )(
@@ -198,7 +200,8 @@ def _adaptive_kl(x: Distributions, o: DivergenceOptions) -> Term:
     gaps = (x.p - x.q).abs()
     both = gaps.sum(-1)
     of_head = torch.where(both > 0, (gaps * likeliest_half(x.log_p)).sum(-1) / both, 0.5)
-    (forward, d_forward), (reverse, d_reverse) = _forward_kl(x, o), _reverse_kl(x, o)
+    forward, d_forward = _forward_kl(x, o)
+    reverse, d_reverse = _reverse_kl(x, o)
     value = of_head * forward + (1 - of_head) * reverse
     if d_forward is None or d_reverse is None:
         return value, None
@@ -247,17 +250,19 @@ def _divergence_torch(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms:
 
     terms: (len(ROW_KINDS), n), filled with each divergence asked for.
     """
-    x = Distributions(log_q, log_p, log_q.exp(), log_p.exp(), write_grad)
+    q, p = log_q.exp(), log_p.exp()
     divergence = torch.zeros_like(log_q[:, 0])
     dlogits = torch.zeros_like(log_q) if write_grad else None
     for row, kind in enumerate(ROW_KINDS):
         if kind not in o.weights:
             continue
-        value, gradient = OF_KIND[kind](x._replace(write_grad=write_grad and o.weight(kind) != 0), o)
+        sides = Distributions(log_q, log_p, q, p, write_grad and o.weight(kind) != 0)
+        value, of_logits = OF_KIND[kind](sides, o)
         terms[row] = value * o.divergence_scale
         divergence += o.weight(kind) * terms[row]
-        if gradient is not None:
-            dlogits += o.weight(kind) * (o.divergence_scale / o.temperature) * gradient
+        if of_logits is not None:
+            factor = o.weight(kind) * o.divergence_scale / o.temperature
+            dlogits += factor * of_logits
     return divergence, dlogits
 
 

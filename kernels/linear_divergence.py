@@ -29,7 +29,7 @@ Numerics  log-ratios are formed from differences that vanish where both logits a
           where they differ by less than their rounding errors its sign is chance, here as in plain torch.
 Head      tokens of one logit are all in the head of adaptive_kl or none is. The kernel bisects for its lowest logit
           until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart (times T): what is
-          closer than that counts as one value. 16-bit logits below 2^-10 aside, that is exact for these.
+          closer than that counts as one value. So 16-bit logits are told apart, but for some within T / 512 of 0.
 Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; skewed KLs: Ko et
           al. 2024 (DistiLLM), arXiv:2402.03898; adaptive KL: Wu et al. 2024, arXiv:2404.02657; teacher_share: Shing et
           al. 2025 (TAID), arXiv:2501.16937; T^2: Hinton et al. 2015, arXiv:1503.02531; gradients in the forward as in

@@ -331,9 +331,11 @@ def test_what_is_not_named_is_not_compiled():
     flags = _wanted(DivergenceOptions({"forward_kl": 1.0}))
     assert {name for name, on in flags.items() if on} == {"GRAD_FORWARD"}
     flags = _wanted(DivergenceOptions({"jsd": 0.0, "tvd": 1.0}))
-    assert {name for name, on in flags.items() if on} == {"HAS_JSD", "HAS_TVD", "HAS_GAPS", "GRAD_TVD"}
+    assert {name for name, on in flags.items() if on} == {
+        "SECOND_PASS", "HAS_JSD", "HAS_TVD", "HAS_GAPS", "GRAD_TVD", "GRAD_PAIRED",
+    }  # fmt: skip
     flags = _wanted(DivergenceOptions({"adaptive_kl": 0.0, "reverse_kl": 0.0}))
-    assert {name for name, on in flags.items() if on} == {"HAS_ADAPTIVE", "HAS_GAPS"}
+    assert {name for name, on in flags.items() if on} == {"SECOND_PASS", "HAS_ADAPTIVE", "HAS_GAPS"}
 
 
 @pytest.mark.parametrize(
