@@ -173,7 +173,9 @@ def _cost_cards(run: Run) -> Iterator[dict[str, str]]:
         yield card("Peak memory", memory(facts["peak_memory_mib"]), str(facts.get("peak_memory_of", "")))
     if "seconds" in facts:
         text = duration(facts["seconds"])
+        since = facts.get("resumed_at", 0)
         steps = f"{run.steps:,} steps, {facts.get('epochs', 0):g} epochs"
+        steps = f"{run.steps - since:,} steps since step {since:,}" if since else steps
         yield {"name": "Training", "value": text, "unit": "", "more": steps, "change": "", "tone": ""}
     if "parameters" in facts:
         trained = facts.get("trainable_parameters", 0)

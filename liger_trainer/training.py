@@ -50,6 +50,8 @@ class TrainingFacts:
     processes: int
     trainable_parameters: int
     parameters: int
+    resumed_at: int = 0
+    """the step that a resumed run went on from; tokens, seconds and speed are those of the steps after it"""
 
 
 @dataclass
@@ -179,8 +181,10 @@ class MeasureFirst(TrainerCallback):
         self.measure, self.clock = measure, clock
         self.stored = Path(checkpoint, BEFORE) if checkpoint else None
         self.result: Measurement | None = None
+        self.began_at = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.began_at = state.global_step
         with self.clock("measure_before"):
             if self.stored is not None and self.stored.is_file():
                 self.result = Measurement(**json.loads(self.stored.read_text(encoding="utf-8")))
@@ -230,7 +234,7 @@ def train(
             f"To go on: liger-trainer {again}"
         )
     assert first.result is not None
-    return first.result, _facts(trainer, seconds)
+    return first.result, _facts(trainer, seconds, first.began_at)
 
 
 def checkpoint_of(config: "RunConfig") -> str | None:
@@ -252,7 +256,7 @@ def checkpoint_of(config: "RunConfig") -> str | None:
     return wanted
 
 
-def _facts(trainer: Trainer, seconds: float) -> TrainingFacts:
+def _facts(trainer: Trainer, seconds: float, resumed_at: int) -> TrainingFacts:
     gpu = trainer.args.device.type == "cuda"
     counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
     tokens = int(counted[-1]) if counted else 0
@@ -270,6 +274,7 @@ def _facts(trainer: Trainer, seconds: float) -> TrainingFacts:
         processes=trainer.args.world_size,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameters=sum(p.numel() for p in parameters),
+        resumed_at=resumed_at,
     )
 
 

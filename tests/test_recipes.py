@@ -331,6 +331,9 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
     for part in ("before", "after"):
         assert resumed[part]["loss"] == pytest.approx(whole[part]["loss"], rel=1e-6)
     assert resumed["completions"] == whole["completions"]
+    steps, since = resumed["training"]["steps"], resumed["training"]["resumed_at"]
+    assert (steps, since, whole["training"]["resumed_at"]) == (6, 2, 0)
+    assert 0 < resumed["training"]["tokens"] < whole["training"]["tokens"]
 
 
 def test_two_processes_train_as_one(run, tmp_path):

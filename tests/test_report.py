@@ -353,10 +353,13 @@ def test_a_run_of_a_version_that_recorded_less(make):
 
 def test_numbers_that_are_none(make):
     logs = [{"step": step, "loss": 1.0 if step < 3 else "nan"} for step in range(5)]
-    folder = make("lost", metrics={"after": {"forward_kl": "nan", "loss": "inf"}, "log_history": logs})
+    resumed = {**content()["training"], "resumed_at": 14}
+    after = {"forward_kl": "nan", "loss": "inf"}
+    folder = make("lost", metrics={"after": after, "log_history": logs, "training": resumed})
     assert call(folder) == 0
     text = " ".join(Page(folder / "report.html").text.split())
     assert "forward KL (nats/token) 1.100 NaN" in text and "loss (nats/token) 1.200 infinite" in text
+    assert "6 steps since step 14" in text
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
 
 
