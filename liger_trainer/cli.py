@@ -12,6 +12,7 @@ from .commands import (
     doctor,
     env,
     estimate,
+    evaluate,
     init_student,
     merge,
     preview,
@@ -37,6 +38,7 @@ app.command("run", context_settings=OVERRIDES)(run.run)
 app.command("resume", context_settings=OVERRIDES)(run.resume)
 app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
 app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
+app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)

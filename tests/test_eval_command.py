@@ -1,0 +1,171 @@
+"""`eval`: every metric against plain torch on the same rows; runs, adapters and configurations side by side."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from tiny import WORDS, kl, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from liger_trainer.cli import main
+from liger_trainer.commands.evaluate import split_targets
+from liger_trainer.errors import ConfigError
+from liger_trainer.evaluate import calibration_error, signed_confidence
+
+pytestmark = pytest.mark.usefixtures("chunked_torch")
+
+SETTINGS = {
+    "recipe": "distill", "model_name_or_path": "student", "teacher_model_name_or_path": "teacher",
+    "dataset_name": "rows", "bf16": False, "use_cpu": True, "per_device_eval_batch_size": 4, "max_length": 32,
+    "disable_tqdm": True, "beta": 1.0, "temperature": 2.0, "output_dir": "out",
+}  # fmt: skip
+
+
+def rows(count: int, start: int) -> list[dict]:
+    return [
+        {"prompt": " ".join(WORDS[start + i : start + i + 3]), "completion": " " + " ".join(WORDS[i : i + 3 + i % 5])}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models, rows, a configuration, a run with whole weights and one with adapters."""
+    folder = tmp_path_factory.mktemp("eval")
+    for seed, name in enumerate(("student", "teacher", "run")):
+        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder / "student"),
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    adapted.save_pretrained(folder / "adapters")
+    (folder / "rows").mkdir()
+    for split, (count, start) in {"train": (6, 20), "test": (9, 5)}.items():
+        lines = (json.dumps(row) + "\n" for row in rows(count, start))
+        (folder / "rows" / f"{split}.jsonl").write_text("".join(lines))
+    for place in ("run.yaml", "run/config.yaml", "adapters/config.yaml"):
+        (folder / place).write_text(yaml.safe_dump(SETTINGS))
+    return folder
+
+
+@pytest.fixture
+def evaluate(folder, monkeypatch, capsys):
+    """Exit code, JSON or text, stderr of `eval` in that folder."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str):
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", *arguments])
+        printed = capsys.readouterr()
+        out = json.loads(printed.out) if "--json" in arguments and printed.out else printed.out
+        return int(stopped.value.code or 0), out, printed.err
+
+    return run
+
+
+def by_hand(student, teacher) -> dict[str, float]:
+    """Over the supervised tokens of the held-out rows: those of the completion, and the end."""
+    tokenizer, values = tiny_tokenizer(), []
+    for row in rows(9, 5):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+        x, first = torch.tensor([ids]), len(prompt)
+        with torch.no_grad():
+            q, p = (m(input_ids=x).logits[0, first - 1 : -1].double().log_softmax(-1) for m in (student, teacher))
+        labels = x[0, first:]
+        m = torch.logaddexp(q, p) - np.log(2)
+        right = q.argmax(-1) == labels
+        values.append(torch.stack([
+            kl(p, q), kl(q, p), (kl(p, m) + kl(q, m)) / 2, (q.argmax(-1) == p.argmax(-1)).double(),
+            -q.gather(-1, labels[:, None])[:, 0], -p.gather(-1, labels[:, None])[:, 0],
+            -(q.exp() * q).sum(-1), -(p.exp() * p).sum(-1), torch.where(right, 1.0, -1.0) * q.amax(-1).exp(),
+        ]))  # fmt: skip
+    *means, signed = torch.cat(values, 1)
+    names = ("forward_kl", "reverse_kl", "jsd", "agreement_at_1", "student", "teacher", "entropy", "teacher_entropy")
+    found = {name: x.mean().item() for name, x in zip(names, means, strict=True)}
+    found |= {f"{side}_perplexity": np.exp(found.pop(side)) for side in ("student", "teacher")}
+    return {**found, "calibration_error": _binned(signed)}
+
+
+def _binned(signed: torch.Tensor) -> float:
+    """The calibration error by its definition."""
+    confidence, right, total = signed.abs(), (signed > 0).double(), 0.0
+    for i in range(15):
+        of_bin = (confidence >= i / 15) & ((confidence < (i + 1) / 15) | (i == 14))
+        if of_bin.any():
+            total += of_bin.double().mean().item() * abs((right[of_bin].mean() - confidence[of_bin].mean()).item())
+    return total
+
+
+def test_every_metric_is_that_of_plain_torch(folder, evaluate):
+    code, found, error = evaluate("run", "run.yaml", "adapters", "--json")
+    assert code == 0, error
+    assert [e["name"] for e in found["evaluations"]] == ["run", "run.yaml", "adapters"]
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "adapters").eval()
+    students = [*(AutoModelForCausalLM.from_pretrained(folder / n).eval() for n in ("run", "student")), merged]
+    for evaluation, student in zip(found["evaluations"], students, strict=True):
+        truth = by_hand(student, teacher)
+        got = {name: evaluation["metrics"][name] for name in truth}
+        # entropy is a mean over batches, as TRL logs it
+        assert got.pop("entropy") == pytest.approx(truth.pop("entropy"), rel=0.05)
+        assert got == pytest.approx(truth, rel=1e-4)
+
+
+def test_one_table_and_the_file(folder, evaluate, tmp_path):
+    file = tmp_path / "found.json"
+    code, out, error = evaluate("run", "run.yaml", "max_eval_rows=4", "--output", str(file))
+    assert code == 0, error
+    for title in ("forward KL", "reverse KL", "JSD", "agreement@1", "teacher entropy", "calibration error"):
+        assert title in out
+    written = json.loads(file.read_text())
+    assert [e["data"]["test_rows"] for e in written["evaluations"]] == [4, 4]
+    assert "torch" in written["versions"]
+    assert evaluate("run", "--output", str(file))[0] == 2  # without --force
+
+
+def test_fine_tuning_has_its_own_rows(evaluate):
+    code, found, error = evaluate(
+        "run.yaml", "recipe=sft", "~beta", "~teacher_model_name_or_path", "~temperature", "--json"
+    )
+    assert code == 0, error
+    metrics = found["evaluations"][0]["metrics"]
+    assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]), rel=0.05)
+    assert 0 <= metrics["calibration_error"] <= 1 and found["evaluations"][0]["teacher"] is None
+
+
+def test_what_cannot_be_evaluated_is_said(folder, evaluate, tmp_path):
+    for target, code, message in (
+        ("student", 2, "holds no config.yaml"),
+        ("nowhere", 2, "neither a file nor a built-in configuration"),
+    ):
+        found, _, error = evaluate(target)
+        assert found == code and message in error
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(folder / "run.yaml", empty / "config.yaml")
+    assert "holds no weights" in evaluate(str(empty))[2]
+    (empty / "model.safetensors").write_bytes(b"cut off")
+    shutil.copy(folder / "run/config.json", empty)
+    code, _, error = evaluate(str(empty))
+    assert code == 6 and "cannot be read" in error
+
+
+def test_targets_come_before_settings():
+    assert split_targets(["a", "b", "max_length=3", "--seed", "4"]) == (["a", "b"], ["max_length=3", "--seed", "4"])
+    with pytest.raises(ConfigError, match="before settings"):
+        split_targets(["max_length=3", "a"])
+
+
+def test_calibration():
+    assert calibration_error(np.array([])) == 0.0
+    assert calibration_error(np.array([0.8, 0.8, 0.8, 0.8, -0.8])) == pytest.approx(0.0, abs=1e-12)
+    assert calibration_error(np.array([-1.0, -1.0])) == 1.0
+    logits = torch.log(torch.tensor([[[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [1.0, 1.0, 1.0]]]))
+    signed = signed_confidence(logits, torch.tensor([[0, 0, 2, -100]]))
+    assert signed.tolist() == [pytest.approx([0.7, -0.8, 0.0])]
