@@ -120,7 +120,7 @@ COMMANDS = {
     "liger-trainer env": Played(),
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
-    "liger-trainer eval outputs/my": Played(trained),
+    "liger-trainer eval outputs/my": Played(trained("my")),
     "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
     "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
         my_yaml(), "my.yaml", ("student_num_layers=2",)
