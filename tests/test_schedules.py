@@ -134,20 +134,21 @@ def test_the_adaptive_share_follows_the_paper(taid):
     share, got = TeacherShare(taid), []
     for step, loss in enumerate(losses):
         got.append(share.at(step, len(losses)))
-        for tokens in (3.0, 5.0):  # two micro-batches
-            share.add(torch.tensor(loss * tokens, dtype=torch.float64), torch.tensor(tokens, dtype=torch.float64))
+        for tokens, more in ((3.0, 0.5), (5.0, -0.5)):  # two micro-batches, of different means
+            sums = torch.tensor([loss * tokens + more, tokens], dtype=torch.float64)
+            share.add(*sums)
         share.close()
     assert got == pytest.approx(share_by_hand(losses, taid, len(losses)), rel=1e-12)
     assert got == sorted(got) and max(got) <= taid.end
 
 
 def test_taid_in_a_training_follows_its_loss():
-    taid = {"start": 0.2, "alpha": 0.5, "beta": 0.3}
+    taid = {"start": 0.2, "alpha": 0.9, "beta": 0.3}
     trainer = make(losses=None, beta=0.0, taid=taid, max_steps=6, learning_rate=3e-3, gradient_accumulation_steps=2,
                    per_device_train_batch_size=2)  # fmt: skip
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    want = share_by_hand([log["kd_loss"] for log in logs], Taid(0.2, alpha=0.5, beta=0.3), 6)
+    want = share_by_hand([log["kd_loss"] for log in logs], Taid(0.2, alpha=0.9, beta=0.3), 6)
     assert [log["schedule/teacher_share"] for log in logs] == pytest.approx(want, rel=1e-6)
     assert logs[0]["kd_loss"] < 0.5 * logs[0]["forward_kl"]  # held against a mixture, measured against the teacher
     assert trainer.fused.eval_options.distillation.teacher_share == 1.0
