@@ -87,8 +87,12 @@ EXPECTED = {
     },
     "distillkit": {
         "recipe": "distill",
-        # weights are divided by their sum, 2; hs_cosine has no counterpart
-        "losses": [{"type": "ce", "weight": 0.25}, {"type": "forward_kl", "weight": 0.5}],
+        # weights are divided by their sum, 2
+        "losses": [
+            {"type": "ce", "weight": 0.25},
+            {"type": "forward_kl", "weight": 0.5},
+            {"type": "hidden_cosine", "weight": 0.25, "layers": "uniform"},
+        ],
         "temperature": 2.0,
         "teacher_model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
         "dataset_test_split": "validation",
@@ -116,7 +120,7 @@ LOST = {
     "trl": set(),
     "torchtune": set(),
     "axolotl": {"chat_template", "early_stopping_patience", "special_tokens.unk_token"},
-    "distillkit": {"layer_mapping"},
+    "distillkit": set(),
     "llamafactory": {"max_samples"},
 }
 
@@ -196,6 +200,16 @@ def test_trl_distillation_and_gkd_start_from_other_defaults():
         ("distillkit", "model: m\n", "losses", [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]),
         ("distillkit", "loss_functions: [{function: jsd, weight: 3.0}]\n", "losses", [{"type": "jsd", "weight": 1.0}]),
         ("distillkit", "loss_functions: [{function: jsd, weight: 3.0}]\n", "beta", 0.5),
+        (
+            "distillkit",
+            "layer_mapping: [[1, 4], [6, 12]]\nforce_hidden_state_projection: true\nloss_functions: "
+            "[{function: hs_mse, weight: 1.0}, {function: tvd, weight: 1.0}]\n",
+            "losses",
+            [
+                {"type": "hidden_mse", "weight": 0.5, "layers": [[0, 3], [5, 11]], "projector": True},
+                {"type": "tvd", "weight": 0.5},
+            ],
+        ),
         ("llamafactory", "finetuning_type: lora\nlora_target: all\n", "lora_target_modules", "all-linear"),
         ("llamafactory", "stage: sft\nlogging_steps: 3\n", "lora_r", 8),
         ("llamafactory", "finetuning_type: full\nlogging_steps: 3\n", "use_peft", None),
@@ -215,9 +229,12 @@ def test_one_setting(origin, text, key, value):
         ("axolotl", "base_model: m\nkd_trainer: true\n", "name a teacher in teacher_model_name_or_path"),
         ("axolotl", "base_model: m\nadapter: ia3\n", "expected lora or qlora"),
         ("distillkit", "model: m\nteacher: {kind: dataset}\n", "captured with DistillKit cannot be read"),
+        ("distillkit", "model: m\nlayer_mapping: [[0, 1]]\n", "loss_functions compares no hidden states"),
+        ("distillkit", "layer_mapping: [[0, 1]]\nloss_functions: [{function: hs_mse, weight: 1.0}]\nmodel: m\n",
+         "layer_mapping names the embeddings"),
         ("llamafactory", "cutoff_len: 9\nval_size: 500\n", "a number of rows"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_said_here_is_told(origin, text, reason):
     (finding,) = converted(origin, text).lost
     assert reason in finding.message and finding.where == f"{origin}.yaml:2"

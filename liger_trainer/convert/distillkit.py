@@ -4,7 +4,10 @@ from typing import Any
 
 from . import NotHere, Settings, Source, Tool
 
-_TYPES = {"kl": "forward_kl", "jsd": "jsd", "cross_entropy": "ce"}
+_TYPES = {
+    "kl": "forward_kl", "jsd": "jsd", "tvd": "tvd", "cross_entropy": "ce", "hs_mse": "hidden_mse",
+    "hs_cosine": "hidden_cosine",
+}  # fmt: skip
 _CAPTURED = "logits captured with DistillKit cannot be read; name the teacher in teacher_model_name_or_path."
 
 
@@ -17,8 +20,9 @@ def _losses(value: Any, source: Source) -> Settings:
         if kind is None:
             missing.append(entry["function"])
             continue
-        kept.append({"type": kind, "weight": round(entry["weight"] / total, 6)})
-        if kind != "ce":
+        hidden = _layers(source) if kind.startswith("hidden_") else {}
+        kept.append({"type": kind, "weight": round(entry["weight"] / total, 6), **hidden})
+        if kind != "ce" and not hidden:
             temperatures.add(entry.get("temperature") or 1.0)
         if kind == "jsd":
             here["beta"] = 0.5
@@ -32,6 +36,25 @@ def _losses(value: Any, source: Source) -> Settings:
     if not kept:
         raise NotHere(f"none of these losses exists here; known are {', '.join(_TYPES)}.")
     return {"losses": kept, **here}
+
+
+def _layers(source: Source) -> Settings:
+    """Layers are counted in transformers' hidden_states there, whose first are the embeddings."""
+    given = source.get("layer_mapping", "all")
+    found: Settings = {"layers": "uniform" if given == "all" else [[own - 1, other - 1] for own, other in given]}
+    if given == "all":
+        source.note("layer_mapping: all: blocks are spread uniformly, one to one where both models have as many.")
+    elif any(0 in pair for pair in given):
+        raise NotHere("layer_mapping names the embeddings (0); blocks alone are compared here.")
+    return {**found, **({"projector": True} if source.get("force_hidden_state_projection") else {})}
+
+
+def _with_losses(value: Any, source: Source) -> Settings:
+    """Read together with loss_functions."""
+    listed = source.get("loss_functions") or []
+    if value and not any(entry.get("function", "").startswith("hs_") for entry in listed):
+        raise NotHere("has no effect: loss_functions compares no hidden states.")
+    return {}
 
 
 def _kind(value: Any, source: Source) -> Settings:
@@ -85,6 +108,8 @@ TOOL = Tool(
     },
     values={
         "loss_functions": _losses,
+        "layer_mapping": _with_losses,
+        "force_hidden_state_projection": _with_losses,
         "teacher.kind": _kind,
         "dataset.eval_dataset.repo_id": _evaluation,
         "dataset.eval_dataset.disk_path": _evaluation,
@@ -103,8 +128,6 @@ TOOL = Tool(
         "teacher.logprob_compressor.": _CAPTURED,
         "teacher.legacy_logit_compression.": _CAPTURED,
         "teacher.": "only a teacher in the same process: teacher_model_name_or_path and teacher_model_init_kwargs.",
-        "layer_mapping": "hidden states are not compared.",
-        "force_hidden_state_projection": "hidden states are not compared.",
         "functionary_packing": "set `packing: true`.",
         "frozen_modules": "train adapters instead, with use_peft and lora_target_modules.",
         "frozen_res": "train adapters instead, with use_peft and lora_target_modules.",
