@@ -43,6 +43,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
         disable_dropout: switch the student's dropout off.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
+        logging_nan_inf_filter: transformers', which shows a loss that is NaN as 0.0. Here off by default.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
@@ -107,6 +108,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         default=True, metadata={"help": "Multiply the divergences by temperature squared."}
     )
     disable_dropout: bool = field(default=False, metadata={"help": "Switch the student's dropout off."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Log a loss that is NaN as 0.0."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,6 +138,11 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
                 "A teacher cache knows the completions of the dataset alone: set lmbda to 0.0 and seq_kd to false, or "
                 "take the teacher itself, with teacher='model'."
             )
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled at some time in training."""
+        return self.lmbda > 0 or self.seq_kd or "lmbda" in (self.schedules or {})
 
     @property
     def loss_temperature(self) -> float:
