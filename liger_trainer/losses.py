@@ -33,7 +33,6 @@ class Distillation:
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
     beta: float = 0.5  # of the JSD, in TRL's convention
     ce_weight: float = 0.0
-    uld_weight: float = 0.0  # against a teacher of another tokenizer, in the place of the divergences
     temperature: float = 1.0
     scale_by_temperature_squared: bool = True
     vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
@@ -42,6 +41,7 @@ class Distillation:
     hidden_weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     terms: tuple[str, ...] = ()  # whose values are returned by name
     measure_jsd: bool = False  # the JSD at temperature 1 and beta 0.5, whatever is minimised
+    uld_weight: float = 0.0  # against a teacher of another tokenizer, in the place of the divergences
 
 
 @dataclass(frozen=True)
