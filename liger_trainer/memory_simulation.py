@@ -21,12 +21,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
-from .deferred import deferred_logits
 from .errors import ConfigError
 from .losses import LossOptions
 from .memory_stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 from .memory_tracker import MemoryTracker, Peak
 from .patching import NothingToPatch, Patched, PatchOptions, base_of
+from .self_teacher import without_adapters
+from .teacher import teacher_logits
 
 ATTENTION = "liger_trainer_without_data"
 
@@ -57,6 +58,7 @@ class StepSpec:
         checkpointing: keywords of `gradient_checkpointing_enable`, None for training without.
         optimizer: makes one from parameter groups.
         teacher_records: makes the batch's records of a teacher cache, from rows and length.
+        teaches_itself: the student without its adapters is the teacher.
     """
 
     student: ModelSpec
@@ -68,6 +70,7 @@ class StepSpec:
     accumulation: int = 1
     teacher: ModelSpec | None = None
     teacher_records: Callable[[int, int], Any] | None = None
+    teaches_itself: bool = False
     peft: Any = None
     patch: PatchOptions = field(default_factory=PatchOptions)
     loss: LossOptions = field(default_factory=LossOptions)
@@ -181,11 +184,12 @@ class _Run:
         if spec.teacher_records is not None:
             with self.tracker.during("teacher", "teacher records"):
                 return {"teacher_logits": spec.teacher_records(spec.rows, spec.length)}
-        if self.teacher is None:
+        teacher = base_of(self.student) if spec.teaches_itself else self.teacher
+        if teacher is None:
             return {}
-        with self.tracker.during("teacher", "teacher activations"), torch.no_grad(), self._autocast():
-            with deferred_logits(self.teacher):
-                return {"teacher_logits": self.teacher(**inputs, use_cache=False).logits}
+        alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
+        with self.tracker.during("teacher", "teacher activations"), alone, self._autocast():
+            return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
 
     def _autocast(self) -> Any:
         dtype = self.spec.autocast

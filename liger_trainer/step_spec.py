@@ -78,6 +78,10 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         raise config.error(
             "optim", f"estimate does not know its memory: {args.optim}. It knows {', '.join(OPTIMIZERS)}."
         )
+    if config.recipe == "distill":
+        unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
+        if unknown:
+            raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
     for key in ("activation_offloading", "torch_compile"):
         if config[key]:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
@@ -96,6 +100,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         accumulation=config["gradient_accumulation_steps"],
         teacher=teacher,
         teacher_records=records,
+        teaches_itself=distils and args.teacher == "self",
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         loss=LossOptions(
@@ -157,8 +162,10 @@ def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bo
     """(the teacher's model, None), or (None, what makes the records of a batch out of a cache)."""
     if args.teacher == "cache":
         return None, cache_format(config, student).records
+    if args.teacher == "self":
+        return None, None
     if args.teacher != "model":
-        raise config.error("teacher", f"estimate knows model and cache, got {args.teacher!r}.")
+        raise config.error("teacher", f"estimate knows model, cache and self, got {args.teacher!r}.")
     extra = config.init_kwargs("teacher_model_init_kwargs")
     model = read_config(config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"})
     run = _autocast(config, bf16) or torch.float32

@@ -184,6 +184,13 @@ def test_a_teacher_and_its_records():
     assert parts(memory, "loss")["teacher activations"] == pytest.approx(2 * 128 * 256 * 2, rel=0.1)  # its last hidden
 
 
+def test_a_student_that_is_its_own_teacher():
+    options = LossOptions(distillation=Distillation())
+    memory = simulate(step(peft=LORA, teaches_itself=True, loss=options))
+    assert parts(memory, "loss")["teacher weights"] == 0
+    assert parts(memory, "loss")["teacher activations"] == pytest.approx(2 * 128 * 256 * 4, rel=0.1)
+
+
 def test_accumulation_holds_gradients_beside_activations():
     once, twice = (simulate(step(accumulation=n)) for n in (1, 4))
     assert parts(once, "loss")["gradients"] == 0
