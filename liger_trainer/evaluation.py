@@ -15,8 +15,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import maybe_convert_to_chatml
 
 from .data import RunData
-from .metric_rows import DISTILL_ROWS as DISTILL_ROWS
-from .metric_rows import SFT_ROWS as SFT_ROWS
 from .metric_rows import Row
 
 if TYPE_CHECKING:
@@ -99,10 +97,10 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
         ids = row["input_ids"] if form == "input_ids" else tokenizer(row[text_field])["input_ids"]
         cut = min(TEXT_PROMPT_TOKENS, max(1, len(ids) // 2))
         return Prompt(_decode(tokenizer, ids[:cut]), list(ids[:cut]), _decode(tokenizer, ids[cut:]))
-    if form == "prompt-completion" and isinstance(row["prompt"], str):
-        return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row["completion"])
-    if form == "prompt-completion":
-        messages, answer = row["prompt"], row["completion"]
+    if form in ("prompt", "prompt-completion") and isinstance(row["prompt"], str):
+        return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row.get("completion"))
+    if form in ("prompt", "prompt-completion"):
+        messages, answer = row["prompt"], row.get("completion")
     else:
         messages = maybe_convert_to_chatml(row)["messages"]
         turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]

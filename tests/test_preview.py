@@ -140,7 +140,11 @@ def test_distillation_needs_no_teacher(folder, capsys):
     (folder / "run.yaml").write_text(SETTINGS + TEACHER)
     with pytest.raises(SystemExit) as stopped:
         main(["preview", "run.yaml", "--rows", "1"])
-    assert not stopped.value.code and "supervised" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert not stopped.value.code and "supervised" in out and "sampled too" not in out
+    with pytest.raises(SystemExit) as stopped:
+        main(["preview", "run.yaml", "--rows", "1", "lmbda=0.5"])
+    assert not stopped.value.code and "completions are sampled too" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

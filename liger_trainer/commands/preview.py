@@ -46,6 +46,10 @@ def preview(
     print_rows(console, seen.facts)
     for row in seen.rows:
         _print(console, row)
+    if settings.recipe == "distill" and (settings["lmbda"] or settings["seq_kd"]):
+        console.print(
+            "\nIn training completions are sampled too (lmbda, seq_kd); these are the rows' own.", style="yellow"
+        )
 
 
 def _print(console: "Console", row: "SeenRow") -> None:
