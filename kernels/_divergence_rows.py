@@ -259,7 +259,8 @@ def _divergence_torch(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms:
         sides = Distributions(log_q, log_p, q, p, write_grad and o.weight(kind) != 0)
         value, of_logits = OF_KIND[kind](sides, o)
         terms[row] = value * o.divergence_scale
-        divergence += o.weight(kind) * terms[row]
+        if o.weight(kind):  # where a divergence is infinite, 0 of it is no number
+            divergence += o.weight(kind) * terms[row]
         if of_logits is not None:
             factor = o.weight(kind) * o.divergence_scale / o.temperature
             dlogits += factor * of_logits

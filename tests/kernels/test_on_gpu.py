@@ -9,12 +9,14 @@ from kernel_checks import check_cross_entropy, check_divergence, evaluate, rando
 from liger_trainer.kernels import _cross_entropy_rows, _divergence_rows
 from liger_trainer.kernels._chunks import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
+EACH = {kind: 0.2 + 0.1 * i for i, kind in enumerate(KINDS)}
+JUMPING = ("tvd", "adaptive_kl")  # where a sign or the head's edge turns on a rounding error
 CE = {"ce_weight": 0.4, "label_smoothing": 0.1, "z_loss": 0.001}
 inputs = functools.partial(random_inputs, device="cuda")
 pair = functools.partial(random_pair, device="cuda")
@@ -40,6 +42,31 @@ def test_divergence(shape, dtype, options):
     check_divergence(tensors, workspace_mb=128, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64, 48, 32003), (333, 96, 128, 5001)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "teacher_share": 0.6, "alpha": 0.2, "beta": 0.3, **CE}])
+def test_each_kind_of_divergence(shape, dtype, options):
+    tensors = pair(*shape, dtype=dtype, bias=bool(options), ignored=0.3)
+    kind = {name: weight for name, weight in EACH.items() if name not in JUMPING}
+    check_divergence(tensors, workspace_mb=4, kind=kind, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", JUMPING)
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 2.0, "teacher_share": 0.5, "softcap": 15.0}], ids=["", "mixed"]
+)
+def test_divergences_that_jump(kind, dtype, options):
+    tensors = pair(333, 96, 128, 20003, dtype=dtype, ignored=0.3)
+    double = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    got = evaluate(linear_divergence, tensors, kind=kind, workspace_mb=16, **options)
+    plain = evaluate(linear_divergence_reference, tensors, kind=kind, **options)
+    truth = evaluate(linear_divergence_reference, double, kind=kind, **options)
+    for name in ("loss", "divergence", f"of {kind}", "d_hidden", "d_weight"):
+        wrong, allowed = ((x[name].double() - truth[name]).norm() / truth[name].norm() for x in (got, plain))
+        assert wrong <= 2 * allowed + 1e-3, f"{name}: relative error {wrong:.2e}, of plain torch {allowed:.2e}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [5001, 20000])
 def test_wider_logits(dtype, vocab):
@@ -49,11 +76,14 @@ def test_wider_logits(dtype, vocab):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_student_equal_to_teacher_gives_exactly_zero(dtype):
+@pytest.mark.parametrize("teacher_share", [1.0, 0.7])
+@pytest.mark.parametrize("kind", [MIX, EACH], ids=["mix", "each"])
+def test_student_equal_to_teacher_gives_exactly_zero(dtype, teacher_share, kind):
     tensors = inputs(300, 128, 5001, dtype=dtype)
     tensors |= {f"teacher_{k}": tensors[k] for k in ("hidden", "weight")}
-    got = evaluate(linear_divergence, tensors, kind=MIX, temperature=2.0)
+    got = evaluate(linear_divergence, tensors, kind=kind, temperature=2.0, teacher_share=teacher_share)
     assert all(not got[k].any() for k in ("loss", "divergence", "forward_kl", "reverse_kl", "d_hidden", "d_weight"))
+    assert not any(x.any() for name, x in got.items() if name.startswith("of "))
 
 
 @pytest.mark.parametrize("upstream", [1.0, 3.0, 0.0])
@@ -72,7 +102,7 @@ def test_host_never_waits(upstream):
             rows = RowSelection(tensors["labels"], num_items)
             RowSelection(tensors["labels"], torch.tensor(300))  # a number that the host has is not sent around
             loss = linear_cross_entropy(**student, rows=rows).loss * factor
-            (loss + linear_divergence(**tensors, kind=MIX, temperature=2.0, rows=rows, **CE).loss * factor).backward()
+            (loss + linear_divergence(**tensors, kind=EACH, temperature=2.0, rows=rows, **CE).loss * factor).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
