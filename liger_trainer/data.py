@@ -29,7 +29,7 @@ class DataFacts:
 
     name: str
     form: str
-    """messages, prompt-completion, conversations, text or input_ids"""
+    """messages, prompt-completion, conversations, text, input_ids, or prompt alone"""
     columns: tuple[str, ...]
     """of the dataset as it came"""
     columns_used: tuple[str, ...]
@@ -155,6 +155,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         ("messages", ("messages",)),
         ("conversations", ("conversations",)),
         ("text", (text,)),
+        *([("prompt", ("prompt",))] if config.recipe == "distill" else []),
     ):
         if all(column in have for column in needed):
             _check_mask_options(config, train, form)
@@ -167,6 +168,9 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
 
 
 def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> None:
+    if form == "prompt" and config["lmbda"] < 1 and not config["seq_kd"]:
+        advice = "set it to 1.0, and the student samples them, or seq_kd: true, and the teacher does what is left"
+        raise config.error("lmbda", f"the rows have prompts and no completions; {advice}.")
     if config["completion_only_loss"] and form not in ("prompt-completion", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
     chat = form in ("messages", "conversations") or isinstance(train[0].get("prompt"), list)
@@ -197,6 +201,8 @@ def _row_problem(row: dict, form: str, text: str) -> str | None:
         if isinstance(prompt, str) and isinstance(completion, str):
             return None
         return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
+    if form == "prompt" and isinstance(row["prompt"], str):
+        return None
     if form == "text":
         value = row[text]
         return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"

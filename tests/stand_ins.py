@@ -65,11 +65,21 @@ def _ultrachat() -> DatasetDict:
     return DatasetDict({split: Dataset.from_dict(columns) for split in splits})
 
 
+def _prompts() -> DatasetDict:
+    def asked(row):
+        return {"prompt": [{"role": "user", "content": row["prompt"]}], "solution": row["completion"]}
+
+    splits = {"train": completions(16), "test": completions(4, seed=1)}
+    return DatasetDict({name: rows.map(asked, remove_columns=["completion"]) for name, rows in splits.items()})
+
+
 # dataset id: rows with its splits, and with its columns as far as they matter
 DATASETS = {
     "demo:python_docstrings": lambda: DatasetDict(train=completions(16), test=completions(4, seed=1)),
     "HuggingFaceH4/ultrachat_200k": _ultrachat,
     "trl-lib/Capybara": _capybara,
+    "trl-lib/DeepMath-103K": _prompts,
+    "trl-lib/ultrafeedback-prompt": lambda: _prompts().remove_columns("solution"),
 }
 SHORT = (
     "max_steps=2", "max_length=48", "per_device_train_batch_size=2", "gradient_accumulation_steps=1",
@@ -116,6 +126,8 @@ class StandIns:
         for key in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name"):
             if config.values.get(key) in (*MODELS, *DATASETS):
                 yield f"{key}={self.path(config[key])}"
+        if config.given("max_completion_length"):
+            yield "max_completion_length=4"
         yield from (f"~{key}" for key in LEFT_OUT if config.given(key))
 
     def _files(self, config: RunConfig, folder: Path) -> Iterator[str]:

@@ -44,7 +44,7 @@ def test_the_catalogue_is_there():
     families = {name.partition("/")[0] for name in NAMES}
     assert families == {"gemma3", "granite", "llama3", "mistral", "phi4", "qwen3", "smollm2"}
     for size in ("0.6b", "1.7b"):
-        kinds = ("sft_full", "sft_lora", "distill_full", "distill_lora", "distill_cached")
+        kinds = ("sft_full", "sft_lora", "distill_full", "distill_lora", "distill_cached", "distill_on_policy")
         assert {f"qwen3/{kind}_{size}" for kind in kinds} <= set(NAMES)
     used = [load_run_config(name) for name in NAMES]
     assert {config["model_name_or_path"] for config in used} <= MODELS.keys()
@@ -66,13 +66,14 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_a_step_are_those_the_comment_says(name):
-    said = re.search(r"# ([\d x]+) = ([\d,]+) tokens a step", source_of(name))
+def test_a_step_holds_what_the_comment_says(name):
+    said = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
     if not name.startswith("smollm2/"):
         assert said
     if said:
         config = load_run_config(name)
-        keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "max_length")
+        keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"]
+        keys += ["max_length"] if said[3] == "tokens" else []
         factors = [config[key] for key in keys if config[key] is not None]
         assert factors == [int(factor) for factor in said[1].split(" x ")]
         assert math.prod(factors) == int(said[2].replace(",", ""))
@@ -100,7 +101,8 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
     for name in NAMES:
         config = load_run_config(name)
         template = MODELS[config["model_name_or_path"]][1]
-        assert config["assistant_only_loss"] == (template is not None), name
+        answered = config["dataset_name"] in ("HuggingFaceH4/ultrachat_200k", "trl-lib/Capybara")
+        assert config["assistant_only_loss"] == (answered and template is not None), name
         if template is not None:
             tokenizer = AutoTokenizer.from_pretrained(stand_ins.path(config["model_name_or_path"]))
             assert not has_generation_markers(tokenizer.chat_template)

@@ -191,3 +191,20 @@ def test_holdout_fraction_beside_a_test_split(load):
     assert load("d", files).facts.test_rows_seen_in_training == 20
     with pytest.raises(ConfigError, match="holdout_fraction: has no effect: the dataset has a split 'test'"):
         load("d", None, "holdout_fraction=0.1")
+
+
+def test_prompts_alone_are_rows_where_their_completions_are_sampled(load):
+    rows = [{"prompt": CHAT[:1], "answer": "b"}] * 3
+    teacher = "teacher_model_name_or_path=t"
+    data = load("rows.jsonl", {"rows.jsonl": lines(rows)}, teacher, "lmbda=1.0")
+    assert data.facts.form == "prompt" and data.train.column_names == ["prompt"]
+    assert (
+        load("rows.jsonl", {"rows.jsonl": lines([{"prompt": "a"}] * 3)}, teacher, "seq_kd=true").facts.train_rows == 2
+    )
+    with pytest.raises(ConfigError, match="lmbda: the rows have prompts and no completions; set it to 1.0"):
+        load("rows.jsonl", None, teacher, "lmbda=0.5")
+    with pytest.raises(DataError, match="no usable column.*the rows have: prompt"):
+        load("rows.jsonl", None)
+    broken = lines([{"prompt": [{"content": "a"}]}] * 3)
+    with pytest.raises(DataError, match=r"rows.jsonl:\d: column 'prompt': expected"):
+        load("rows.jsonl", {"rows.jsonl": broken}, teacher, "lmbda=1.0")
