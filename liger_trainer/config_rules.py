@@ -101,7 +101,7 @@ def is_sharded(values: Mapping[str, Any]) -> bool:
 
 def _samples(v: View) -> bool:
     """Whether completions are sampled in training. Nothing else has these keys than a distillation."""
-    return bool(v.values.get("lmbda") or v.values.get("seq_kd"))
+    return bool(v.values.get("lmbda") or v.values.get("seq_kd")) or "lmbda" in (v.values.get("schedules") or ())
 
 
 def _without(key: str, needed: str, also: str = "") -> Conflict:

@@ -147,7 +147,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
         """Rows without completions. In training others must write them all; in evaluation the student does."""
-        if dataset_name == "train" and args.lmbda < 1 and not args.seq_kd:
+        if dataset_name == "train" and (args.lmbda < 1 or "lmbda" in (args.schedules or {})) and not args.seq_kd:
             raise ConfigError(
                 "The training rows have prompts and no completions: set lmbda to 1.0, and the student samples them, or "
                 "seq_kd, and the teacher samples what the student does not. Or add a column completion."

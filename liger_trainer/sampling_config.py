@@ -63,11 +63,6 @@ class SamplingConfig:
     vllm_max_model_length: int | None = _option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
     vllm_tensor_parallel_size: int = _option(1, "GPUs that vLLM spreads the student over.", ge=1)
 
-    @property
-    def samples(self) -> bool:
-        """Whether completions are sampled in training."""
-        return self.lmbda > 0 or self.seq_kd
-
     def _check_sampling(self) -> None:
         for item in fields(SamplingConfig):
             value = getattr(self, item.name)

@@ -22,7 +22,10 @@ OBJECTIVES = {
     "mix": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "hidden": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 1], [1, 0]]},
                {"type": "hidden_cosine", "layers": "last"}],
+    "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
 }  # fmt: skip
+# greedy, so that the students of all processes write the same
+ON_POLICY = {"lmbda": 1.0, "max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
 
 
 class _Capture(TrainerCallback):
@@ -51,13 +54,14 @@ def one_step(objective, batch, accumulation):
     if OBJECTIVES[objective] is None:
         trainer = LigerTrainer(tiny_model(), args=train_args(SFTConfig, **options), **common)
     else:
+        options.update(ON_POLICY if objective == "on_policy" else {})
         args = train_args(LigerDistillConfig, losses=OBJECTIVES[objective], beta=0.4, temperature=2.0, **options)
         teacher = tiny_model("gemma2", seed=5, hidden_size=48)
         trainer = LigerDistillTrainer(tiny_model(), teacher_model=teacher, args=args, **common)
     gradients = capture_gradients(trainer)
     trainer.train()
     logs = trainer.state.log_history[0]
-    not_compared = ("loss", "grad_norm", "learning_rate", "epoch", "step")
+    not_compared = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
     return {
         "loss": logs["loss"], "gradients": gradients, "logs": {k: v for k, v in logs.items() if k not in not_compared},
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
@@ -145,6 +146,16 @@ def test_sampling_leaves_modes_and_random_numbers_alone():
     assert [module.training for module in model.modules()] == modes
     assert first == sampler().sample(tiny_model("phi"), PROMPTS, seed=1)  # without dropout
     assert first == sampler(generation_batch_size=None).sample(model, PROMPTS, 1) != sampler().sample(model, PROMPTS, 2)
+
+
+def test_each_process_draws_for_itself():
+    trainer = make(lmbda=1.0)
+    ranks = []
+    for rank in range(2):
+        stand_in = types.SimpleNamespace(args=trainer.args, accelerator=types.SimpleNamespace(process_index=rank))
+        trainer._on_policy._trainer = stand_in
+        ranks.append([trainer._on_policy._seed(step, False, 0) for step in range(4)])
+    assert len({*ranks[0], *ranks[1]}) == 8
 
 
 def test_prompts_in_parts():
@@ -310,6 +321,15 @@ def test_lmbda_may_change_while_training():
     assert "on_policy_share" not in first and second["on_policy_share"] == 1.0
 
 
+def test_a_schedule_of_lmbda():
+    trainer = make(schedules={"lmbda": {"from": 0.0, "to": 1.0, "steps": 2}}, max_steps=3)
+    trainer.train()
+    logs = trainer.state.log_history[:3]
+    assert [entry["schedule/lmbda"] for entry in logs] == [0.0, 0.5, 1.0] and trainer.lmbda == 1.0
+    want = [sources(lmbda, False, 42, step, 1).count(STUDENT) for step, lmbda in enumerate((0.0, 0.5, 1.0))]
+    assert [entry["on_policy_share"] for entry in logs] == want
+
+
 def test_the_evaluation_is_on_the_datasets_completions():
     want = make(eval_data=completions(6)).evaluate()
     got = make(eval_data=completions(6), lmbda=1.0).evaluate()
@@ -456,8 +476,9 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
     with pytest.raises(DataError, match="A row has no prompt to complete"):
         make(chats(), seq_kd=True)
     make(texts())  # as ever
-    with pytest.raises(ConfigError, match="training rows have prompts and no completions: set lmbda to 1.0"):
-        make(prompts_only(), lmbda=0.5)
+    for options in ({"lmbda": 0.5}, {"lmbda": 1.0, "schedules": {"lmbda": {"to": 0.5}}}):
+        with pytest.raises(ConfigError, match="training rows have prompts and no completions: set lmbda to 1.0"):
+            make(prompts_only(), **options)
     with pytest.raises(ConfigError, match="rows with sampled completions are batched by TRL's own"):
         LigerDistillTrainer(
             tiny_model(), teacher_model=tiny_model(seed=1), args=train_args(LigerDistillConfig, lmbda=1.0),
@@ -520,7 +541,7 @@ def test_keys_of_sampling_without_sampling_are_noted():
     assert notices_of("top_p: 0.9\nmax_completion_length: 64\n") == {
         "top_p": NOTHING_SAMPLED, "max_completion_length": NOTHING_SAMPLED,
     }  # fmt: skip
-    for sampled in ("lmbda: 0.5", "seq_kd: true"):
+    for sampled in ("lmbda: 0.5", "seq_kd: true", "schedules: {lmbda: {to: 0.5}}"):
         assert not notices_of(f"top_p: 0.9\n{sampled}\n")
     assert notices_of("lmbda: 1.0\nvllm_mode: server\n") == {"vllm_mode": "has no effect without `use_vllm: true`."}
     told = notices_of("lmbda: 1.0\nlog_completions: true\n")
@@ -535,6 +556,7 @@ def test_keys_of_sampling_without_sampling_are_noted():
         ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
         ("lmbda: 0.5\nfsdp: full_shard\n", "lmbda: a model that FSDP splits is not sampled from"),
         ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
+        ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", "packing: completions are sampled for rows one by one"),
         ("lmbda: 2\n", "lmbda: expected"),
     ],
 )
