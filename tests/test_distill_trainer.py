@@ -122,7 +122,9 @@ def test_two_processes_equal_one(whole_batch, two_processes, objective, split):
     for name, value in want["logs"].items():
         if name not in ("entropy", "mean_token_accuracy"):
             assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
-    assert objective == "on_policy" or got["logs"]["num_tokens"] == sum(len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS)
+    assert objective == "on_policy" or got["logs"]["num_tokens"] == sum(
+        len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS
+    )
 
 
 # Layers
