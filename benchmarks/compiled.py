@@ -160,22 +160,22 @@ def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: 
     sums = {value for value, failure in built.values() if failure is None}
     if len(sums) > 1:
         raise RuntimeError(f"The providers' weights differ: {built}")
-    _say(shape, "built")
+    say(shape, "built")
     by_name = {provider.name: provider for provider in providers}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "truth.pt")
         _, failure = by_name["plain"].call("truth", shape, path)
         if failure is not None:
             raise RuntimeError(f"The plain model could not compute the truth: {failure}")
-        _say(shape, "truth in fp32 computed")
+        say(shape, "truth in fp32 computed")
         _pass_gate([result for result in results if result.failure is None], by_name, path)
-    _say(shape, "compiled, and held against the truth")
+    say(shape, "compiled, and held against the truth")
     if not beyond_bound(results):
         take_turns(list(results), by_name, rounds, deadline)
     return results
 
 
-def _say(shape: str, what: str) -> None:
+def say(shape: str, what: str) -> None:
     print(f"{time.strftime('%X')} {shape}: {what}", file=sys.stderr, flush=True)
 
 

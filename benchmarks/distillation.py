@@ -12,14 +12,16 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
+import os
 import re
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -152,20 +154,48 @@ def measure(student: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     return {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
 
 
-def run_all(arms: list[str], seeds: list[int], jobs: int, overrides: list[str]) -> tuple[Results, dict[str, Cache]]:
-    """The longest arms first, so that none is left alone at the end."""
+def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results, dict[str, Cache]]:
+    """What is done within `options.seconds`. The longest arms come first, so that none is left alone at the end."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(jobs, context) as pool:
+    devices = context.Queue()
+    for number in range(options.jobs):
+        devices.put(number % options.gpus)
+    deadline = time.monotonic() + options.seconds
+    arms = sorted(options.arms, key=list(ARMS).index, reverse=True)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
+        ProcessPoolExecutor(options.jobs, context, _take_device, (devices,)) as pool,
+    ):
         folder = Path(name)
-        capturing = {arm: pool.submit(capture, arm, overrides, folder) for arm in arms if ARMS[arm].cache}
-        futures: dict[str, list[Future]] = {}
-        for arm in sorted(arms, key=list(ARMS).index, reverse=True):
-            if arm not in capturing:
-                futures[arm] = [pool.submit(run, arm, seed, overrides, None, folder) for seed in seeds]
-        caches = {arm: future.result() for arm, future in capturing.items()}
-        for arm, cache in caches.items():
-            futures[arm] = [pool.submit(run, arm, seed, overrides, cache, folder) for seed in seeds]
-        return {arm: [future.result() for future in futures[arm]] for arm in arms}, caches
+        captures = {pool.submit(capture, arm, overrides, folder): arm for arm in arms if ARMS[arm].cache}
+        runs = {
+            pool.submit(run, arm, seed, overrides, None, folder): (arm, seed)
+            for arm in arms
+            if not ARMS[arm].cache
+            for seed in options.seeds
+        }
+        caches = {}
+        for future in as_completed(captures):
+            arm, cache = captures[future], future.result()
+            caches[arm] = cache
+            runs |= {pool.submit(run, arm, s, overrides, cache, folder): (arm, s) for s in options.seeds}
+        wait(runs, timeout=None if math.isinf(options.seconds) else deadline - time.monotonic())
+        done = {of: future.result() for future, of in runs.items() if future.done()}
+        if len(done) < len(runs):
+            _stop(pool)
+    found = {arm: [done[arm, seed] for seed in options.seeds if (arm, seed) in done] for arm in options.arms}
+    return {arm: each for arm, each in found.items() if each}, caches
+
+
+def _take_device(devices: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(devices.get())
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    processes = list(pool._processes.values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
 
 
 def table(results: Results, caches: dict[str, Cache], command: str) -> str:
@@ -181,18 +211,19 @@ def table(results: Results, caches: dict[str, Cache], command: str) -> str:
         f"- `{command}`: {training['steps']} steps",
         f"- {packages}",
         f"- {data['test_rows']} held-out rows, measured against the teacher itself; nats per token; mean (least to "
-        f"most) of {len(results[next(iter(results))])} seeds. tokens/s: of a device that runs share",
+        f"most) of {max(map(len, results.values()))} seeds. tokens/s: of a device that runs share",
         "",
         f"| trained with | {' | '.join(METRICS.values())} | tokens | tokens/s | peak memory, MiB | cache |",
         "|---" * (len(METRICS) + 5) + "|",
         f"| nothing yet | {_spreads(before)} | | | | |",
     ]
     live = mean(result.held_out["forward_kl"] for result in results[LIVE]) if LIVE in results else None
-    lines += [_line(arm, each, caches.get(arm), live) for arm, each in results.items()]
+    seeds = max(map(len, results.values()))
+    lines += [_line(arm, each, caches.get(arm), live, seeds) for arm, each in results.items()]
     return "\n".join(lines) + "\n"
 
 
-def _line(arm: str, each: list[Result], cache: Cache | None, live: float | None) -> str:
+def _line(arm: str, each: list[Result], cache: Cache | None, live: float | None, seeds: int) -> str:
     speed = mean(result.run["training"]["tokens_per_second"] for result in each)
     memory = max(result.run["training"]["peak_memory_mib"] for result in each)
     tokens = mean(result.run["training"]["tokens"] for result in each)
@@ -202,7 +233,8 @@ def _line(arm: str, each: list[Result], cache: Cache | None, live: float | None)
         if live is not None:
             about += f"; KL {mean(r.held_out['forward_kl'] for r in each) / live - 1:+.1%} beside the live teacher's"
     measured = _spreads([result.held_out for result in each])
-    return f"| {ARMS[arm].title} | {measured} | {tokens:,.0f} | {speed:,.0f} | {memory:,.0f} | {about} |"
+    title = ARMS[arm].title + (f" ({len(each)} of {seeds} seeds)" if len(each) < seeds else "")
+    return f"| {title} | {measured} | {tokens:,.0f} | {speed:,.0f} | {memory:,.0f} | {about} |"
 
 
 def _spreads(measured: list[dict[str, float]]) -> str:
@@ -215,11 +247,15 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="processes; speed is that of a shared machine then")
+    parser.add_argument("--gpus", type=int, default=1, help="that the processes are spread over")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="what is not done by then is left out")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
     options, overrides = parser.parse_known_args()
-    results, caches = run_all(options.arms, options.seeds, options.jobs, overrides)
+    results, caches = run_all(options, overrides)
     chosen = "" if options.arms == list(ARMS) else f" --arms {' '.join(options.arms)}"
-    words = f"{chosen} --seeds {' '.join(map(str, options.seeds))} --jobs {options.jobs} {shlex.join(overrides)}"
+    gpus = f" --gpus {options.gpus}" if options.gpus > 1 else ""
+    seeds = " ".join(map(str, options.seeds))
+    words = f"{chosen} --seeds {seeds} --jobs {options.jobs}{gpus} {shlex.join(overrides)}"
     text = table(results, caches, f"python -m benchmarks.distillation{words}".strip())
     device = results[next(iter(results))][0].run["training"]["device"]
     stem = options.output / ("distillation-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"))

@@ -81,10 +81,12 @@ class Worker(compiled.Worker):
         super().__init__(provider, tiny)
         self.teacher: Any = None
         self.optimizer: Any = None
+        self.host: dict[int, Tensor] = {}  # where weights are while others have their turn
 
     def build(self, shape: str) -> float:
         """Make both models and the batch. Returns a number that depends on every weight."""
         self.model = self.teacher = self.optimizer = None
+        self.host = {}
         gc.collect()
         config_name, *sizes = SHAPES[shape]
         self.model, self.teacher = (self._made(config_name, seed, size) for seed, size in enumerate(sizes))
@@ -116,20 +118,29 @@ class Worker(compiled.Worker):
     @contextlib.contextmanager
     def _on_the_device(self) -> Iterator[None]:
         """Both models are there for as long: those of all providers, and a step, would not fit."""
-        for model in (self.model, self.teacher):
-            model.to(self.device)
+        for tensor in self._tensors():
+            tensor.data = tensor.data.to(self.device)
         try:
             yield
         finally:
             self._park()
 
     def _park(self) -> None:
+        """Into pinned memory, which is as fast as the link."""
         self.optimizer.state.clear()
         for model in (self.model, self.teacher):
             model.zero_grad(set_to_none=True)
-            model.to("cpu")
+        for tensor in self._tensors() if self.device == "cuda" else ():
+            if id(tensor) not in self.host:
+                self.host[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            tensor.data = self.host[id(tensor)].copy_(tensor.data)
         gc.collect()
         self._empty_cache()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for model in (self.model, self.teacher):
+            yield from model.parameters()
+            yield from model.buffers()
 
     def _patch(self) -> None:
         if self.provider == "liger":
@@ -166,8 +177,8 @@ class Worker(compiled.Worker):
         return hidden, self.model.lm_head.weight, taught, self.teacher.lm_head.weight
 
     def truth(self, shape: str, path: str) -> None:
-        for model in (self.model, self.teacher):
-            model.to(self.device, torch.float32)
+        for tensor in self._tensors():
+            tensor.data = tensor.data.to(self.device, torch.float32)
         super().truth(shape, path)
 
     def loss_memory(self) -> float | None:
@@ -223,8 +234,10 @@ def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: 
         _, failure = by_name["plain"].call("truth", shape, path)
         if failure is not None:
             raise RuntimeError(f"The plain models could not compute the truth: {failure}")
+        compiled.say(shape, "truth in fp32 computed")
         for result in (r for r in results if r.failure is None):
             result.errors, result.failure = by_name[result.provider].call("gate", path)
+    compiled.say(shape, "held against the truth")
     if beyond_bound(results):
         return results
     for result in (r for r in results if r.failure is None and r.errors is not None):
