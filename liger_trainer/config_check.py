@@ -135,7 +135,10 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
     """What is wrong with the loss that the settings describe together, beyond the type of each."""
     try:
-        plan_of(values)
+        plan = plan_of(values)
+        for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
+            if key in settings and scalar not in plan.used:
+                yield Finding(settings[key].where, key, "has no effect: nothing in the loss depends on it.")
     except ValueError as error:
         message = str(error)
         key = message.partition(" ")[0].rstrip(":")

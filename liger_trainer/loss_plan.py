@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config_types import complaints
@@ -34,6 +34,11 @@ class LossPlan:
     def moves(self) -> bool:
         return bool(self.schedules) or self.taid is not None
 
+    @property
+    def used(self) -> set[str]:
+        """The scalars, weights aside, that some term's value depends on."""
+        return {name for term in self.terms for name in LOSS_TYPES[term.type].scalars}
+
     def at(self, step: int, max_steps: int) -> dict[str, float]:
         """The scheduled scalars in the step after `step` steps of `max_steps`."""
         return {name: schedule.at(step, max_steps) for name, schedule in self.schedules.items()}
@@ -61,16 +66,12 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
         kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(scalars["beta"]), "jsd")
         terms = (LossTerm(kind),)
     scalars |= _own_options(terms, scalars) | {f"{term.type}_weight": term.weight for term in terms}
-    used = {name for term in terms for name in LOSS_TYPES[term.type].scalars}
-    known = {name: x for name, x in scalars.items() if name in used or name.endswith("_weight") or name == "lmbda"}
-    plan = LossPlan(
-        terms,
-        scalars,
-        schedules_of(given["schedules"], known) if "schedules" in given else {},
-        taid_of(given["taid"]) if "taid" in given else None,
-    )
+    plan = LossPlan(terms, scalars, taid=taid_of(given["taid"]) if "taid" in given else None)
+    if "schedules" in given:
+        known = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
+        plan = replace(plan, schedules=schedules_of(given["schedules"], known))
     if plan.taid is not None and not plan.of("divergence"):
-        raise ValueError("taid changes what the divergences hold the student against, and losses has none of them.")
+        raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
     if plan.of("uld"):
         _check_uld(plan, given.get("teacher", "model"))
     if given.get("teacher") in ("cache", "server"):
@@ -93,7 +94,7 @@ def _check_uld(plan: LossPlan, teacher: str) -> None:
 def _check_sparse(plan: LossPlan, teacher: str) -> None:
     """What a teacher that is known at a few tokens cannot do, apart from the divergences that it doesn't determine."""
     if plan.taid is not None:
-        raise ValueError(f"taid mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
+        raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
     if plan.of("hidden"):
         raise ValueError(f"losses: {plan.of('hidden')[0].type} needs the teacher's model; teacher: {teacher} has none.")
     unknown = next((term.type for term in plan.of("divergence") if term.type != "forward_kl" and not term.weight), None)

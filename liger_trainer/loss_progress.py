@@ -56,6 +56,8 @@ class LossProgress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0 and self._plan.taid is not None:
             self.share = TeacherShare(self._plan.taid)
+        if self.hidden is not None:
+            self.hidden.zero_grad()  # of a training that was interrupted
         self._set_lmbda(state)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:

@@ -19,10 +19,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cache_format import TokenTargets
+from liger_trainer.errors import ConfigError
 from liger_trainer.kernels._divergence_kinds import KINDS
 from liger_trainer.loss_plan import plan_of
 from liger_trainer.loss_types import LOSS_TYPES, entry_rule
 from liger_trainer.losses import LossOptions, Targets, batch_loss
+from liger_trainer.run_config import check_text
 from liger_trainer.sparse_teacher import SparseTeacher
 
 pytestmark = [
@@ -167,6 +169,25 @@ def test_an_entrys_option_goes_before_the_common_field():
 def test_wrong_lists(fields, message):
     with pytest.raises(ValueError, match=message):
         plan_of(fields)
+
+
+@pytest.mark.parametrize(
+    "text, finding",
+    [
+        ("losses:\n  - {type: ce}\n  - {type: tvd, alpha: 0.1}\n", "r.yaml:4: losses: tvd: alpha: unknown key"),
+        ("losses:\n  - {type: ce}\n  - {type: tvd, weigth: 1}\n", r"r.yaml:6: losses: \[1\].weigth: unknown key"),
+        ("schedules: {temperature: {to: -1.0}}\n", "r.yaml:4: schedules: temperature: expected a number above 0"),
+        ("schedules: {ce_weight: {to: 1.0}}\n", "r.yaml:4: schedules: 'ce_weight' is no scalar of this loss"),
+        ("taid: {start: 0.9, end: 0.1}\n", "r.yaml:4: taid: the teacher's share rises"),
+        ("skew_alpha: 0.2\n", "r.yaml:4: skew_alpha: has no effect"),
+        ("kd_temperature: 2\nlosses: [{type: ce}]\n", "r.yaml:4: kd_temperature: has no effect"),
+        ("taid: {}\nteacher: cache\nteacher_cache_dir: x\n", "r.yaml:4: taid: it mixes logits of the whole vocabulary"),
+    ],
+)
+def test_a_file_is_told_its_mistakes_with_their_lines(text, finding):
+    named = "model_name_or_path: a\nteacher_model_name_or_path: b\ndataset_name: c\n"
+    with pytest.raises(ConfigError, match=finding):
+        check_text(named + text, "r.yaml")
 
 
 def test_the_table_of_types_is_what_the_schema_offers():

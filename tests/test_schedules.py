@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_leaves_the_share_as_it_is():
         ({"taid": {"beta": 1.0}}, "taid: beta: expected a number below 1"),
         ({"taid": {"adaptive": False, "alpha": 0.1}}, "alpha and beta have no effect with adaptive: false"),
         ({"taid": {}, "losses": [{"type": "ce"}]}, "losses has none of them"),
-        ({"taid": {}, "teacher": "cache"}, "taid mixes logits of the whole vocabulary, which teacher: cache does not"),
+        ({"taid": {}, "teacher": "cache"}, "taid: it mixes logits of the whole vocabulary, which teacher: cache does"),
         ({"losses": [{"type": "forward_kl"}, {"type": "hidden_mse"}], "teacher": "server"},
          "losses: hidden_mse needs the teacher's model; teacher: server has none"),
         ({"losses": [{"type": "forward_kl"}, {"type": "tvd", "weight": 0}], "teacher": "cache"},
