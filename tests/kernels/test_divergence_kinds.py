@@ -54,8 +54,8 @@ def random_logits(n, v, dtype=torch.float32, seed=0, spread=2.0):
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 2.0, "alpha": 0.3, "teacher_share": 0.4, **CAPS, **CE}], ids=["", "all"]
 )
-def test_each_kind(place, kind, options):
-    tensors = random_pair(4, 12, 9, 37, dtype=place.dtype, device=place.device, bias=True, ignored=0.2)
+def test_each_kind(fp32, kind, options):
+    tensors = random_pair(3, 12, 9, 37, device=fp32.device, bias=True)
     got = check_divergence(tensors, kind=kind, **options)
     torch.testing.assert_close(got[f"of {kind}"], got["divergence"], rtol=1e-6, atol=0)
 
@@ -96,15 +96,20 @@ def test_padding_takes_no_part(fp32):
         torch.testing.assert_close(part, x, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("kind", [{kind: 1.0} for kind in NEW] + [EACH], ids=" ".join)
 @pytest.mark.parametrize("temperature, teacher_share", [(1.0, 1.0), (2.0, 0.7)])
-def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature, teacher_share):
-    if len(kind) == 1 and (place.dtype == torch.float16 or teacher_share < 1):
-        pytest.skip("all together show it")
+def test_student_equal_to_teacher_gives_exactly_zero(place, temperature, teacher_share):
+    check_zero(place, kind=EACH, temperature=temperature, teacher_share=teacher_share)
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_student_equal_to_teacher_gives_exactly_zero_for_each(fp32, kind):
+    check_zero(fp32, kind=kind)
+
+
+def check_zero(place, **options):
     student = random_inputs(3, 6, 37, dtype=place.dtype, device=place.device, bias=True)
     tensors = student | {f"teacher_{k}": x.clone() for k, x in student.items() if k != "labels"}
-    options = {"kind": kind, "temperature": temperature, "softcap": 6.0, "teacher_softcap": 6.0, "workspace_mb": 0.002}
-    got = evaluate(linear_divergence, tensors, teacher_share=teacher_share, **options)
+    got = evaluate(linear_divergence, tensors, softcap=6.0, teacher_softcap=6.0, workspace_mb=0.002, **options)
     for name in ("loss", "divergence", "d_hidden", "d_weight", "d_bias", *(n for n in got if n.startswith("of "))):
         assert not got[name].any(), f"{name} is up to {got[name].abs().max()}"
 
@@ -265,14 +270,11 @@ def test_tvd_lies_between_0_and_1_and_has_no_slope_where_both_agree(fp32):
     torch.testing.assert_close(got["d_hidden"], expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [{kind: 1.0} for kind in KINDS] + [EACH], ids=" ".join)
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
-def test_teacher_share(fp32, kind, temperature):
-    if fp32.path == "triton" and kind != EACH:
-        pytest.skip("all together show it")
+def test_teacher_share(fp32, temperature):
     student, teacher = random_logits(2, 37)
     tensors = pair_of_logits(student, teacher, fp32.device)
-    options = {"kind": kind, "temperature": temperature, "beta": 0.3}
+    options = {"kind": EACH, "temperature": temperature, "beta": 0.3}
     plain = evaluate(linear_divergence, tensors, **options)
     whole = evaluate(linear_divergence, tensors, teacher_share=1.0, **options)
     assert all(torch.equal(whole[k], plain[k]) for k in plain)
