@@ -351,6 +351,23 @@ def test_adapters_of_a_student_learn_from_their_own_completions():
     assert moved and all("lora_" in name for name in moved)
 
 
+@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"seq_kd": True}], ids=["student", "base"])
+def test_the_student_without_its_adapters_as_teacher(options):
+    """The adapters are as they were drawn, so the two are equal and there is nothing to learn but from the labels."""
+    trainer = LigerDistillTrainer(
+        tiny_model(), args=train_args(LigerDistillConfig, teacher="self", max_steps=2, max_completion_length=6,
+                                      losses=[{"type": "forward_kl"}, {"type": "ce"}], **options),
+        train_dataset=completions(), processing_class=tiny_tokenizer(), peft_config=LoraConfig(r=4),
+    )  # fmt: skip
+    seen = spied(trainer)
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert abs(first["forward_kl"]) < 1e-6 < second["forward_kl"]
+    seed = trainer._on_policy._seed(0, "seq_kd" in options, 0)
+    want = sampler().sample(tiny_model(), prompts_of(seen[0]), seed)
+    assert [row[row != -100].tolist() for row in seen[0]["labels"]] == want
+
+
 # Rows
 
 
