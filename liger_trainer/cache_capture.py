@@ -28,7 +28,6 @@ from .cache_fingerprints import (
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .head import output_module
-from .model_teacher import load_teacher
 from .teacher_cache import (
     INDEX,
     VERSION,
@@ -44,6 +43,7 @@ from .teacher_cache import (
     write_file,
     write_index,
 )
+from .teacher_placement import load_teacher, stays, stream_weights
 from .teacher_reader import TeacherReader
 from .trainer import LigerTrainer
 
@@ -290,7 +290,9 @@ def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
 def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:
     """Frozen, in eval mode, on the run's device; a quantized or spread model stays where it is."""
     spread = len(set((getattr(teacher, "hf_device_map", None) or {}).values())) > 1
-    if not spread and getattr(teacher, "hf_quantizer", None) is None:
+    if args.teacher_offload:
+        stream_weights(teacher, args.device)
+    elif not spread and not stays(args) and getattr(teacher, "hf_quantizer", None) is None:
         teacher.to(args.device)  # pyright: ignore[reportArgumentType]
     return teacher.requires_grad_(False).eval()
 

@@ -75,7 +75,7 @@ class TokenTargets:
     log_probs: Tensor  # (..., K) at the cache's temperature, -inf: no entry
     top_ids: Tensor  # (...,) int32, the likeliest token
     label_log_prob: Tensor  # (...,) at temperature 1
-    entropy: Tensor  # (...,) at temperature 1
+    entropy: Tensor | None  # (...,) at temperature 1; None: not known
     unnamed: Tensor  # (...,) what the entries' cross-entropy lacks to an estimate of the KL divergence; 0 for topk
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config_schema import Key
 from .config_source import Finding, Setting
+from .teacher_config import FILES, PLACEMENT, SERVER, teacher_problems
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
 REFUSED = {
@@ -213,10 +214,55 @@ CONFLICTS = (
         Conflict(
             key,
             (key, "teacher"),
-            lambda v, key=key: key in v.given and v["teacher"] == "self",
-            "has no effect with `teacher: self`: nothing is loaded.",
+            lambda v, key=key: key in v.given and v["teacher"] in ("self", "server"),
+            "has no effect with `teacher: self` or `server`: nothing is loaded.",
         )
-        for key in ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
+        for key in (*FILES[:3], *PLACEMENT)
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "teacher"),
+            lambda v, key=key: key in v.given and v["teacher"] != "server",
+            "has no effect without `teacher: server`.",
+        )
+        for key in SERVER
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "teacher"),
+            lambda v, key=key: v.values.get("teacher") == "server" and not v[key],
+            "missing; `teacher: server` needs it.",
+        )
+        for key in ("teacher_server_base_url", "teacher_server_model")
+    ),
+    Conflict(
+        "teacher_column",
+        ("teacher_column", "teachers"),
+        lambda v: "teacher_column" in v.given and not v["teachers"],
+        "has no effect without `teachers`, among which it chooses.",
+    ),
+    Conflict(
+        "teachers",
+        ("teachers", "teacher"),
+        lambda v: bool(v.values.get("teachers")) and v["teacher"] != "model",
+        "are models; leave `teacher` out. One of them may be `teacher: self`.",
+    ),
+    Conflict(
+        "teachers",
+        ("teachers", "teacher_model_name_or_path"),
+        lambda v: bool(v.values.get("teachers")) and v["teacher_model_name_or_path"] is not None,
+        "give either teachers or teacher_model_name_or_path, not both.",
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "fsdp", "deepspeed"),
+            lambda v, key=key: bool(v.values.get(key)) and is_sharded(v.values),
+            "does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.",
+        )
+        for key in PLACEMENT[1:]
     ),
     Conflict(
         "teacher",
@@ -278,6 +324,8 @@ def conflicts(view: View, wrong: Set[str]) -> Iterator[tuple[str, str]]:
     for conflict in CONFLICTS:
         if wrong.isdisjoint(conflict.reads) and conflict.wrong(view):
             yield conflict.key, conflict.message.format(value=view[conflict.key])
+    if "teacher" in view.values and wrong.isdisjoint(("teachers", "teacher_column", *PLACEMENT)):
+        yield from teacher_problems(view.values)
 
 
 def renamed(key: str, setting: Setting) -> tuple[str, Setting, str]:

@@ -3,6 +3,7 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -23,11 +24,15 @@ from .on_policy import SOURCE, STUDENT, OnPolicy
 from .patching import Patched
 from .prompts import check_prompts, prepare_prompts, prompts_alone
 from .self_teacher import SelfTeacher
+from .server_teacher import ServerTeacher
+from .several_teachers import SeveralTeachers
 from .teacher import per_token_values
 from .teachers import Teacher
-from .trainer import LigerTrainer
+from .trainer import LigerTrainer, kept_length
 from .trl_arguments import moved
 from .uld_teacher import UldTeacher
+
+GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -42,7 +47,7 @@ class LigerDistillTrainer(LigerTrainer):
         model: the student, as for `trl.SFTTrainer`.
         teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
             `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
-            "self" and "server" there is none to give.
+            "self" and "server" there is none to give. Several: a dictionary of them by name, see `args.teachers`.
         args: `LigerDistillConfig`, or the `DistillationConfig` or `GKDConfig` of TRL, whose run is then this one's
             (docs/on-policy.md).
         **kwargs: as for `trl.SFTTrainer`.
@@ -50,7 +55,8 @@ class LigerDistillTrainer(LigerTrainer):
     Attributes, besides LigerTrainer's:
         teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
         teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
-            nothing to replace; both None where the teacher is no model of its own.
+            nothing to replace; both None where the teacher is no model of its own,
+            and where there are several: `teaching.models`.
         distillation: the loss; `distil` changes it.
         lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
         prompts_alone: the names of the datasets that have prompts and no completions.
@@ -71,7 +77,7 @@ class LigerDistillTrainer(LigerTrainer):
     _tag_names = ["trl", "liger-trainer", "distillation"]
     _name = "Distillation"
 
-    def __init__(self, model, teacher_model: PreTrainedModel | str | None = None, args=None, **kwargs):
+    def __init__(self, model, teacher_model: GivenTeacher = None, args=None, **kwargs):
         if not isinstance(args, LigerDistillConfig):
             args, kwargs = moved(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
@@ -126,6 +132,13 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
+
+    def _learnable(self, tokenized, args, packing, dataset_name):
+        kept = super()._learnable(tokenized, args, packing, dataset_name)
+        length, mode = kept_length(args, packing)
+        part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
+        return kept
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and prompts_alone(dataset):
@@ -241,14 +254,20 @@ def _disable_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def teacher_of(args: LigerDistillConfig, teacher_model: PreTrainedModel | str | None) -> Teacher:
+def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher:
     """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
+    if args.teachers is not None or isinstance(teacher_model, Mapping):
+        return SeveralTeachers(args, teacher_model)
+    if args.teacher_column is not None:
+        raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
     if args.teacher == "cache":
         return CachedTeacher(args, teacher_model)
     if args.teacher != "model" and teacher_model is not None:
         raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
     if args.teacher == "self":
         return SelfTeacher()
+    if args.teacher == "server":
+        return ServerTeacher(args)
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
     return (UldTeacher if args.loss_plan().of("uld") else ModelTeacher)(args, teacher_model)

@@ -31,6 +31,12 @@ class NonFiniteError(LigerTrainerError):
     exit_code = 5
 
 
+class TeacherServerError(LigerTrainerError):
+    """The server of a teacher cannot be reached, does not answer in time, or fails, after several attempts."""
+
+    exit_code = 7
+
+
 class CorruptError(LigerTrainerError):
     """A checkpoint or a cache is damaged: a file is missing, cut off or not what it was when it was written."""
 

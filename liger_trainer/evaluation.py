@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import maybe_convert_to_chatml
 
 from .data import RunData
+from .head import device_of
 from .metric_rows import Row
 
 if TYPE_CHECKING:
@@ -142,11 +143,12 @@ def complete(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     model.eval()
+    device = device_of(model)
     texts = []
     try:
         with torch.no_grad():
             for prompt in prompts:
-                ids = torch.tensor([prompt.input_ids], device=model.device)
+                ids = torch.tensor([prompt.input_ids], device=device)
                 made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
                 texts.append(_decode(tokenizer, made[0, ids.shape[1] :]))
     finally:

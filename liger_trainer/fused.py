@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from .kernels.linear_divergence import LinearDivergence
 from .lazy_logits import LazyLogits
 from .losses import IGNORE_INDEX, MEASURED_JSD, LossOptions, Targets, TeacherAnswer, batch_loss, terms_of
 from .sparse_teacher import SparseDistillation
+from .teacher_shares import SeveralTargets, TeacherShares
 from .uld_loss import UldDistillation
 
 
@@ -56,8 +57,10 @@ class TokenLossOutput(ModelOutput):
     teacher_entropy: Tensor = None
     jsd: Tensor = None  # at temperature 1 and beta 0.5, where `Distillation.measure_jsd` asks for it
     terms: dict[str, Tensor] = None  # by type of loss, of a `Distillation` that lists them
+    by_teacher: dict[str, Tensor] = None  # "name/forward_kl" and "name/share", of several teachers
 
 
+Knowledge = TeacherAnswer | TeacherShares
 LossResult = CrossEntropy | LinearDivergence | SparseDistillation | UldDistillation
 # The field of the output, and that of the result; a sparse teacher does not determine all of them.
 _OF_A_TEACHER = {
@@ -127,7 +130,7 @@ class FusedLoss:
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None, teacher_logits: TeacherAnswer | None = None,
+        num_items_in_batch: float | Tensor | None = None, teacher_logits: Knowledge | None = None,
         hidden_pass: HiddenPass | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
@@ -232,15 +235,20 @@ class LossOfOneForward:
     """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
 
     def __init__(
-        self, targets: Targets, options: LossOptions, teacher: TeacherAnswer | None,
-        hidden: HiddenPass | None = None,
-    ):  # fmt: skip
-        self.targets, self.options, self._teacher, self._hidden = targets, options, teacher, hidden
+        self, targets: Targets, options: LossOptions, teacher: Knowledge | None, hidden: HiddenPass | None = None
+    ):
+        self.targets, self.options, self._hidden = targets, options, hidden
+        self._teacher = SeveralTargets(targets, teacher) if isinstance(teacher, TeacherShares) else teacher
         self.result: LossResult | None = None
+        self.by_teacher: Mapping[str, Tensor] | None = None
 
     def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
         self.targets = self.targets.to(logits.device)
-        result = batch_loss(logits, self.targets, self.options, self._teacher)
+        if isinstance(self._teacher, SeveralTargets):
+            shared = self._teacher.loss(logits, self.options)
+            result, self.by_teacher = shared.result, shared.by_teacher
+        else:
+            result = batch_loss(logits, self.targets, self.options, self._teacher)
         if self._hidden is not None and self.options.distillation is not None:
             result = self._hidden.added_to(result, self.targets, self.options.distillation)
         self.result = result
@@ -269,6 +277,8 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
         output.terms = {name: per_token(x) for name, x in terms_of(result, loss.options.distillation).items()}
         if MEASURED_JSD in result.terms:
             output.jsd = per_token(result.terms[MEASURED_JSD])
+    if loss.by_teacher is not None:
+        output.by_teacher = {name: per_token(value) for name, value in loss.by_teacher.items()}
     return output
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError
@@ -127,3 +128,9 @@ def _whole(parameter: Tensor) -> Tensor:
 def output_module(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model takes its tokens. Weights that are streamed are nowhere between two passes, but for the head's."""
+    device, head = next(model.parameters()).device, output_module(model)
+    return head.weight.device if device.type == "meta" and isinstance(head, nn.Linear) else device

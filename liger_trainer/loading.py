@@ -1,8 +1,10 @@
 """Models of a run: first everything that can be checked without weights, then the weights."""
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from .demo import resolve_model
 from .errors import ConfigError
 from .loss_plan import plan_of
 from .students import drop_layers
+from .teacher_config import OF_ONE_TEACHER, entries_of
 from .vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -60,6 +63,30 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
+
+
+def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFiles]]:
+    """The models that teach, by name, "" for an only one; each with the configuration that `teachers` makes it.
+
+    Raises:
+        ConfigError: as `open_model`.
+    """
+    key = "teacher_model_name_or_path"
+    if not config["teachers"]:
+        return {"": (config, open_model(config, key))} if config[key] else {}
+    given = config["teachers"]
+    args = SimpleNamespace(**{**config.values, "teachers": json.loads(given) if isinstance(given, str) else given})
+    found = {}
+    for entry in entries_of(args):
+        if entry.args.teacher == "model":
+            own = replace(
+                config, values={**config.values, **{name: getattr(entry.args, name) for name in OF_ONE_TEACHER}}
+            )
+            try:
+                found[entry.name] = own, open_model(own, key)
+            except ConfigError as error:
+                raise config.error("teachers", f"{entry.name}: {error}") from None
+    return found
 
 
 def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None:

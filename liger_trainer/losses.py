@@ -78,6 +78,14 @@ class Targets:
         flat = self.labels.to(device)
         return replace(self, labels=flat, rows=_selection(flat, self.num_items))
 
+    def only(self, taught: Tensor) -> "Targets":
+        """Those at the positions `taught` (batch, length), still divided by the items of all."""
+        items = self.num_items
+        if items is None:
+            items = (self.labels != IGNORE_INDEX).sum().clamp(min=1)
+        flat = self.labels.masked_fill(~taught.reshape(-1).to(self.labels.device), IGNORE_INDEX)
+        return replace(self, labels=flat, num_items=items, rows=_selection(flat, items))
+
     def per_token(self, values: Tensor) -> Tensor:
         """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""
         values = values.view(self.shape)

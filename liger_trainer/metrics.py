@@ -8,7 +8,11 @@ from torch import Tensor
 
 
 class TokenMetrics:
-    """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last."""
+    """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last.
+
+    Where there is `x/share`, 1 for tokens of a kind and 0 for others, the other `x/...` are means over the tokens of
+    that kind, and left out where there were none.
+    """
 
     def __init__(self):
         self._sums: dict[str, Tensor] = {}
@@ -31,4 +35,15 @@ class TokenMetrics:
         )
         result = dict(zip(self._sums, means.tolist(), strict=True))
         self._sums, self._tokens = {}, None
-        return result
+        return _of_kinds(result)
+
+
+def _of_kinds(means: dict[str, float]) -> dict[str, float]:
+    """Means over all tokens as means over those of each kind, where there is a share of it."""
+    shares = {name.removesuffix("share"): share for name, share in means.items() if name.endswith("/share")}
+    result = {}
+    for name, mean in means.items():
+        share = 1.0 if name.endswith("/share") else shares.get(f"{name.rpartition('/')[0]}/", 1.0)
+        if share:
+            result[name] = mean / share
+    return result

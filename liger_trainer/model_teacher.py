@@ -1,19 +1,21 @@
-"""`teacher: model`: a causal LM in this process, frozen and in eval mode, whose layers are patched too."""
+"""`teacher: model`: a causal LM, frozen and in eval mode, whose layers are patched too."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import create_model_from_path
 
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
+from .head import device_of
 from .losses import Logits
 from .patching import announce
-from .teacher import patch_layers, teacher_dtype, teacher_logits
+from .teacher import patch_layers, teacher_logits
+from .teacher_placement import Carrier, check_processes, load_teacher, stays, stream_weights
 from .teachers import Teacher, without_labels
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
@@ -22,11 +24,18 @@ if TYPE_CHECKING:
 
 
 class ModelTeacher(Teacher):
-    """A model, or its directory or hub id, which is loaded when the student is there."""
+    """A model, or its directory or hub id, which is loaded when the student is there.
 
-    def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str):
-        self._args, self._teacher = args, teacher
+    Args:
+        args: what is said about the teacher: where it comes from and where it lives.
+        teacher: the model or its name.
+        name: for messages.
+    """
+
+    def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
+        self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
+        self._carry = Carrier()
         self._vocabulary: Vocabulary | None = None
         self._rows, self._padding_is_beyond = 0, False
 
@@ -35,8 +44,13 @@ class ModelTeacher(Teacher):
 
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         self._accelerator = trainer.accelerator
+        sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        check_processes(self._args, self._accelerator.num_processes, sharded)
         teacher = load_teacher(self._teacher, self._args)
-        self.patched = patch_layers(teacher, trainer.patched.options, "teacher")
+        if self._args.teacher_offload:
+            announce(f"{self._name}: its layers are not patched: their weights are streamed.")
+        else:
+            self.patched = patch_layers(teacher, trainer.patched.options, self._name)
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
@@ -68,27 +82,29 @@ class ModelTeacher(Teacher):
             return prepare_deepspeed(teacher, self._accelerator)
         if trainer.is_fsdp_enabled:
             return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
-        return self._accelerator.prepare_model(teacher, evaluation_mode=True)
+        if not stays(self._args):
+            return self._accelerator.prepare_model(teacher, evaluation_mode=True)
+        if self._args.teacher_offload:
+            stream_weights(teacher, self._accelerator.device)
+        return teacher
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         """Deferred: its hidden states, and how its head goes on."""
         read = without_labels(inputs)
         if self._padding_is_beyond:
             read["input_ids"] = read["input_ids"].clamp(max=self._rows - 1)
-        return teacher_logits(self.model, self._accelerator.unwrap_model(self.model), **read)
+        return self.logits(**read)
+
+    def logits(self, **read: Any) -> Logits:
+        """Of what it is called with, and on the device of its input_ids, wherever the teacher lives."""
+        base = self._accelerator.unwrap_model(self.model)
+        if not stays(self._args):
+            return teacher_logits(self.model, base, **read)
+        here, there = read["input_ids"].device, device_of(base)
+        with self._accelerator.autocast():
+            logits = teacher_logits(base, base, **send_to_device(read, there))
+        return logits if there == here else self._carry(logits, here)
 
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
         yield {"": self._accelerator.unwrap_model(self.model)}
-
-
-def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
-    if not isinstance(teacher, str):
-        return teacher
-    assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
-    kwargs = dict(args.teacher_model_init_kwargs or {})
-    if args.teacher_model_revision is not None:
-        kwargs["revision"] = args.teacher_model_revision
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    kwargs.setdefault("dtype", teacher_dtype(args))
-    return create_model_from_path(teacher, **kwargs)

@@ -22,6 +22,7 @@ from .loss_types import entry_rule
 from .run_options import LaunchOptions, RunOptions
 from .sampling_config import SamplingConfig
 from .schedules import SCHEDULES, TAID
+from .teacher_config import DTYPES, ENTRY_KEYS
 
 OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
@@ -42,11 +43,29 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 _LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 CHOICES = {"lora_task_type": ["CAUSAL_LM"]}
+_ENTRY_TYPES = {
+    "name": {"type": "string"},
+    "teacher": {"enum": ["model", "self"]},
+    "weight": {"type": "number", "exclusiveMinimum": 0},
+    "routes": {"type": "array", "items": {"type": ["string", "integer"]}},
+    "teacher_model_init_kwargs": {"type": ["object", "string"]},
+    "teacher_dtype": {"enum": list(DTYPES)},
+    **{name: {"type": "boolean"} for name in ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_offload")},
+}
 # other than annotated: `all-linear`, and `true` for the newest checkpoint, as TRL reads YAML; the parts of a loss
 RULES: dict[str, Rule] = {
     "lora_target_modules": {"type": ["array", "string", "null"], "items": {"type": "string"}},
     "lora_target_parameters": {"type": ["array", "string", "null"], "items": {"type": "string"}},
     "resume_from_checkpoint": {"type": ["string", "boolean", "null"]},
+    "teachers": {
+        "type": ["array", "string", "null"],
+        "items": {
+            "type": "object",
+            "properties": {name: _ENTRY_TYPES.get(name, {"type": "string"}) for name in ENTRY_KEYS},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
     "losses": {"type": ["array", "string", "null"], "items": entry_rule()},
     "schedules": SCHEDULES,
     "taid": TAID,

@@ -46,7 +46,7 @@ class SparseDistillation(NamedTuple):
     agrees: Tensor
     forward_kl: Tensor | None  # at temperature 1; None where the cache is of another
     teacher_log_prob: Tensor
-    teacher_entropy: Tensor
+    teacher_entropy: Tensor | None  # None where it is not known
     terms: dict[str, Tensor]  # the divergence, by name and without its weight
 
 
@@ -84,7 +84,7 @@ def sparse_distillation(
         agrees=result.agrees,
         forward_kl=forward_kl,
         teacher_log_prob=of.label_log_prob.flatten() * keep,
-        teacher_entropy=of.entropy.flatten() * keep,
+        teacher_entropy=None if of.entropy is None else of.entropy.flatten() * keep,
         terms={"forward_kl": result.divergence},
     )
 

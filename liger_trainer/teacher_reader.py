@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .cache_format import RecordFormat
 from .deferred import DeferredLogits, Forward
 from .errors import ConfigError, LigerTrainerError
-from .head import Head, output_module
+from .head import Head, device_of, output_module
 from .replacements import Replacements
 
 _CHUNK_LOGITS = 2**27  # numbers in a chunk of logits: 512 MiB in fp32, as much again for each step on them
@@ -35,7 +35,7 @@ class TeacherReader:
     ):  # fmt: skip
         self.teacher, self.form, self.temperature, self.seed = teacher, form, temperature, seed
         self.autocast = autocast
-        self.device = next(teacher.parameters()).device
+        self.device = device_of(teacher)
 
     @torch.no_grad()
     def read(self, keys: Sequence[bytes], rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

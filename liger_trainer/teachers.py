@@ -1,4 +1,4 @@
-"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: a model, a cache, a server, itself.
+"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: models, a cache, a server, the student.
 
 A kind of teacher is a class: it is made from the trainer's arguments before anything is loaded, looks at the prepared
 rows, is put beside the student once that exists, and then answers for each batch.
@@ -9,10 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .losses import TeacherAnswer
+import numpy as np
+from datasets import Dataset
+
+from .fused import Knowledge
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
+
+Cut = Callable[[np.ndarray], np.ndarray]
+"""What truncation or packing leaves of the token ids, or labels, of a row."""
 
 
 class Teacher(ABC):
@@ -39,6 +45,10 @@ class Teacher(ABC):
         self.check(prepared, name, tokenizer)
         return prepared
 
+    def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
+        """The tokenized rows of a dataset with all their columns, before they are cut to length and packed."""
+        return None
+
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Whether it can teach a prepared dataset, made with this tokenizer. Before any model is loaded."""
         return None
@@ -52,7 +62,7 @@ class Teacher(ABC):
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod
-    def answer(self, inputs: dict[str, Any]) -> TeacherAnswer:
+    def answer(self, inputs: dict[str, Any]) -> Knowledge:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
     @contextlib.contextmanager

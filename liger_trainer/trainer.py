@@ -86,10 +86,7 @@ class LigerTrainer(SFTTrainer):
 
     def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         """The rows with a supervised token within what truncation or packing will leave of them."""
-        # packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off
-        uncut = packing and args.packing_strategy != "bfd"
-        mode = "keep_start" if packing else args.truncation_mode
-        self.row_facts[dataset_name], kept = count_rows(tokenized, None if uncut else args.max_length, mode)
+        self.row_facts[dataset_name], kept = count_rows(tokenized, *kept_length(args, packing))
         return tokenized if len(kept) == len(tokenized) else tokenized.select(kept)
 
     @property
@@ -161,6 +158,13 @@ class LigerTrainer(SFTTrainer):
         averages = self._token_metrics[mode].flush()
         logs.update({f"{prefix}{name}": value for name, value in averages.items() if name != "entropy"})
         super().log(logs, start_time)
+
+
+def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
+    """How many tokens of a row are kept, None for all, and whether "keep_start" or "keep_end"."""
+    # packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off
+    uncut = packing and args.packing_strategy != "bfd"
+    return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
 
 
 def _take_flag(args: Any) -> PatchOptions | None:

@@ -23,7 +23,6 @@ from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .model_teacher import ModelTeacher
 from .patching import announce
-from .teacher import teacher_logits
 from .text_alignment import aligned, partners, runs
 from .uld_loss import UldAnswer
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
@@ -150,8 +149,7 @@ class UldTeacher(ModelTeacher):
 
     def answer(self, inputs: dict[str, Any]) -> Any:
         ids, mask, of_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, OF_BATCH))
-        base = self._accelerator.unwrap_model(self.model)
-        logits = teacher_logits(self.model, base, input_ids=ids, attention_mask=mask, use_cache=False)
+        logits = self.logits(input_ids=ids, attention_mask=mask, use_cache=False)
         return UldAnswer(logits, of_batch, tokenizer_size(self.tokenizer))
 
 

@@ -8,7 +8,7 @@ from trl import get_peft_config
 from liger_trainer.data import load_run_datasets
 from liger_trainer.distill_trainer import LigerDistillTrainer
 from liger_trainer.evaluation import compare, complete_by_each, held_out_prompts, in_other_tokens, measure
-from liger_trainer.loading import check_same_tokenizer, check_student, load_student, open_model
+from liger_trainer.loading import check_same_tokenizer, check_student, load_student, open_model, open_teachers
 from liger_trainer.metric_rows import DISTILL_ROWS
 from liger_trainer.report import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
 from liger_trainer.run_config import RunConfig
@@ -32,17 +32,18 @@ def main(config: RunConfig) -> Path:
     output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
     data = load_run_datasets(config)
     files = open_model(config, "model_name_or_path")
-    teacher = open_model(config, "teacher_model_name_or_path") if config["teacher_model_name_or_path"] else None
+    teachers = open_teachers(config)
     check_student(config, files, data)
-    vocabulary = check_same_tokenizer(config, files, teacher) if teacher else None
+    vocabularies = {str(check_same_tokenizer(own, files, teacher)) for own, teacher in teachers.values()}
+    paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
     args = config.training_args()
-    print_plan(console, config, data.facts, str(vocabulary) if vocabulary else None)
+    print_plan(console, config, data.facts, "; ".join(sorted(vocabularies)) or None)
 
     loading = console.status("Loading weights, tokenizing rows")
     with clock("load"), loading, config.refusals("LigerDistillTrainer"):
         trainer = LigerDistillTrainer(
             load_student(config, files),
-            teacher_model=teacher.path if teacher else None,
+            teacher_model=paths if config["teachers"] else paths.get(""),
             args=args,
             train_dataset=data.train,
             eval_dataset=data.test,

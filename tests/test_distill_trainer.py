@@ -493,7 +493,7 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
         seen.update(path=path, **kwargs)
         return tiny_model("phi")
 
-    monkeypatch.setattr("liger_trainer.model_teacher.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
     make(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {

@@ -1,0 +1,242 @@
+"""`teacher: server` equals the local teacher on the same support, in both protocols; what goes wrong is said."""
+
+import math
+import time
+
+import pytest
+import torch
+from served import served
+from splits import capture_gradients
+from tiny import VOCAB, completions, double_copy, shift_labels_of, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.completions_server import CompletionsServer, Question, ServerOptions
+from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+LOSSES = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]
+
+
+def teacher_model(**sizes):
+    return tiny_model("gemma2", seed=5, hidden_size=48, **sizes)  # with a softcap
+
+
+def make(server=None, teacher=None, data=None, eval_data=None, **options):
+    named = {} if server is None else {
+        "teacher": "server", "teacher_server_base_url": server.url, "teacher_server_model": "tiny",
+        "teacher_server_top_k": 8, "teacher_server_retries": 0,
+    }  # fmt: skip
+    options = {"losses": LOSSES, "max_steps": 1, "optim": "sgd", **named, **options}
+    return LigerDistillTrainer(
+        tiny_model(), args=train_args(LigerDistillConfig, **options), teacher_model=teacher,
+        train_dataset=data or completions(4), eval_dataset=eval_data, processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def step(trainer):
+    gradients = capture_gradients(trainer)
+    trainer.train()
+    return trainer.state.log_history[0], gradients
+
+
+# Values
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "echo"])
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 24}], ids=["padding", "packing"])
+def test_with_the_whole_vocabulary_it_equals_the_local_teacher(protocol, options):
+    with served(teacher_model()) as server:
+        logs, gradients = step(make(server, teacher_server_top_k=VOCAB, teacher_server_protocol=protocol, **options))
+    want_logs, want = step(make(teacher=teacher_model(), **options))
+    assert "teacher_entropy" not in logs and "reverse_kl" not in logs
+    for name in ("loss", "kd_loss", "ce_loss", "forward_kl", "agreement_at_1", "teacher_perplexity", "entropy"):
+        assert logs[name] == pytest.approx(want_logs[name], rel=1e-5), name
+    for name, gradient in want.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "echo"])
+def test_a_few_tokens_and_the_rest_as_one(protocol):
+    """Against the divergence of the coarser distributions, by hand."""
+    teacher = teacher_model()
+    with served(teacher) as server:
+        trainer = make(server, data=completions(4), losses=None, teacher_server_protocol=protocol)
+        student = double_copy(trainer.model)
+        logs, gradients = step(trainer)
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for row in trainer.train_dataset:
+        ids = torch.tensor([row["input_ids"]])
+        keep = shift_labels_of(torch.tensor([row["labels"]]))[0] != -100
+        q = student(input_ids=ids).logits[0, keep].softmax(-1)
+        p = double_copy(teacher)(input_ids=ids).logits[0, keep].softmax(-1).detach()
+        likeliest = p.topk(8, -1).indices
+        p, q = (torch.cat([x.gather(-1, likeliest), 1 - x.gather(-1, likeliest).sum(-1, True)], -1) for x in (p, q))
+        total, tokens = total + (p * (p / q).log()).sum(), tokens + int(keep.sum())
+    (total / tokens).backward()
+    assert logs["loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(gradients[name].double(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_what_is_asked(monkeypatch):
+    """One question a document, up to its last supervised token, all at a time; in evaluation only the first time."""
+    monkeypatch.setenv("KEY_OF_THE_SERVER", "secret")
+    with served(teacher_model()) as server:
+        trainer = make(server, data=completions(6), eval_data=completions(3, 7), per_device_eval_batch_size=2,
+                       teacher_server_api_key_env="KEY_OF_THE_SERVER")  # fmt: skip
+        (probe, *_), _ = server.requests[:1], server.requests.clear()
+        first = trainer.evaluate()
+        prompts = sorted(map(tuple, (request["prompt"] for request in server.requests)))
+        assert prompts == sorted(tuple(row["input_ids"]) for row in trainer.eval_dataset)
+        second = trainer.evaluate()
+        assert len(server.requests) == 3 and second["eval_loss"] == first["eval_loss"]
+    assert probe["prompt"] == trainer.train_dataset[0]["input_ids"][:8]
+    assert probe["model"] == "tiny" and probe["prompt_logprobs"] == 8 and probe["max_tokens"] == 1
+    assert all(headers["Authorization"] == "Bearer secret" for headers in server.headers)
+
+
+def test_nothing_behind_the_last_supervised_token_is_asked():
+    from liger_trainer.server_teacher import _question
+
+    question = _question(*torch.tensor([[5, 6, 7, 8, 9], [5, -100, 7, -100, -100]]).numpy())
+    assert question == ([5, 6, 7], [2])
+
+
+# What goes wrong
+
+
+def options_of(server, **options):
+    return ServerOptions(
+        server.url, "tiny", **{"protocol": "vllm", "top_k": 4, "retries": 0, "timeout": 20.0, **options}
+    )
+
+
+QUESTION = Question([3, 1, 4, 1, 5], [1, 2, 3, 4])
+
+
+def ask(change, pause=lambda seconds: None, **options):
+    with served(tiny_model(), change) as server:
+        return CompletionsServer(options_of(server, **options), pause).ask([QUESTION])[0]
+
+
+def of_choice(change):
+    def changed(answer, request):
+        change(answer["choices"][0])
+        return answer
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "protocol, change, error, message",
+    [
+        ("vllm", lambda a, r: b"<html>busy</html>", ConfigError, "answers with no JSON: <html>busy"),
+        ("vllm", lambda a, r: {"choices": []}, ConfigError, "another form than teacher_server_protocol: vllm"),
+        ("vllm", lambda a, r: [1, 2], ConfigError, "another form than"),
+        ("echo", lambda a, r: {"choices": [{"prompt_logprobs": []}]}, ConfigError, "another form .* echo .*logprobs"),
+        ("vllm", lambda a, r: 400, ConfigError, "refuses: HTTP 400 .*the test says 400"),
+        ("vllm", lambda a, r: 404, ConfigError, "refuses: HTTP 404"),
+        ("vllm", lambda a, r: 401, ConfigError, "refuses: HTTP 401"),
+        ("vllm", lambda a, r: 503, TeacherServerError, "1 attempt: HTTP 503"),
+        ("vllm", of_choice(lambda c: c["prompt_logprobs"].pop()), ConfigError, "5 were sent and 4 read"),
+        ("vllm", of_choice(lambda c: c["prompt_logprobs"].insert(1, c["prompt_logprobs"][1])), ConfigError,
+         "5 were sent and 6 read"),
+        ("vllm", of_choice(lambda c: c["prompt_logprobs"][3].pop("1")), ConfigError, "place 3 stands another token"),
+        ("vllm", of_choice(lambda c: c.update(prompt_token_ids=[2, 3, 1, 4, 1])), ConfigError, "from place 0 on"),
+        ("echo", of_choice(lambda c: c["logprobs"]["tokens"].insert(0, "token_id:2")), ConfigError,
+         "5 read; they differ from place 0"),
+        ("echo", of_choice(lambda c: c["logprobs"].update(tokens=["a"] * 6)), ConfigError, "named by their ids"),
+        ("echo", of_choice(lambda c: c["logprobs"].update(tokens=c["logprobs"]["tokens"][:3])), ConfigError,
+         "5 were sent and 3 read"),
+        ("vllm", of_choice(lambda c: c["prompt_logprobs"].__setitem__(2, {"4": {"logprob": -1.0}})), ConfigError,
+         "gives 1 tokens .* where 4 were asked"),
+        ("vllm", of_choice(lambda c: [e.update(logprob=math.nan) for e in c["prompt_logprobs"][2].values()]),
+         NonFiniteError, "NaN"),
+        ("vllm", of_choice(lambda c: [e.update(logprob=7.5) for e in c["prompt_logprobs"][2].values()]),
+         ConfigError, "add up to .*no log-probabilities"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_refused(protocol, change, error, message):
+    with pytest.raises(error, match=message):
+        ask(change, protocol=protocol)
+
+
+def test_exit_codes():
+    assert (ConfigError.exit_code, TeacherServerError.exit_code, NonFiniteError.exit_code) == (2, 7, 5)
+
+
+def test_failures_that_pass_are_tried_again():
+    """After longer and longer pauses, and no oftener than said."""
+    left, pauses = [503, 500, 429], []
+    got = ask(lambda a, r: left.pop() if left else a, pauses.append, retries=3)
+    assert pauses == [0.5, 1.0, 2.0] and got.ids.shape == (4, 4)
+    left, pauses = [503] * 9, []
+    with pytest.raises(TeacherServerError, match="3 attempts: HTTP 503"):
+        ask(lambda a, r: left.pop(), pauses.append, retries=2)
+    assert len(left) == 6 and len(pauses) == 2
+
+
+def test_a_slow_server_and_none_at_all():
+    def slow(answer, request):
+        time.sleep(0.6)
+        return answer
+
+    with pytest.raises(TeacherServerError, match="1 attempt: no answer within 0.2 s"):
+        ask(slow, timeout=0.2)
+    with served(tiny_model()) as server:
+        pass
+    with pytest.raises(TeacherServerError, match="2 attempts: .*refused"):
+        CompletionsServer(options_of(server, retries=1), lambda seconds: None).ask([QUESTION])
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(monkeypatch):
+    import http.client
+
+    calls, whole = [], http.client.HTTPResponse.read
+
+    def read(self, *args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise http.client.IncompleteRead(b"{")
+        return whole(self, *args)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", read)
+    assert ask(None, retries=1).ids.shape == (4, 4) and len(calls) == 2
+
+
+def test_tokens_beyond_the_students_are_refused_before_training():
+    with (
+        served(teacher_model(vocab_size=VOCAB + 8)) as server,
+        pytest.raises(ConfigError, match="names token (6[4-9]|7[01]), and the student's tokenizer has 64"),
+    ):
+        make(server, teacher_server_top_k=VOCAB)
+
+
+def test_a_missing_key(monkeypatch):
+    monkeypatch.delenv("NO_KEY", raising=False)
+    with served(teacher_model()) as server, pytest.raises(ConfigError, match="environment variable NO_KEY is not set"):
+        make(server, teacher_server_api_key_env="NO_KEY")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"teacher_server_base_url": None}, "needs teacher_server_base_url"),
+        ({"teacher_server_model": None}, "needs teacher_server_model"),
+        ({"teacher_server_base_url": "localhost:8000"}, "must begin with http"),
+        ({"teacher_server_protocol": "trl"}, "teacher_server_protocol must be one of vllm, echo"),
+        ({"teacher_server_top_k": 0}, "teacher_server_top_k must be at least 1"),
+        ({"temperature": 2.0}, "log-probabilities are of temperature 1, the loss is of 2.0"),
+        ({"beta": 1.0}, "A teacher's server determines the forward KL alone"),
+        ({"losses": [{"type": "ce"}]}, "the loss asks for no divergence"),
+        ({"label_smoothing_factor": 0.1}, "not part of the loss against a teacher's server"),
+        ({"teacher_dtype": "bfloat16"}, "teacher_dtype has no effect with teacher='server'"),
+    ],
+)
+def test_settings_that_are_refused(options, message):
+    given = {"teacher": "server", "teacher_server_base_url": "http://localhost/v1", "teacher_server_model": "m"}
+    with pytest.raises(ValueError, match=message):
+        train_args(LigerDistillConfig, **{**given, **options})

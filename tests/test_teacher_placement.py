@@ -1,0 +1,192 @@
+"""Where a teacher lives: its dtype, quantisation, device and offload change no loss; what cannot be is refused."""
+
+import json
+
+import pytest
+import torch
+from splits import capture_gradients
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.cache_capture import capture
+from liger_trainer.deferred import DeferredLogits, Forward
+from liger_trainer.errors import ConfigError
+from liger_trainer.evaluation import Prompt, complete
+from liger_trainer.head import Head
+from liger_trainer.kernels._head import Lora
+from liger_trainer.teacher_cache import TeacherCache
+from liger_trainer.teacher_placement import Carrier, check_processes
+
+pytestmark = [
+    pytest.mark.usefixtures("chunked_torch"),
+    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+]
+LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
+
+
+@pytest.fixture(params=["gemma2", "llama_tied", "mixtral"])
+def directory(request, tmp_path):
+    tiny_model(request.param, seed=5, hidden_size=48).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def make(teacher, **options):
+    options = {"losses": LOSSES, "beta": 0.3, "max_steps": 1, "optim": "sgd", **options}
+    return LigerDistillTrainer(
+        tiny_model(), teacher_model=teacher, args=train_args(LigerDistillConfig, **options),
+        train_dataset=completions(4), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def step(trainer):
+    gradients = capture_gradients(trainer)
+    trainer.train()
+    return trainer.state.log_history[0], gradients
+
+
+@pytest.mark.parametrize("options", [{"teacher_offload": True}, {"teacher_device": "cpu"}], ids=["offload", "device"])
+def test_it_equals_the_teacher_beside_the_student(directory, options):
+    trainer = make(directory, **options)
+    streamed = [p.device.type for p in trainer.teacher.parameters()]
+    assert ("meta" in streamed) == ("teacher_offload" in options)
+    head = trainer.teacher.get_output_embeddings().weight
+    assert head.device.type == "cpu" and head.abs().sum() > 0
+    logs, gradients = step(trainer)
+    want_logs, want = step(make(directory))
+    assert [p.device.type for p in trainer.teacher.parameters()] == streamed
+    for name in set(want_logs) - {"epoch", "step"}:
+        assert logs[name] == pytest.approx(want_logs[name], rel=1e-5), name
+    for name, gradient in want.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_streamed_teacher_generates(directory):
+    prompts = [Prompt("", [i, i + 1], None) for i in range(8)]
+    with make(directory, teacher_offload=True).teaching.live() as streamed, make(directory).teaching.live() as resident:
+        got, want = (complete(live[""], tiny_tokenizer(), prompts, 3) for live in (streamed, resident))
+    assert got == want and any(got)
+
+
+def test_a_streamed_teacher_is_captured(tmp_path):
+    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path / "teacher")
+    folders = []
+    for offload in (False, True):
+        folders.append(tmp_path / f"cache-{offload}")
+        args = train_args(
+            LigerDistillConfig, teacher="cache", teacher_cache_dir=str(folders[-1]), teacher_offload=offload
+        )
+        capture(str(tmp_path / "teacher"), args, tiny_tokenizer(), completions(4), None)
+    shards = [[shard.sha256 for shard in TeacherCache(folder).index.shards] for folder in folders]
+    assert shards[0] == shards[1]
+
+
+def test_the_dtype(directory):
+    for options, dtype in (
+        ({}, torch.float32),
+        ({"teacher_dtype": "bfloat16"}, torch.bfloat16),
+        ({"teacher_dtype": "auto"}, torch.float32),
+    ):
+        assert make(directory, **options).teacher.dtype == dtype
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_quantisation_asks_of_transformers(monkeypatch, bits, bf16):
+    seen = {}
+
+    def create_model_from_path(path, **kwargs):
+        seen.update(kwargs)
+        return tiny_model("phi")
+
+    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
+    make("some/teacher", bf16=bf16, **{f"teacher_load_in_{bits}bit": True})
+    quantization = seen["quantization_config"]
+    assert quantization.load_in_4bit == (bits == 4) and quantization.load_in_8bit == (bits == 8)
+    assert seen["device_map"] == {"": "cpu"}
+    if bits == 4:
+        assert quantization.bnb_4bit_quant_type == "nf4"
+        assert quantization.bnb_4bit_compute_dtype == (torch.bfloat16 if bf16 else torch.float32)
+
+
+def test_without_bitsandbytes(monkeypatch):
+    def create_model_from_path(path, **kwargs):
+        raise ImportError("Using `bitsandbytes` 4-bit quantization requires bitsandbytes")
+
+    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
+    with pytest.raises(ConfigError, match="The teacher some/teacher cannot be loaded as asked for: .*requires bitsand"):
+        make("some/teacher", teacher_load_in_4bit=True)
+
+
+def test_what_is_carried_to_another_device():
+    """The meta device stands for another one: what is there is whole, and the head goes there once."""
+    weight, bias, a, b = torch.randn(7, 4), torch.randn(7), torch.randn(2, 4), torch.randn(7, 2)
+    head = Head(weight, bias, (Lora(a, b, 0.5),))
+    logits = DeferredLogits(torch.randn(2, 3, 4), head, lambda h: h @ weight.T, Forward("tiny", False), capped=True)
+    carry, meta = Carrier(), torch.device("meta")
+    first, second = carry(logits, meta), carry(logits, meta)
+    for x in (first.hidden, first.head.weight, first.head.bias, *first.head.lora[0][:2]):
+        assert x.device == meta
+    assert second.head is first.head and first.capped and first.head.lora[0].scaling == 0.5
+    assert carry(torch.ones(2, 3, 7), meta).device == meta
+    assert logits.hidden.device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_a_teacher_on_the_cpu_and_a_student_on_the_gpu(tmp_path):
+    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
+    logs = []
+    for options in ({}, {"teacher_device": "cpu"}, {"teacher_offload": True}):
+        trainer = make(str(tmp_path), use_cpu=False, **options)
+        trainer.train()
+        assert next(trainer.model.parameters()).is_cuda
+        logs.append(trainer.state.log_history[0]["loss"])
+    assert logs[1:] == pytest.approx([logs[0]] * 2, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_teacher_on_the_gpu(tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("llama", seed=5, hidden_size=128).save_pretrained(tmp_path)
+    trainer = make(str(tmp_path), use_cpu=False, bf16=True, **{f"teacher_load_in_{bits}bit": True})
+    trainer.train()
+    assert trainer.teacher.is_quantized and trainer.state.log_history[0]["loss"] > 0
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"teacher_dtype": "fp8"}, "teacher_dtype must be one of bfloat16, float16, float32, auto"),
+        ({"teacher_load_in_4bit": True, "teacher_load_in_8bit": True}, "either teacher_load_in_4bit or"),
+        ({"teacher_load_in_4bit": True, "teacher_offload": True}, "offload does not go with teacher_load_in_4bit"),
+        ({"teacher_device": "cpu", "teacher_offload": True}, "teacher_offload does not go with teacher_device"),
+        ({"teacher_dtype": "auto", "teacher_model_init_kwargs": {"dtype": "float32"}}, "either teacher_dtype or dtype"),
+        ({"teacher_load_in_8bit": True, "teacher_model_init_kwargs": json.dumps({"quantization_config": {}})},
+         "either teacher_load_in_8bit or quantization_config"),
+        ({"teacher_device": "cpu", "teacher_model_init_kwargs": {"device_map": "auto"}}, "either teacher_device or"),
+        ({"teacher": "self", "teacher_offload": True}, "teacher_offload has no effect with teacher='self'"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        train_args(LigerDistillConfig, **options)
+
+
+def test_a_model_that_is_loaded_already():
+    with pytest.raises(ConfigError, match="teacher_offload is about a teacher that is loaded by its name"):
+        make(tiny_model("phi"), teacher_offload=True)
+
+
+def test_several_processes_and_sharding():
+    def args(**options):
+        return train_args(LigerDistillConfig, **options)
+
+    with pytest.raises(ConfigError, match="teacher_device='cuda:1' would be the same for all 2 processes"):
+        check_processes(args(teacher_device="cuda:1"), 2, sharded=False)
+    with pytest.raises(ConfigError, match="teacher_load_in_8bit does not go with FSDP or DeepSpeed"):
+        check_processes(args(teacher_load_in_8bit=True), 1, sharded=True)
+    check_processes(args(teacher_device="cpu"), 2, sharded=False)
+    check_processes(args(teacher_dtype="bfloat16"), 2, sharded=True)
