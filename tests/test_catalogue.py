@@ -51,6 +51,21 @@ def test_the_catalogue_is_there():
     assert {config["dataset_name"] for config in used} <= DATASETS.keys()
 
 
+def test_the_table_of_the_documentation_has_all_of_them():
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    head, *rows = [line for line in page.splitlines() if re.match(r"\| (family|`[a-z0-9]+`) \|.*\|.*\|.*\|", line)]
+    kinds = [cell.strip(" `") for cell in head.strip("|").split("|")[1:]]
+    told = set()
+    for row in rows:
+        family, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        for kind, cell in zip(kinds, cells, strict=True):
+            told |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"[\d.]+[BM]|mini", cell)}
+    several = {re.sub(r"_\dgpu$", "", name) for name in NAMES}
+    own = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
+    own |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # of layers left out is the full one
+    assert told == {name for name in several if not name.startswith("smollm2/")} | own
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command(name):
     what, needs, command = source_of(name).splitlines()[:3]
