@@ -18,6 +18,7 @@ from .report_tables import (
     environment_facts,
     facts,
     latest,
+    of_the_same_rows,
     parts_of_the_time,
     patches,
     prepared_rows,
@@ -114,8 +115,8 @@ def _notes(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
         for note in _notes_on(run):
             told.setdefault(note, []).append(label)
     notes = [note if len(of) == len(runs) else f"{', '.join(of)}: {note}" for note, of in told.items()]
-    if len({run.data.get("sha256") for run in runs}) > 1:
-        notes.append("The runs do not have the same rows (their SHA-256 differ): held-out metrics need not compare.")
+    if not of_the_same_rows(runs):
+        notes.append("The runs do not have the same rows (their SHA-256 differ): held-out metrics do not compare.")
     return notes
 
 
@@ -211,7 +212,11 @@ def _sections(
     one = runs[0] if len(runs) == 1 else None
     if rows_of(runs):
         table = before_and_after(one) if one else side_by_side(runs, labels)
-        lead = "On the held-out rows." if one else "On the held-out rows, after training. Bold is the best of a row."
+        lead = (
+            "On the held-out rows."
+            if one
+            else "On the held-out rows, after training. Bold: the best of a row, where runs compare."
+        )
         yield Section("metrics", "Before and after" if one else "Metrics side by side", [table], lead)
     if drawings:
         yield Section("curves", "Curves", lead=reading(runs))

@@ -16,6 +16,7 @@ MORE_ROWS = (
 )
 OF_THE_PLACE = {"output_dir", "run_name", "logging_dir"}
 """Keys that differ between any two runs and change nothing."""
+_OWN_TO_A_RUN = {"loss", "kd_loss"}  # what is minimised is another thing in each distillation
 _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 
 
@@ -55,10 +56,14 @@ def latest(run: Run) -> tuple[dict[str, float], int | None]:
     return {}, None
 
 
+def distills(runs: Sequence[Run]) -> bool:
+    """Whether any run has a teacher."""
+    return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
+
+
 def rows_of(runs: Sequence[Run]) -> list[Row]:
     """The metrics that any of the runs has, those first that it was about."""
-    distills = any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
-    order = [*DISTILL_ROWS, *SFT_ROWS] if distills else [*SFT_ROWS, *DISTILL_ROWS]
+    order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
     known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
     return [row for row in known.values() if any(row.metric in {**run.before, **latest(run)[0]} for run in runs)]
 
@@ -83,25 +88,32 @@ def before_and_after(run: Run) -> Grid:
 
 def side_by_side(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
     """The held-out metrics of several runs after training, with what they were before; the best of each row."""
-    rows = []
+    rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
-        finite = [value for value in values if value is not None and math.isfinite(value)]
-        best = {"lower": min, "higher": max}.get(row.better or "")
-        winner = best(finite) if best and len(set(finite)) > 1 else None
+        best = _best(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
         cells = []
         for run, value in zip(runs, values, strict=True):
             old = run.before.get(row.metric)
             came = f"from {figure(old, row.digits)}" if old is not None and value is not None else ""
-            cells.append(
-                Cell(figure(value, row.digits), came, "best" if value == winner and winner is not None else "")
-            )
+            cells.append(Cell(figure(value, row.digits), came, "best" if value is not None and value == best else ""))
         rows.append(TableRow(row.title, cells))
-    columns = [
-        f"{label} (step {step})" if (step := latest(run)[1]) is not None else label
-        for run, label in zip(runs, labels, strict=True)
-    ]
+    steps = [latest(run)[1] for run in runs]
+    columns = [label if step is None else f"{label} (step {step})" for label, step in zip(labels, steps, strict=True)]
     return Grid(rows, ["metric", *columns], numbers=True)
+
+
+def _best(row: Row, values: Sequence[float | None]) -> float | None:
+    """The best of a row's values; None where neither direction is better, or all are equal."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if row.better is None or len(set(finite)) < 2:
+        return None
+    return min(finite) if row.better == "lower" else max(finite)
+
+
+def of_the_same_rows(runs: Sequence[Run]) -> bool:
+    """As far as is known: an unfinished run does not tell its rows."""
+    return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
 
 
 def facts(
@@ -111,11 +123,11 @@ def facts(
     title: str = "",
     numbers: bool = False,
 ) -> Grid:
-    """What `of` tells of each run, by name; a column a run, and their names above where there are several."""
-    told = [of(run) for run in runs]
-    keys = dict.fromkeys(key for facts in told for key in facts)
-    rows = [TableRow(key, [Cell(facts.get(key, "")) for facts in told]) for key in keys]
-    return Grid(rows, ["", *labels] if len(runs) > 1 else [], title, numbers)
+    """What `of` tells of each run, by name; a column for each that it tells of, named where there are several."""
+    told = {label: facts for run, label in zip(runs, labels, strict=True) if (facts := of(run))}
+    keys = dict.fromkeys(key for facts in told.values() for key in facts)
+    rows = [TableRow(key, [Cell(facts.get(key, "")) for facts in told.values()]) for key in keys]
+    return Grid(rows, ["", *told] if len(runs) > 1 else [], title, numbers)
 
 
 def training_facts(run: Run) -> dict[str, str]:

@@ -61,6 +61,7 @@ class Run(_Part):
     effective: dict[str, Any] = {}
     """every key with its value, defaults included"""
     settings: dict[str, SetTo] = {}
+    """what differs from the defaults; of an unfinished run what config.yaml sets"""
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
@@ -97,16 +98,17 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; expected the output_dir of a run.")
-    text, effective = _config(path / CONFIG)
-    common = {"path": path, "config_text": text, "effective": effective}
+    text, chosen, defaults = _config(path / CONFIG)
+    common = {"path": path, "config_text": text, "effective": {**chosen, **defaults}}
     if (path / METRICS).is_file():
         content = _json(path / METRICS)
         if isinstance(content, dict):
             training = content.get("training")
             steps = training.get("steps", 0) if isinstance(training, dict) else 0
-            return _run(path / METRICS, {"finished": True, "steps": steps, "max_steps": steps, **content, **common})
+            own = {"finished": True, "steps": steps, "max_steps": steps, "settings": _set_in_file(chosen)}
+            return _run(path / METRICS, {**own, **content, **common})
         raise CorruptError(f"{path / METRICS}: expected a JSON object, got {type(content).__name__}.")
-    return _unfinished(path, {"recipe": effective.get("recipe"), **common})
+    return _unfinished(path, {"recipe": chosen.get("recipe"), "settings": _set_in_file(chosen), **common})
 
 
 def _unfinished(path: Path, common: dict[str, Any]) -> Run:
@@ -151,15 +153,19 @@ def _json(path: Path) -> Any:
         raise CorruptError(f"{path} cannot be read: {error}") from None
 
 
-def _config(path: Path) -> tuple[str, dict[str, Any]]:
-    """config.yaml as text, and all keys in it: those that were set, and the defaults, which stand in its comments."""
+def _set_in_file(chosen: dict[str, Any]) -> dict[str, Any]:
+    return {str(key): {"value": value, "set_by": CONFIG} for key, value in chosen.items() if key != "recipe"}
+
+
+def _config(path: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """config.yaml as text; the keys that were set in it, and the defaults, which stand in its comments."""
     if not path.is_file():
-        return "", {}
+        return "", {}, {}
     try:
         text = path.read_text(encoding="utf-8")
         chosen, _, defaults = text.partition("\n# Defaults in effect:\n")
         commented = "\n".join(line.removeprefix("# ") for line in defaults.splitlines())
-        return text, {**(yaml.safe_load(chosen) or {}), **(yaml.safe_load(commented) or {})}
+        return text, dict(yaml.safe_load(chosen) or {}), dict(yaml.safe_load(commented) or {})
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise CorruptError(f"{path} cannot be read: {error}") from None
 

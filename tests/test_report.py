@@ -29,7 +29,7 @@ from liger_trainer.curves import (
     points,
     reading,
 )
-from liger_trainer.report_tables import before_and_after, differences, side_by_side
+from liger_trainer.report_tables import before_and_after, data_facts, differences, facts, settings, side_by_side
 from liger_trainer.report_text import change, duration, figure, memory, parameters
 from liger_trainer.run_reading import names, read_run
 from liger_trainer.training import Pace
@@ -83,7 +83,8 @@ def content(scale: float = 1.0) -> dict:
         "recipe": "distill",
         "config": "mine.yaml",
         "before": {"forward_kl": 1.1, "agreement_at_1": 0.25, "student_perplexity": 12345678.0, "loss": 1.2},
-        "after": {"forward_kl": 0.1534 * scale, "agreement_at_1": 0.5 / scale, "student_perplexity": 9.5, "loss": 0.2},
+        "after": {"forward_kl": 0.1534 * scale, "agreement_at_1": 0.5 / scale, "student_perplexity": 9.5,
+                  "loss": 0.2 * scale},
         "completions": [
             {
                 "prompt": "What is <b>bold</b> & <script>alert(1)</script>?",
@@ -307,9 +308,13 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
     runs = [read_run(one), read_run(two)]
     changed = {row.label: [cell.text for cell in row.cells] for row in differences(runs, ["one", "two"]).rows}
     assert changed == {"learning_rate": ["0.0002", "0.001"], "lora_r": ["16", "8"]}
-    best = {row.label: [cell.tone for cell in row.cells] for row in side_by_side(runs, ["one", "two"]).rows}
+    tones = [cell.tone for row in side_by_side(runs, ["one", "two"]).rows for cell in row.cells]
+    assert set(tones) == {""}  # measured on other rows
+    alike = [run.model_copy(update={"data": runs[0].data}) for run in runs]
+    best = {row.label: [cell.tone for cell in row.cells] for row in side_by_side(alike, ["one", "two"]).rows}
     assert best["forward KL (nats/token)"] == ["best", ""] and best["agreement@1"] == ["best", ""]
     assert best["student perplexity"] == ["", ""]  # equal
+    assert best["loss (nats/token)"] == ["", ""]  # of another mixture of losses in each distillation
     lines = lines_of(CHARTS[0], runs, ["one", "two"])
     assert [(line.label, line.color) for line in lines] == [
         ("one", SERIES[0]), ("one", SERIES[0]), ("two", SERIES[1]), ("two", SERIES[1])
@@ -336,6 +341,22 @@ def test_an_unfinished_run_tells_what_there_is(unfinished):
     assert table.columns[2] == "at step 5"
     assert [cell.text for cell in table.rows[0].cells] == ["1.100", figure(math.exp(-0.5) + 0.1), "−35.8%"]
     assert call(unfinished / "checkpoint-5") == 0  # a checkpoint alone, such as a plain Trainer leaves
+
+
+def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path):
+    """What one of them does not tell has no column, and is no difference."""
+    one = make("one")
+    assert call(one, unfinished, "--output", tmp_path / "both.html") == 0
+    page = Page(tmp_path / "both.html")
+    text = " ".join(page.text.split())
+    assert "stopped: Not finished" in text and "do not compare" not in text and "stopped (step 5)" in text
+    runs = [read_run(one), read_run(unfinished)]
+    assert facts(runs, ["one", "stopped"], data_facts).columns == ["", "one"]
+    assert {row.label: [cell.text for cell in row.cells] for row in settings(runs[1]).rows} == {
+        "learning_rate": ["0.0002", "config.yaml"],
+        "model_name_or_path": ["small", "config.yaml"],
+        "output_dir": ["out", "config.yaml"],
+    }
 
 
 def test_a_run_of_a_version_that_recorded_less(make):
