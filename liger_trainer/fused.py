@@ -31,7 +31,7 @@ from .lazy_logits import LazyLogits
 from .losses import IGNORE_INDEX, MEASURED_JSD, LossOptions, Targets, TeacherAnswer, batch_loss, terms_of
 from .sparse_teacher import SparseDistillation
 from .teacher_shares import SeveralTargets, TeacherShares
-from .uld_loss import UldDistillation
+from .uld_loss import UldAnswer, UldDistillation
 
 
 @dataclass
@@ -250,7 +250,8 @@ class LossOfOneForward:
         else:
             result = batch_loss(logits, self.targets, self.options, self._teacher)
         if self._hidden is not None and self.options.distillation is not None:
-            result = self._hidden.added_to(result, self.targets, self.options.distillation)
+            partners = self._teacher.partners if isinstance(self._teacher, UldAnswer) else None
+            result = self._hidden.added_to(result, self.targets, self.options.distillation, partners)
         self.result = result
         return result.loss.clone()  # mixtures of experts add their auxiliary loss in place
 

@@ -99,13 +99,13 @@ class HiddenLosses(nn.Module):
         used = {pair.student for pairs in self._pairs.values() for pair in pairs}
         return _recorded(self._student[0], used, states)
 
-    def values(self, select: Callable[[Tensor], Tensor], own: dict, other: dict) -> dict[str, Tensor]:
-        """{type: (rows,)}, of the rows that `select` takes from (batch, length, width)."""
-        return {
-            kind: torch.stack([self._of_pair(kind, pair, select(own[pair.student]), select(other[pair.teacher]))
-                               for pair in pairs]).mean(0)
-            for kind, pairs in self._pairs.items()
-        }  # fmt: skip
+    def values(self, own: Callable[[int], Tensor], other: Callable[[int], Tensor]) -> dict[str, Tensor]:
+        """{type: (rows,)}, where either side gives the states (rows, width) of a block."""
+
+        def of(kind: str, pair: _Pair) -> Tensor:
+            return self._of_pair(kind, pair, own(pair.student), other(pair.teacher))
+
+        return {kind: torch.stack([of(kind, pair) for pair in pairs]).mean(0) for kind, pairs in self._pairs.items()}
 
     def _of_pair(self, kind: str, pair: _Pair, own: Tensor, other: Tensor) -> Tensor:
         if pair.projector is not None:
@@ -128,15 +128,27 @@ class HiddenPass:
     def recording(self) -> contextlib.AbstractContextManager:
         return self._losses.recording(self._student)
 
-    def added_to(self, result: Any, targets: "Targets", how: "Distillation") -> Any:
-        """The result of a batch with these terms in it."""
+    def added_to(self, result: Any, targets: "Targets", how: "Distillation", partners: Tensor | None = None) -> Any:
+        """The result of a batch with these terms in it.
+
+        Args:
+            partners: (batch, length) int64, the teacher's position for each of the student's, negative for none, whose
+                terms are 0; without, both have the same.
+        """
         assert targets.rows is not None  # refused where it is: under torch.compile
         rows, device = targets.rows.wait(), targets.labels.device
+        index = None if partners is None else take(partners.to(device).flatten(), rows)
 
-        def select(states: Tensor) -> Tensor:
-            return take(states.to(device).flatten(0, -2), rows)
+        def of_student(block: int) -> Tensor:
+            return take(self._student[block].to(device).flatten(0, -2), rows)
 
-        values = self._losses.values(select, self._student, self._teacher)
+        def of_teacher(block: int) -> Tensor:
+            states = self._teacher[block].to(device).flatten(0, -2)
+            return take(states, rows) if index is None else states.index_select(0, index.clamp(min=0))
+
+        values = self._losses.values(of_student, of_teacher)
+        if index is not None:
+            values = {kind: value.where(index >= 0, 0) for kind, value in values.items()}
         loss = result.loss
         for kind, value in values.items():
             loss = loss + how.hidden_weights[kind] * value.sum() * rows.alpha

@@ -81,11 +81,11 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
 
 def _check_uld(plan: LossPlan, teacher: str) -> None:
     """What a teacher of another tokenizer cannot do beside it."""
-    beside = [term.type for term in plan.terms if term.family in ("divergence", "hidden")]
+    beside = [term.type for term in plan.terms if term.family == "divergence"]
     if beside:
         raise ValueError(
             f"losses: {', '.join(beside)} and uld do not go together: uld is for a teacher of another tokenizer, and "
-            "these compare the same tokens of both. Beside uld there may be ce."
+            "these are over one vocabulary. Beside uld there may be ce and losses between hidden states."
         )
     if teacher != "model":
         raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from splits import capture_gradients
 from test_vocabulary import CODE, ENGLISH, byte_level, saved
 from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,7 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
+from liger_trainer.students import decoder_layers
 from liger_trainer.text_alignment import aligned, partners, runs
 
 pytestmark = [
@@ -232,8 +234,6 @@ def test_adapters_and_a_teacher_in_memory(teacher):
 
 def test_uld_gradient_against_plain_torch(teacher):
     trainer = make(teacher, losses=MIXED, optim="sgd", per_device_train_batch_size=8)
-    from splits import capture_gradients
-
     captured = capture_gradients(trainer)
     plain = double_copy(trainer.student)
     other = double_copy(trainer.teacher)
@@ -255,6 +255,48 @@ def test_uld_gradient_against_plain_torch(teacher):
         assert error < 1e-4, f"{name}: {error:.1e}"
 
 
+def test_hidden_states_are_compared_at_the_same_pairs(teacher):
+    losses = [*ULD, {"type": "hidden_mse", "weight": 0.3, "layers": [[1, 0]]}]
+    trainer = make(teacher, losses=losses, optim="sgd", per_device_train_batch_size=8)
+    projector = trainer.progress.hidden.projectors["hidden_mse_1_0"].weight.detach().double()
+    captured = capture_gradients(trainer)
+    plain, other = double_copy(trainer.student), double_copy(trainer.teacher)
+    trainer.train()
+    uld, hidden, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for row in trainer.train_dataset:
+        labels = torch.tensor(row["labels"])[1:]
+        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
+        own = plain(input_ids=torch.tensor([row["input_ids"]]))
+        with torch.no_grad():
+            its = other(input_ids=torch.tensor([found.input_ids]))
+            at = torch.tensor(found.partners)
+            there = at >= 0
+            state = states_of(other, found.input_ids, 0)[0, at[there]]
+        uld = uld + uld_reference(own.logits[0, :-1][keep][there][:, :VOCAB], its.logits[0, at[there], :41]).sum()
+        block = states_of(plain, row["input_ids"], 1)[0, :-1][keep][there]
+        hidden = hidden + (block @ projector.t() - state).square().mean(-1).sum()
+        tokens += int(keep.sum())
+    logs = trainer.state.log_history[0]
+    assert logs["loss/uld"] == pytest.approx(uld.item() / tokens, rel=1e-5)
+    assert logs["loss/hidden_mse"] == pytest.approx(hidden.item() / tokens, rel=1e-5)
+    assert logs["loss"] == pytest.approx((uld + 0.3 * hidden).item() / tokens, rel=1e-5)
+    ((uld + 0.3 * hidden) / tokens).backward()
+    for name, parameter in plain.named_parameters():
+        error = (captured[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, f"{name}: {error:.1e}"
+
+
+def states_of(model, input_ids, block: int) -> torch.Tensor:
+    """(1, length, width) behind a block."""
+    states = []
+    hook = decoder_layers(model)[1][block].register_forward_hook(
+        lambda _, inputs, output: states.append(output[0] if isinstance(output, tuple) else output)
+    )
+    model(input_ids=torch.tensor([input_ids]))
+    hook.remove()
+    return states[0]
+
+
 # What is refused
 
 
@@ -262,10 +304,9 @@ def test_uld_gradient_against_plain_torch(teacher):
     "options, message",
     [
         ({"losses": [*ULD, {"type": "forward_kl"}, {"type": "tvd"}]}, "forward_kl, tvd and uld do not go together"),
-        ({"losses": [{"type": "hidden_mse"}, *ULD]}, "hidden_mse and uld do not go together"),
         ({"losses": ULD, "teacher": "self"}, "uld needs the model of a teacher with a tokenizer of its own"),
         ({"losses": ULD, "teacher": "cache", "teacher_cache_dir": "x"}, "uld needs the model|forward KL alone"),
-        ({"losses": ULD, "taid": {}}, "taid changes what the divergences"),
+        ({"losses": ULD, "taid": {}}, "taid.* changes what the divergences"),
         ({"losses": [{"type": "uld", "beta": 0.5}]}, "beta"),
     ],
 )
