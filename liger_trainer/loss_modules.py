@@ -338,10 +338,10 @@ class LigerFusedLinearJSD(nn.Module):
 
 
 class LigerFusedLinearDivergence(nn.Module):
-    """Any loss of the op `linear_divergence` (forward KL, reverse KL, JSD, mixtures, with cross-entropy) as a module.
+    """Any loss of the op `linear_divergence` (its divergences, mixtures of them, with cross-entropy) as a module.
 
     Args:
-        kind: "forward_kl", "reverse_kl", "jsd", or several with weights, {"forward_kl": 0.5, "reverse_kl": 0.5}.
+        kind: see `linear_divergence`; one, or several with weights, {"forward_kl": 0.5, "skew_kl": 0.5}.
         options: of `linear_divergence`, except tensors: beta, temperature, ce_weight, softcap and others.
 
     Raises:
