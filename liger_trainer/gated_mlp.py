@@ -8,6 +8,8 @@ from .kernels.gated_linear import gated_linear
 from .kernels.geglu import geglu
 from .kernels.swiglu import swiglu
 
+WEIGHTS = (nn.Parameter, Tensor)  # the types of one that is nothing more: neither sharded nor packed
+
 
 def project(down: nn.Module, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """down(act(gate) * up), storing only gate and up for the backward where down is a plain nn.Linear.
@@ -37,7 +39,7 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(linear) is nn.Linear
         and "forward" not in vars(linear)
-        and type(linear.weight) in (nn.Parameter, Tensor)
+        and type(linear.weight) in WEIGHTS
         and not (linear._forward_hooks or linear._forward_pre_hooks)
         and not (linear._backward_hooks or linear._backward_pre_hooks)
     )

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from . import patch_lora
+from . import gated_mlp, patch_lora
 from .kernels import _head, _low_rank
 from .kernels._selection import Rows, RowSelection
 from .kernels._triton import without_launches
@@ -36,7 +37,8 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced.set(_head, "project", lambda x, w, out: out)
     replaced.set(_low_rank, "_has_wide_results", lambda x: torch.version.hip is None)
     # on the CPU it keeps what it multiplies by in the dtype of its input
-    replaced.set(F, "dropout", lambda x, p=0.5, training=True, inplace=False: torch.native_dropout(x, p, training)[0])
+    replaced.set(F, "dropout", _dropout)
+    replaced.set(gated_mlp, "WEIGHTS", (*gated_mlp.WEIGHTS, FakeTensor))
     for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # of transformers' mixtures of experts
         if hasattr(place, name):
             replaced.set(place, name, grouped_mm)
@@ -58,6 +60,10 @@ def as_bitsandbytes() -> Iterator[None]:
         yield
     finally:
         replaced.undo()
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 class _Attention(torch.autograd.Function):

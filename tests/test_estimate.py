@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 import yaml
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import estimates
 from liger_trainer import estimate as estimating
+from liger_trainer import memory_simulation
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
 from liger_trainer.gpus import GPUS, gpu_named
@@ -22,7 +23,7 @@ from liger_trainer.losses import Distillation, LossOptions
 from liger_trainer.memory_simulation import ModelSpec, StepSpec, simulate
 from liger_trainer.memory_stand_ins import MomentsOptimizer
 from liger_trainer.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.patching import patch
+from liger_trainer.patching import base_of, patch
 from liger_trainer.sharding import Sharding
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
@@ -30,7 +31,7 @@ WIDE: Any = {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "head_dim": 32,
 }
@@ -127,11 +128,13 @@ def test_activations_grow_with_rows_and_with_layers(rows, layers):
     assert most == pytest.approx(rows / 2 * (few + (layers - 2) * layer), rel=0.02)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi", "gpt2"])
-def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family):
+@pytest.mark.parametrize("family, adapted", [("qwen3", False), ("llama_tied", True), ("gpt2", False)])
+def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapted, monkeypatch):
     """In fp32 under the interpreter the real model takes the GPU's path, and autograd says what it saves."""
-    options: Any = {"sliding_window": 256} if family == "gemma3" else {}
-    model = tiny_model(family, **options).train()
+    model = tiny_model(family).train()
+    config = model.config
+    if adapted:
+        model: Any = get_peft_model(model, LORA)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -142,14 +145,22 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family):
         return tensor
 
     ids = torch.randint(0, VOCAB, (2, 64))
-    patch(model)
+    patch(base_of(model))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    memory = simulate(step(student=ModelSpec(model.config, torch.float32), rows=2, length=64))
+    kept = []
+
+    class Tracker(MemoryTracker):
+        def enter(self, phase, part=None):
+            if phase == "backward":
+                kept.append(self.live["activations"] + self.live["loss"])
+            super().enter(phase, part)
+
+    monkeypatch.setattr(memory_simulation, "MemoryTracker", Tracker)
+    peft = LORA if adapted else None
+    simulate(step(student=ModelSpec(config, torch.float32), rows=2, length=64, peft=peft))
     del loss
-    at_loss = parts(memory, "backward")
-    kept = at_loss["activations"] + at_loss["loss"]
-    assert kept == pytest.approx(sum(saved.values()), rel=0.1)
+    assert kept[0] == pytest.approx(sum(saved.values()), rel=0.02)  # the labels, the loss itself
 
 
 def test_autocast_copies_every_weight_of_a_product_once():
@@ -173,7 +184,7 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
     packed = simulate(step(peft=LORA, student=dataclasses.replace(step().student, bits=4)))
     assert packed.parameters == lora.parameters
     linear = parts(lora, "loss")["student weights"] - parts(packed, "loss")["student weights"]
-    assert linear / (4 * lora.parameters) > 0.7  # all but the embeddings and the head
+    assert linear / (4 * lora.parameters) > 0.6  # all but the embeddings and the head
 
 
 def test_a_teacher_and_its_records():
@@ -206,8 +217,8 @@ def test_moments_of_8_bits_and_paged_ones():
     assert parts(simulate(step(optimizer=paged)), "optimizer")["optimizer state"] == 0
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_simulated(family):
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gemma3", "granite", "cohere", "mixtral"])
+def test_other_families_are_simulated(family):
     spec = step(student=ModelSpec(config_of(family), torch.float32), masked=True, autocast=torch.bfloat16, peft=None)
     assert simulate(spec).peaks["loss"].bytes > 0
 
@@ -304,6 +315,7 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("chunked_torch")
 def test_the_benchmark_estimates_and_trains_a_point(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     point = next(p for p in estimates.points(tiny=True) if p.run == "distil LoRA")
