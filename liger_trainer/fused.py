@@ -274,8 +274,10 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
         value = getattr(result, field, None)
         if value is not None:
             setattr(output, name, per_token(value))
-    if loss.options.distillation is not None and not isinstance(result, CrossEntropy):
-        output.terms = {name: per_token(x) for name, x in terms_of(result, loss.options.distillation).items()}
+    how = loss.options.distillation
+    if how is not None and not isinstance(result, CrossEntropy):
+        if how.terms:
+            output.terms = {name: per_token(x) for name, x in terms_of(result, how).items()}
         if MEASURED_JSD in result.terms:
             output.jsd = per_token(result.terms[MEASURED_JSD])
     if loss.by_teacher is not None:
