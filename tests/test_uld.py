@@ -397,3 +397,12 @@ def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeyp
     assert 0 < written["after"]["loss/uld"] < 2 and "forward_kl" not in written["after"]
     assert len(asked) == 2 and all(text in read for text, read in asked.items())
     assert all(read.endswith("[A]") == ("messages" in rows.column_names) for read in asked.values())
+    if "text" in rows.column_names:
+        for command, code, told in (
+            (["eval", "out"], None, "student perplexity"),
+            (["cache", "run.yaml", "teacher_cache_dir=cache"], 2, "losses: uld needs the model of a teacher"),
+        ):
+            with pytest.raises(SystemExit) as stopped:
+                main(command)
+            printed = capsys.readouterr()
+            assert stopped.value.code in (code, 0 if code is None else code) and told in printed.out + printed.err

@@ -82,7 +82,8 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     teacher = open_model(config, "teacher_model_name_or_path")
     check_student(config, files, data)
     shared = check_same_tokenizer(config, files, teacher)
-    if shared is not None and shared.student_only:
+    assert shared is not None  # uld is refused with a cache
+    if shared.student_only:
         raise config.error(
             "teacher_model_name_or_path",
             f"the student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a cache "
