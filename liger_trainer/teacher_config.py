@@ -103,12 +103,20 @@ class TeacherConfig:
         if self.teachers is not None:
             self._check_teachers()
         check_placement(self)
+        self._keep_to_one_gpu()
         if self.teacher in ("self", "server") and placed(self):
             raise ValueError(f"{placed(self)} has no effect with teacher={self.teacher!r}: it loads no weights.")
         if self.teacher == "server":
             self._check_server(distillation)
         if self.teacher in SPARSE:
             self._check_sparse(SPARSE[self.teacher], distillation)
+
+    def _keep_to_one_gpu(self) -> None:
+        """Where a GPU is the teacher's: transformers would spread the student of one process over all it sees."""
+        entries = entries_of(self) if self.teachers else []
+        devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
+        if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
+            self._n_gpu = 1
 
     def _check_teachers(self) -> None:
         if self.teacher != "model":

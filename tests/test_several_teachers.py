@@ -22,6 +22,7 @@ from tiny import (
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.metrics import TokenMetrics
+from liger_trainer.run_config import check_text
 
 pytestmark = [
     pytest.mark.usefixtures("chunked_torch"),
@@ -291,6 +292,41 @@ def test_packing_that_cuts_documents_is_refused(strategy):
 def test_settings_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         train_args(LigerDistillConfig, **options)
+
+
+START = "recipe: distill\nmodel_name_or_path: m\ndataset_name: d.jsonl\n"
+
+
+@pytest.mark.parametrize(
+    "lines, found",
+    [
+        (["teacher: self"], ["teacher: self is the student without its adapters; add `use_peft: true`"]),
+        (["teacher: self", "use_peft: true", "teacher_model_name_or_path: t"], [
+            "teacher_model_name_or_path: has no effect with `teacher: self`"]),
+        (["teacher: self", "use_peft: true", "fsdp: full_shard"], ["teacher: self does not work with FSDP"]),
+        (["teacher: server", "teacher_server_top_k: 2000"], [
+            "teacher_server_top_k: expected a number of at most 1024", "teacher_server_base_url: missing",
+            "teacher_server_model: missing"]),
+        (["teacher_model_name_or_path: t", "teacher_server_model: x"], ["no effect without `teacher: server`"]),
+        (["teacher_model_name_or_path: t", "teacher_column: c"], ["teacher_column: has no effect without `teachers`"]),
+        (["teacher_model_name_or_path: t", "teacher_offload: true", "teacher_device: cpu"], [
+            "teacher_offload does not go with teacher_device"]),
+        (["teacher_model_name_or_path: t", "teacher_offload: true", "fsdp: full_shard"], [
+            "teacher_offload: does not go with FSDP or DeepSpeed"]),
+        (["teachers: [{name: a}]"], ["teachers: a needs teacher_model_name_or_path"]),
+        (["teachers: [{name: a, teacher: self, wieght: 1}]"], ["[0].wieght: unknown key. Did you mean weight"]),
+        (["teachers: [{teacher: self}]"], ["[0]: name is missing"]),
+        (["teachers: [{name: a, teacher: self, weight: 0}]"], ["expected a number above 0, got 0"]),
+        (["teachers: [{name: a, teacher: self}]", "teacher_model_name_or_path: t"], ["give either teachers or"]),
+        (["teachers: [{name: a, teacher: self}]", "teacher: self", "use_peft: true"], ["teachers: are models"]),
+    ],
+)  # fmt: skip
+def test_what_validate_finds(lines, found):
+    with pytest.raises(ConfigError) as error:
+        check_text(START + "\n".join(lines), "my.yaml")
+    for message in found:
+        assert message in str(error.value)
+    assert str(error.value).count("my.yaml:") == max(len(found), 1) + (len(found) > 1), str(error.value)
 
 
 def test_models_and_names_that_do_not_match():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from splits import capture_gradients
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cache_capture import capture
@@ -178,6 +179,15 @@ def test_settings_that_are_refused(options, message):
 def test_a_model_that_is_loaded_already():
     with pytest.raises(ConfigError, match="teacher_offload is about a teacher that is loaded by its name"):
         make(tiny_model("phi"), teacher_offload=True)
+
+
+@pytest.mark.parametrize("device, gpus", [("cuda:1", 1), ("cpu", 2), (None, 2)])
+def test_a_gpu_of_the_teacher_is_none_of_the_students(monkeypatch, device, gpus):
+    monkeypatch.setattr(SFTConfig, "n_gpu", 2)
+    config = train_args(LigerDistillConfig, teacher_device=device)
+    assert (config._n_gpu == 1) == (gpus == 1)
+    entry = {"name": "a", "teacher_model_name_or_path": "x", "teacher_device": device}
+    assert (train_args(LigerDistillConfig, teachers=[entry])._n_gpu == 1) == (gpus == 1)
 
 
 def test_several_processes_and_sharding():
