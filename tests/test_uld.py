@@ -202,7 +202,8 @@ def logs_of_one_batch(teacher) -> dict[str, float]:
 @pytest.mark.parametrize(
     "options",
     [{"packing": True, "max_length": 40}, {"padding_free": True, "max_length": None},
-     {"per_device_train_batch_size": 2}, {"shuffle_dataset": True}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
+     {"per_device_train_batch_size": 2}, {"shuffle_dataset": True},
+     {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
     ids=["packing", "padding-free", "smaller batches", "shuffled", "accumulation"],
 )  # fmt: skip
 def test_however_rows_are_put_into_batches(teacher, options):
