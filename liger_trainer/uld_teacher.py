@@ -82,14 +82,18 @@ class UldTeacher(ModelTeacher):
 
     def _beside(self, prepared: Dataset, raw: Dataset, name: str, tokenizer: Any, formatting_func: Any) -> Dataset:
         """Of each prepared row its tokens, labels, and what the teacher reads in its place."""
-        theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func)
+        theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
+            ["input_ids", "labels", ROW]
+        )
+        left = sorted(set(prepared[ROW]) - set(theirs[ROW]))
+        if left:  # nothing of them is supervised for the teacher
+            nothing = {"input_ids": [[] for _ in left], "labels": [[] for _ in left], ROW: left}
+            theirs = concatenate_datasets([theirs, Dataset.from_dict(nothing, features=theirs.features)])
         place = {row: index for index, row in enumerate(theirs[ROW])}
-        both = [index for index, row in enumerate(prepared[ROW]) if row in place]
-        own = prepared.select(both)
-        theirs = theirs.select([place[row] for row in own[ROW]]).select_columns(["input_ids", "labels"])
+        theirs = theirs.select([place[row] for row in prepared[ROW]]).select_columns(["input_ids", "labels"])
         pairs = concatenate_datasets(
             [
-                own.select_columns(["input_ids", "labels"]),
+                prepared.select_columns(["input_ids", "labels"]),
                 theirs.rename_columns({"input_ids": IDS, "labels": "teacher_labels"}),
             ],
             axis=1,
@@ -210,7 +214,7 @@ class UldCollator:
                 "A batch has other supervised tokens than its rows. Labels must be as the rows have them: with "
                 "eval_packing, use packing too, so that the collator keeps documents apart."
             )
-        length = max((len(document.input_ids) for document in documents), default=1)
+        length = max([1, *(len(document.input_ids) for document in documents)])
         ids = torch.zeros(max(len(documents), 1), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         mask[:, 0] = 1  # a row of nothing but padding has no attention

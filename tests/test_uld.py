@@ -21,6 +21,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.students import decoder_layers
 from liger_trainer.text_alignment import aligned, partners, runs
+from liger_trainer.uld_teacher import UldTeacher
 
 pytestmark = [
     pytest.mark.usefixtures("chunked_torch"),
@@ -357,6 +358,31 @@ def test_a_row_that_was_not_prepared(teacher):
     trainer = make(teacher)
     with pytest.raises(DataError, match="is none that the trainer prepared"):
         trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+
+
+def test_rows_that_the_teacher_makes_nothing_of(teacher, monkeypatch):
+    """They have cross-entropy alone; the others keep their own partners, in whatever order they come back."""
+    rows, read = completions(8), UldTeacher._read_by_teacher
+    common = {"losses": MIXED, "learning_rate": 0.0}
+    want = make(teacher, rows.select([0, 2, 3, 4, 5, 6]), **common, per_device_train_batch_size=6)
+
+    def some(self, raw, formatting_func):
+        return read(self, raw, formatting_func).select([6, 5, 4, 3, 2, 0])
+
+    monkeypatch.setattr(UldTeacher, "_read_by_teacher", some)
+    got = make(teacher, rows, **common, per_device_train_batch_size=8)
+    tokens = []
+    for trainer in (got, want):
+        trainer.train()
+        tokens.append(sum(label != -100 for row in trainer.train_dataset for label in row["labels"]))
+    logs, of_six = (trainer.state.log_history[0] for trainer in (got, want))
+    assert logs["loss/uld"] * tokens[0] == pytest.approx(of_six["loss/uld"] * tokens[1], rel=1e-5)
+    row = got.train_dataset[1]
+    batch = got.data_collator([{name: row[name] for name in ("input_ids", "labels")}])
+    assert batch["uld_input_ids"].shape == (1, 1) and bool((batch["uld_partners"] == -1).all())
+    assert math.isfinite(got.compute_loss(got.model, batch).item())
+    nothing = got.data_collator([{"input_ids": [1, 2], "labels": [-100, -100]}])
+    assert nothing["uld_input_ids"].shape == (1, 1) and bool((nothing["uld_partners"] == -1).all())
 
 
 def test_the_callback_refuses_it():
