@@ -39,6 +39,8 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
 
     try:
         data = load_run_datasets(config)
+        if data.facts.form == "prompt" or config.values.get("lmbda") or config.values.get("seq_kd"):
+            return "completions are sampled"
         tokenizer = open_model(config, "model_name_or_path").tokenizer
         lengths = _lengths(data, tokenizer, config)
     except LigerTrainerError as error:
