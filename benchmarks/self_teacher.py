@@ -128,7 +128,11 @@ def run(job: Job) -> Result:
             eval_dataset={"narrow": narrow, "other": other},
             **rows,
         )
-        evaluated = {name.removeprefix("eval_"): value for name, value in judge.evaluate().items()}
+        evaluated = {
+            name.replace("eval", kind, 1): value
+            for kind, rows_of_kind in judge.eval_dataset.items()
+            for name, value in judge.evaluate(rows_of_kind).items()
+        }
     print(f"weight {job.weight:g}, seed {job.seed}: {evaluated['other_forward_kl']:.4f}", file=sys.stderr, flush=True)
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     measured = {name: evaluated[name] for name in METRICS}

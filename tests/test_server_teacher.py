@@ -66,17 +66,19 @@ def test_a_few_tokens_and_the_rest_as_one(protocol):
         trainer = make(server, data=completions(4), losses=None, teacher_server_protocol=protocol)
         student = double_copy(trainer.model)
         logs, gradients = step(trainer)
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    total, tokens, nll = torch.zeros((), dtype=torch.float64), 0, 0.0
     for row in trainer.train_dataset:
         ids = torch.tensor([row["input_ids"]])
         keep = shift_labels_of(torch.tensor([row["labels"]]))[0] != -100
         q = student(input_ids=ids).logits[0, keep].softmax(-1)
         p = double_copy(teacher)(input_ids=ids).logits[0, keep].softmax(-1).detach()
+        nll -= p.gather(-1, ids[0].roll(-1)[keep, None]).log().sum().item()
         likeliest = p.topk(8, -1).indices
         p, q = (torch.cat([x.gather(-1, likeliest), 1 - x.gather(-1, likeliest).sum(-1, True)], -1) for x in (p, q))
         total, tokens = total + (p * (p / q).log()).sum(), tokens + int(keep.sum())
     (total / tokens).backward()
     assert logs["loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
+    assert logs["teacher_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(gradients[name].double(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 

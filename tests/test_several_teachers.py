@@ -146,8 +146,12 @@ def test_micro_batches_and_evaluation():
     data, options = rows(8), {"teachers": entries(), "teacher_column": "domain"}
     whole, want = step(make(teachers(), data, data, **options))
     trainer = make(teachers(), data, data, **{**options, "per_device_train_batch_size": 2,
-                                              "gradient_accumulation_steps": 4})  # fmt: skip
+                                              "gradient_accumulation_steps": 4,
+                                              "per_device_eval_batch_size": 8})  # fmt: skip
     evaluated = trainer.evaluate()
+    assert evaluated["eval_loss"] == pytest.approx(
+        evaluated["eval_kd_loss"] + 0.3 * evaluated["eval_ce_loss"], rel=1e-5
+    )
     logs, gradients = step(trainer)
     assert_same(gradients, {name: g.double() for name, g in want.items()})
     names = [name for name in whole if "/" in name or name in ("kd_loss", "ce_loss", "forward_kl", "teacher_entropy")]
