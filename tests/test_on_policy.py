@@ -542,7 +542,7 @@ def test_the_temperature_is_of_sampling_and_of_the_loss_unless_that_has_its_own(
     both = train_args(LigerDistillConfig, temperature=2.0)
     assert both.distillation().temperature == 2.0 and both.loss_temperature == 2.0
     apart = train_args(LigerDistillConfig, temperature=0.9, kd_temperature=4.0)
-    assert apart.distillation().temperature == 4.0 and apart.temperature == 0.9
+    assert apart.distillation().temperature == apart.loss_temperature == 4.0 and apart.temperature == 0.9
 
 
 # A configuration
