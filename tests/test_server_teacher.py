@@ -166,6 +166,22 @@ def test_answers_that_are_refused(protocol, change, error, message):
         ask(change, protocol=protocol)
 
 
+def test_a_server_that_lists_no_token_beyond_the_likeliest():
+    """The one that stands at a place is then known from `token_logprobs` alone."""
+
+    def likeliest_alone(choice):
+        places = choice["logprobs"]["top_logprobs"]
+        for known in places[1:-1]:
+            kept = sorted(known, key=known.get)[-4:]
+            for token in set(known) - set(kept):
+                del known[token]
+
+    got, want = ask(of_choice(likeliest_alone), protocol="echo"), ask(None)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.tolist() == theirs.tolist()
+    assert (want.label_log_prob < want.log_probs[:, -1]).any()
+
+
 def test_exit_codes():
     assert (ConfigError.exit_code, TeacherServerError.exit_code, NonFiniteError.exit_code) == (2, 7, 5)
 
