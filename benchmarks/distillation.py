@@ -254,8 +254,9 @@ def main() -> None:
     results, caches = run_all(options, overrides)
     chosen = "" if options.arms == list(ARMS) else f" --arms {' '.join(options.arms)}"
     gpus = f" --gpus {options.gpus}" if options.gpus > 1 else ""
+    limit = f" --seconds {options.seconds:g}" if math.isfinite(options.seconds) else ""
     seeds = " ".join(map(str, options.seeds))
-    words = f"{chosen} --seeds {seeds} --jobs {options.jobs}{gpus} {shlex.join(overrides)}"
+    words = f"{chosen} --seeds {seeds} --jobs {options.jobs}{gpus}{limit} {shlex.join(overrides)}"
     text = table(results, caches, f"python -m benchmarks.distillation{words}".strip())
     device = results[next(iter(results))][0].run["training"]["device"]
     stem = options.output / ("distillation-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"))
