@@ -51,12 +51,12 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that has all words of `name`, "H100" or "a100 40gb"; or a size alone, "24GB".
+    """The GPU that has all words of `name`, "H100", "4090" or "a100 40gb"; or a size alone, "24GB".
 
     Raises:
         ConfigError: none has, or several of different memory.
     """
-    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|gib|g)?\s*", name, re.I)
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\s*", name, re.I)
     if size:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * 1024))
     words = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", name.lower()).replace("gib", "gb").split()

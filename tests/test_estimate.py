@@ -251,7 +251,8 @@ def test_shares_of_several_processes():
 
 
 @pytest.mark.parametrize(
-    "name, found", [("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("rtx 4090", "RTX 4090 24GB")]
+    "name, found",
+    [("h100", "H100 80GB"), ("A100 40 GB", "A100 40GB"), ("rtx 4090", "RTX 4090 24GB"), ("4090", "RTX 4090 24GB")],
 )
 def test_gpus_by_name(name, found):
     assert gpu_named(name).name == found
