@@ -191,6 +191,21 @@ def test_what_cannot_be_merged(trained, cli, folder, copy):
     assert not (folder / "m1").exists()
 
 
+def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
+    notes = folder / "notes"
+    notes.mkdir(exist_ok=True)
+    (notes / "a.txt").write_text("kept")
+    refusals = {
+        "out": "out is the adapter itself", ".": ". holds the adapter itself", "student": "student is the base",
+        "notes": "notes is no directory of a model", "notes/a.txt": "a.txt is no directory of a model",
+    }  # fmt: skip
+    before = sorted(folder.rglob("*"))
+    for name, message in refusals.items():
+        code, _, err = cli("merge", "out", name, "--force")
+        assert code == 2 and message in err, (name, err)
+    assert sorted(folder.rglob("*")) == before and (notes / "a.txt").read_text() == "kept"
+
+
 def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folder):
     shutil.rmtree(copy / "checkpoint-4")
     code, _, err = cli("resume", str(copy))

@@ -30,19 +30,22 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter, a run's or a checkpoint's, into its base. The sum is computed in float32."""
     adapter = _adapter(run_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not force:
-        raise ConfigError(f"{out} exists; choose another name or add --force.")
-    if out.resolve() == run_dir.resolve():
-        raise ConfigError(f"{out} is the adapter itself; choose another name.")
-    model, tokenizer = _merged(run_dir, adapter, base, dtype)
-    staged = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    model.save_pretrained(staged)
-    if tokenizer is not None:
+    name = base or adapter.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
+    _check_target(out, run_dir, name, force)
+    model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
+    target = out.resolve()
+    staged = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(staged, out)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(staged, target)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from None
     typer.echo(f"Merged {run_dir} into {model.config._name_or_path}: {out}, {model.dtype}")
 
 
@@ -62,9 +65,22 @@ def _adapter(run_dir: Path) -> dict[str, Any]:
     return adapter
 
 
-def _merged(
-    run_dir: Path, adapter: dict[str, Any], base: str | None, dtype: str | None
-) -> "tuple[PreTrainedModel, Any]":
+def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
+    """What is replaced is an earlier model, never the adapter, its base, or a folder of other things."""
+    target, adapter = out.resolve(), run_dir.resolve()
+    if target == adapter or target in adapter.parents:
+        raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
+    if target == Path(base).expanduser().resolve():
+        raise ConfigError(f"{out} is the base of the adapter; choose another name.")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"{out} exists; choose another name or add --force.")
+    if not (out / "config.json").is_file():
+        raise ConfigError(f"{out} is no directory of a model, and --force replaces nothing else; choose another name.")
+
+
+def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
     import torch
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -72,11 +88,7 @@ def _merged(
 
     from ..demo import resolve_model
 
-    name = base or adapter.get("base_model_name_or_path")
-    if not name:
-        raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     path = resolve_model(name)
-    revision = None if base else adapter.get("revision")
     target = getattr(torch, dtype, None) if dtype else None
     if dtype and not (isinstance(target, torch.dtype) and target.is_floating_point):
         raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
