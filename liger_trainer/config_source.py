@@ -234,5 +234,5 @@ def find_config(name: str) -> tuple[str, str]:
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     if wanted in known:
         return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"
-    hint = did_you_mean(wanted, known) or f" Built-in ones: {', '.join(known)}."
+    hint = did_you_mean(wanted, known) or " `liger-trainer ls` lists the built-in ones."
     raise ConfigError(f"{name}: neither a file nor a built-in configuration.{hint}")
