@@ -19,7 +19,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE | --KEY VALUE | ~KEY]...",
+        metavar="KEY=VALUE | --KEY VALUE | ~KEY",
         help="Settings that go before those of CONFIG; ~KEY takes one out.",
         show_default=False,
     ),

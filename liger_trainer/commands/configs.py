@@ -18,7 +18,7 @@ def ls(
     group: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE | FAMILY]",
+            metavar="RECIPE | FAMILY",
             help="Only those of a recipe (sft, distill) or of a family (llama3, qwen3, ...).",
             show_default=False,
         ),

@@ -15,7 +15,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A model's directory, a hub id in the cache, or a model type such as llama.",
             show_default=False,
         ),

@@ -64,7 +64,10 @@ def _print(found: "Estimate") -> None:
     table.add_section()
     table.add_row("peak", f"{found.peak_mib:,.0f}", style="bold")
     console.print(table)
-    console.print("Highest of each phase: " + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items()))
+    console.print(
+        "Highest of each phase, without cuBLAS workspaces: "
+        + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
+    )
     _print_amounts(console, found)
     _print_verdict(console, found)
 

@@ -26,7 +26,7 @@ def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN_DIR|CONFIG... [KEY=VALUE | --KEY VALUE | ~KEY]...",
+            metavar="RUN_DIR | CONFIG | KEY=VALUE",
             help="Runs, checkpoints or configurations, each a column; then settings that go before theirs.",
             show_default=False,
         ),

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 def report(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="The output_dir of a run; several are compared.", show_default=False),
+        typer.Argument(metavar="RUN_DIR", help="The output_dir of a run; several are compared.", show_default=False),
     ],
     output: Annotated[
         Path | None,
