@@ -19,7 +19,7 @@ from .loss_terms import distillation_of, final_fields, moved_fields
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
-from .teacher import patch_layers, per_token_values, teacher_dtype, teacher_logits
+from .teacher import check_apart, patch_layers, per_token_values, teacher_dtype, teacher_logits
 from .vocabulary import compare_tokenizers, tokenizer_of, with_heads
 
 
@@ -67,6 +67,11 @@ class DistillationCallback(TrainerCallback):
             raise ConfigError(
                 "DistillationCallback: taid that adapts to the loss has a state that a callback cannot put into the "
                 "trainer's checkpoints. Set adaptive to false, or use LigerDistillTrainer."
+            )
+        if teacher_model_init_kwargs and not isinstance(teacher, str):
+            raise ConfigError(
+                "teacher_model_init_kwargs is about a teacher that is loaded by its name, but a model was given. Load "
+                "it that way, or pass its name."
             )
         self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
         self._loss: _DistillationLoss | None = None
@@ -154,12 +159,7 @@ class DistillationCallback(TrainerCallback):
             assert self._path is not None
             where = {"dtype": teacher_dtype(args), "device_map": {"": student.device}}
             return create_model_from_path(self._path, **{**where, **self._init_kwargs})
-        moving = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
-        if base_of(teacher) is student or any(id(parameter) in moving for parameter in teacher.parameters()):
-            raise ConfigError(
-                "The student cannot be its own teacher: its weights would move under the teacher. Load the teacher as "
-                "a model of its own, here as for LigerDistillTrainer."
-            )
+        check_apart(student, teacher)
         placed = getattr(teacher, "hf_device_map", None) is not None or getattr(teacher, "is_quantized", False)
         return teacher if placed else teacher.to(student.device)
 

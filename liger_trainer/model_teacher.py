@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .head import device_of
 from .losses import Logits
 from .patching import announce
-from .teacher import patch_layers, teacher_logits
+from .teacher import check_apart, patch_layers, teacher_logits
 from .teacher_placement import Carrier, check_processes, load_teacher, stays, stream_weights
 from .teachers import Teacher, without_labels
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
@@ -47,6 +47,7 @@ class ModelTeacher(Teacher):
         sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         check_processes(self._args, self._accelerator.num_processes, sharded)
         teacher = load_teacher(self._teacher, self._args)
+        check_apart(trainer.student, teacher)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
         else:

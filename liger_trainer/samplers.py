@@ -11,6 +11,7 @@ from trl.trainer.utils import pad
 
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
+from .head import device_of
 
 Tokens = list[int]
 
@@ -55,13 +56,13 @@ class ModelSampler:
         Raises:
             ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions.
         """
-        settings = self.settings(model)
+        settings, device = self.settings(model), device_of(model)
         size = self._args.generation_batch_size or len(prompts)
         ends = settings.eos_token_id
         made: list[Tokens] = []
-        with _seeded(seed, model.device), _in_eval_mode(model), torch.no_grad(), self._autocast():
+        with _seeded(seed, device), _in_eval_mode(model), torch.no_grad(), self._autocast():
             for at in range(0, len(prompts), size):
-                made += self._complete(model, prompts[at : at + size], settings)
+                made += self._complete(model, prompts[at : at + size], settings, device)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in made]
 
     def settings(self, model: Any) -> GenerationConfig:
@@ -82,14 +83,14 @@ class ModelSampler:
             raise ConfigError("generation_kwargs: num_return_sequences must be 1, a completion for each prompt.")
         return settings
 
-    def _complete(self, model: Any, prompts: Sequence[Tokens], settings: GenerationConfig) -> list[Tokens]:
+    def _complete(
+        self, model: Any, prompts: Sequence[Tokens], settings: GenerationConfig, device: torch.device
+    ) -> list[Tokens]:
         rows = [torch.tensor(prompt) for prompt in prompts]
         padding: Any = self._tokenizer.pad_token_id
         ids = pad(rows, padding_value=padding, padding_side="left")
         mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="left")
-        made = model.generate(
-            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
-        )
+        made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
         return made[:, ids.shape[1] :].tolist()
 
 

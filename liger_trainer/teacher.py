@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from .deferred import DeferredLogits, deferred_logits
+from .errors import ConfigError
 from .fused import TokenLossOutput
 from .patching import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
 
@@ -16,6 +17,16 @@ from .patching import NothingToPatch, Patched, PatchOptions, announce, base_of, 
 def teacher_dtype(args: TrainingArguments) -> str:
     """That of the run, for a teacher loaded from its path."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def check_apart(student: Any, teacher: Any) -> None:
+    """Raise ConfigError where a teacher is the student, or made of weights that are trained."""
+    moving = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
+    if base_of(teacher) is base_of(student) or any(id(parameter) in moving for parameter in teacher.parameters()):
+        raise ConfigError(
+            "The student cannot be its own teacher: its weights would move under the teacher. Load the teacher as "
+            "a model of its own; for adapters beside their frozen base, LigerDistillTrainer has teacher='self'."
+        )
 
 
 def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Patched | None:

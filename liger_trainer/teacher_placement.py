@@ -17,18 +17,20 @@ from .teacher import teacher_dtype
 from .teacher_config import placed
 
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
+OF_LOADING = ("teacher_model_revision", "teacher_model_init_kwargs")
 
 
 def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
     """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
 
     Raises:
-        ConfigError: `args` say where a model lives that is loaded already; bitsandbytes is not installed.
+        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed.
     """
     if not isinstance(teacher, str):
-        if placed(args):
+        set_in_vain = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
+        if set_in_vain:
             raise ConfigError(
-                f"{placed(args)} is about a teacher that is loaded by its name, but a model was given. Load it "
+                f"{set_in_vain} is about a teacher that is loaded by its name, but a model was given. Load it "
                 "that way, or pass its name."
             )
         return teacher

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from splits import OBJECTIVES, ROWS, capture_gradients, one_step
 from tiny import (
@@ -560,6 +560,11 @@ def test_wrong_arguments_of_the_trainer():
     student = tiny_model()
     with pytest.raises(ConfigError, match="The student cannot be its own teacher"):
         trainer(student, teacher_model=student, args=args)
+    adapters = get_peft_model(student, LoraConfig(target_modules=["q_proj"]))
+    for options in ({"teacher_model": student}, {"teacher_model": {"a": student, "b": tiny_model()}}):
+        with pytest.raises(ConfigError, match="its own teacher.*teacher='self'"):
+            trainer(adapters, args=args, **options)
+        assert any(parameter.requires_grad for parameter in adapters.parameters())
     with pytest.raises(ConfigError, match="teacher knows 40 tokens, but the student's tokenizer has 64"):
         trainer(tiny_model(), teacher_model=tiny_model(vocab_size=40, pad_token_id=1, eos_token_id=2), args=args)
     with pytest.raises(ConfigError, match="student knows 40 tokens, but the tokenizer has 64: resize its embeddings"):

@@ -8,7 +8,7 @@ from splits import capture_gradients
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from trl import SFTConfig
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cache_capture import capture
 from liger_trainer.deferred import DeferredLogits, Forward
 from liger_trainer.errors import ConfigError
@@ -66,6 +66,13 @@ def test_a_streamed_teacher_generates(directory):
     with make(directory, teacher_offload=True).teaching.live() as streamed, make(directory).teaching.live() as resident:
         got, want = (complete(live[""], tiny_tokenizer(), prompts, 3) for live in (streamed, resident))
     assert got == want and any(got)
+
+
+def test_a_streamed_teacher_writes_completions(tmp_path):
+    tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
+    options = {"seq_kd": True, "max_completion_length": 4}
+    logs, want = (step(make(str(tmp_path), **placed, **options))[0] for placed in ({"teacher_offload": True}, {}))
+    assert logs["completion_length"] > 0 and logs["loss"] == pytest.approx(want["loss"], rel=1e-5)
 
 
 def test_a_streamed_teacher_is_captured(tmp_path):
@@ -179,6 +186,10 @@ def test_settings_that_are_refused(options, message):
 def test_a_model_that_is_loaded_already():
     with pytest.raises(ConfigError, match="teacher_offload is about a teacher that is loaded by its name"):
         make(tiny_model("phi"), teacher_offload=True)
+    with pytest.raises(ConfigError, match="teacher_model_init_kwargs is about a teacher that is loaded by its name"):
+        make(tiny_model("phi"), teacher_model_init_kwargs={"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="teacher_model_init_kwargs is about a teacher that is loaded by its name"):
+        DistillationCallback(tiny_model("phi"), teacher_model_init_kwargs={"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("device, gpus", [("cuda:1", 1), ("cpu", 2), (None, 2)])
