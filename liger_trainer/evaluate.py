@@ -23,7 +23,15 @@ from .checkpoints import CONFIG, checkpoints_in
 from .config_source import Setting
 from .data import DataFacts, RunData, load_run_datasets
 from .errors import ConfigError, CorruptError, NonFiniteError
-from .loading import ModelFiles, check_same_tokenizer, check_student, load_student, load_weights, open_model
+from .loading import (
+    ModelFiles,
+    check_same_tokenizer,
+    check_student,
+    load_student,
+    load_weights,
+    open_model,
+    open_teachers,
+)
 from .metric_rows import DISTILL_ROWS, SFT_ROWS, Row
 from .run_config import load_run_config
 
@@ -57,7 +65,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics: those of `trainer.evaluate()` without `eval_`, and the calibration error; in nats where not said."""
+    """metrics: those of `trainer.evaluate()` without `eval_`, and the calibration error; in nats where not said.
+    teacher: as the configuration names it; several are joined by commas, and None where none is loaded by a name."""
 
     name: str
     recipe: str
@@ -101,18 +110,19 @@ def evaluate(subject: Subject) -> Evaluation:
         base = open_model(config, "model_name_or_path")
         files = base if subject.weights is None else _saved_files(base, subject.weights)
         check_student(config, files, data)
-        name = config["teacher_model_name_or_path"] if config.recipe == "distill" else None
-        teacher = open_model(config, "teacher_model_name_or_path") if name else None
-        if teacher is not None:
-            check_same_tokenizer(config, files, teacher)
-        trainer = _trainer(subject, config, data, base, files, teacher)
+        teachers = open_teachers(config) if config.recipe == "distill" else {}
+        for own, teacher in teachers.values():
+            check_same_tokenizer(own, files, teacher)
+        paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
+        trainer = _trainer(subject, config, data, base, files, paths)
         found = trainer.evaluate()
     metrics = {name.removeprefix("eval_"): value for name, value in found.items() if isinstance(value, float)}
     lost = [name for name, value in metrics.items() if not math.isfinite(value)]
     if lost:
         raise NonFiniteError(f"{subject.name}: {', '.join(lost)} of the model is not finite.")
     model = str(subject.weights or config["model_name_or_path"])
-    return Evaluation(subject.name, config.recipe, model, name, metrics, data.facts)
+    named = [own["teacher_model_name_or_path"] for own, _ in teachers.values()]
+    return Evaluation(subject.name, config.recipe, model, ", ".join(named) or None, metrics, data.facts)
 
 
 def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
@@ -155,7 +165,7 @@ def _trainer(
     data: RunData,
     base: ModelFiles,
     files: ModelFiles,
-    teacher: ModelFiles | None,
+    teachers: dict[str, str],
 ) -> Any:
     args = config.training_args()
     cached = config.recipe == "distill" and config["teacher"] == "cache"  # which looks at the training rows too
@@ -173,7 +183,9 @@ def _trainer(
             return LigerTrainer(student, **common)
         from .distill_trainer import LigerDistillTrainer
 
-        return LigerDistillTrainer(student, teacher_model=teacher.path if teacher else None, **common)
+        return LigerDistillTrainer(
+            student, teacher_model=teachers if config["teachers"] else teachers.get(""), **common
+        )
 
 
 def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:

@@ -117,6 +117,28 @@ def test_every_metric_is_that_of_plain_torch(folder, evaluate):
         assert got == pytest.approx(truth, rel=1e-4)
 
 
+def test_several_teachers_and_the_students_own_base(folder, evaluate, tmp_path):
+    config = {key: value for key, value in SETTINGS.items() if key != "teacher_model_name_or_path"}
+    for name, teachers in (("two", ["teacher", "run"]), ("none", ["teacher", "nowhere/at/all"])):
+        entries = [{"name": f"of_{n[:3]}", "teacher_model_name_or_path": n, "weight": i + 1} for i, n in
+                   enumerate(teachers)]  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**config, "teachers": entries}))
+    (tmp_path / "self.yaml").write_text(yaml.safe_dump({**config, "teacher": "self", "use_peft": True}))
+    code, found, error = evaluate(str(tmp_path / "two.yaml"), str(tmp_path / "self.yaml"), "--json")
+    assert code == 0, error
+    two, own = found["evaluations"]
+    assert two["teacher"] == "teacher, run" and own["teacher"] is None
+    student, *teachers = (
+        AutoModelForCausalLM.from_pretrained(folder / n).eval() for n in ("student", "teacher", "run")
+    )
+    want = [by_hand(student, teacher)["forward_kl"] for teacher in teachers]
+    assert [two["metrics"][f"of_{n}/forward_kl"] for n in ("tea", "run")] == pytest.approx(want, rel=1e-4)
+    assert two["metrics"]["forward_kl"] == pytest.approx((want[0] + 2 * want[1]) / 3, rel=1e-4)
+    assert own["metrics"]["forward_kl"] == pytest.approx(0, abs=1e-6)
+    code, _, error = evaluate(str(tmp_path / "none.yaml"))
+    assert code == 2 and "of_now: " in error and "no such directory: nowhere/at/all" in error
+
+
 def test_one_table_and_the_file(folder, evaluate, tmp_path):
     file = tmp_path / "found.json"
     code, out, error = evaluate("run", "run.yaml", "max_eval_rows=4", "--output", str(file))
