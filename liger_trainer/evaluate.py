@@ -66,6 +66,7 @@ class Subject:
 @dataclass(frozen=True)
 class Evaluation:
     """metrics: those of `trainer.evaluate()` without `eval_`, and the calibration error; in nats where not said.
+    Without the losses that projectors of hidden states are part of.
     teacher: as the configuration names it; several are joined by commas, and None where none is loaded by a name."""
 
     name: str
@@ -116,7 +117,9 @@ def evaluate(subject: Subject) -> Evaluation:
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
         found = trainer.evaluate()
+        unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
     metrics = {name.removeprefix("eval_"): value for name, value in found.items() if isinstance(value, float)}
+    metrics = {name: value for name, value in metrics.items() if name not in unlearned}
     lost = [name for name, value in metrics.items() if not math.isfinite(value)]
     if lost:
         raise NonFiniteError(f"{subject.name}: {', '.join(lost)} of the model is not finite.")
@@ -125,11 +128,18 @@ def evaluate(subject: Subject) -> Evaluation:
     return Evaluation(subject.name, config.recipe, model, ", ".join(named) or None, metrics, data.facts)
 
 
+def _unlearned(trainer: Any) -> list[str]:
+    """What fresh projectors of hidden-state losses are part of. A run keeps its own in its checkpoints alone."""
+    if not trainer.progress.parameters():
+        return []
+    return ["loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))]
+
+
 def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
     """Without what belongs to training: where it is saved, what it is reported to, other processes."""
     here = {
         "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
-        "load_best_model_at_end": False, "fsdp": None, "fsdp_config": None, "deepspeed": None,
+        "load_best_model_at_end": False, "use_vllm": False, "fsdp": None, "fsdp_config": None, "deepspeed": None,
     }  # fmt: skip
     here = {key: value for key, value in here.items() if key in config.values}
     settings = {**config.settings, **{key: Setting(value, "eval") for key, value in here.items()}}

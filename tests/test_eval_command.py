@@ -139,6 +139,17 @@ def test_several_teachers_and_the_students_own_base(folder, evaluate, tmp_path):
     assert code == 2 and "of_now: " in error and "no such directory: nowhere/at/all" in error
 
 
+@pytest.mark.parametrize("projector", [True, False])
+def test_no_value_of_a_projector_that_was_not_learned(evaluate, tmp_path, projector):
+    losses = [{"type": "forward_kl"}, {"type": "hidden_mse", "projector": projector}]
+    (tmp_path / "hidden.yaml").write_text(yaml.safe_dump({**SETTINGS, "losses": losses}))
+    code, found, error = evaluate(str(tmp_path / "hidden.yaml"), "~beta", "--json")
+    assert code == 0, error
+    metrics = found["evaluations"][0]["metrics"]
+    assert {name in metrics for name in ("loss", "loss/hidden_mse")} == {not projector}
+    assert "loss/forward_kl" in metrics and "kd_loss" in metrics
+
+
 def test_one_table_and_the_file(folder, evaluate, tmp_path):
     file = tmp_path / "found.json"
     code, out, error = evaluate("run", "run.yaml", "max_eval_rows=4", "--output", str(file))
