@@ -5,6 +5,7 @@ import sys
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl import SFTConfig
@@ -23,6 +24,7 @@ OBJECTIVES = {
     "hidden": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 1], [1, 0]]},
                {"type": "hidden_cosine", "layers": "last"}],
     "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
+    "self": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # the student without its adapters
 }  # fmt: skip
 # greedy, so that the students of all processes write the same
 ON_POLICY = {"lmbda": 1.0, "max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
@@ -54,10 +56,13 @@ def one_step(objective, batch, accumulation):
     if OBJECTIVES[objective] is None:
         trainer = LigerTrainer(tiny_model(), args=train_args(SFTConfig, **options), **common)
     else:
-        options.update(ON_POLICY if objective == "on_policy" else {})
+        options.update({"on_policy": ON_POLICY, "self": {"teacher": "self"}}.get(objective, {}))
         args = train_args(LigerDistillConfig, losses=OBJECTIVES[objective], beta=0.4, temperature=2.0, **options)
-        teacher = tiny_model("gemma2", seed=5, hidden_size=48)
-        trainer = LigerDistillTrainer(tiny_model(), teacher_model=teacher, args=args, **common)
+        student, teacher = tiny_model(), tiny_model("gemma2", seed=5, hidden_size=48)
+        if objective == "self":
+            torch.manual_seed(1)
+            student, teacher = get_peft_model(student, LoraConfig(init_lora_weights=False)), None
+        trainer = LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
     gradients = capture_gradients(trainer)
     trainer.train()
     logs = trainer.state.log_history[0]
