@@ -33,8 +33,8 @@ CHANGES: tuple[tuple[str, ...], ...] = (
     ("use_peft=true", "lora_target_modules=all-linear", "load_in_4bit=true"),
 )
 TEACHER_CHANGES = (
-    ("teacher_model_init_kwargs={dtype: bfloat16}",),
-    ("teacher_model_init_kwargs={load_in_4bit: true}",),
+    ("teacher_dtype=bfloat16",),
+    ("teacher_load_in_4bit=true",),
     ("teacher=cache", "teacher_cache_dir=teacher-cache"),
 )
 

@@ -1,6 +1,5 @@
 """What one of several processes holds: DDP's buckets, and shares of what ZeRO and FSDP cut up."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +45,12 @@ def sharding_of(config: "RunConfig") -> Sharding:
     """From num_processes, accelerate_config, fsdp and deepspeed.
 
     Raises:
-        ConfigError: `accelerate_config` is neither a file nor one of TRL's; `deepspeed` is no file that can be read.
+        ConfigError: `accelerate_config` is neither a file nor one of TRL's; one of the two cannot be read.
     """
     file = _accelerate_file(config)
     processes = config["num_processes"] or file.get("num_processes") or 1
     if config["deepspeed"]:
-        return _zero(_deepspeed(config).get("zero_optimization", {}).get("stage", 0), processes)
+        return _zero((_deepspeed(config).get("zero_optimization") or {}).get("stage", 0), processes)
     kind = str(file.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         return _zero(int((file.get("deepspeed_config") or {}).get("zero_stage", 0)), processes)
@@ -69,15 +68,20 @@ def _accelerate_file(config: "RunConfig") -> dict[str, Any]:
     arguments = launcher_arguments(config)
     if "--config_file" not in arguments:
         return {}
-    path = Path(arguments[arguments.index("--config_file") + 1])
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return _mapping(config, "accelerate_config", arguments[arguments.index("--config_file") + 1])
 
 
 def _deepspeed(config: "RunConfig") -> dict[str, Any]:
     given = config["deepspeed"]
-    if isinstance(given, dict):
-        return given
+    return given if isinstance(given, dict) else _mapping(config, "deepspeed", given)
+
+
+def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
+    """A file of YAML or JSON, which is YAML too."""
     try:
-        return json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise config.error("deepspeed", f"{given} cannot be read: {error}") from None
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise config.error(key, f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise config.error(key, f"{path}: expected keys with values, got a {type(content).__name__}.")
+    return content

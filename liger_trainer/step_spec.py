@@ -166,12 +166,16 @@ def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bo
         return None, None
     if args.teacher != "model":
         raise config.error("teacher", f"estimate knows model, cache and self, got {args.teacher!r}.")
+    for key in ("teachers", "teacher_device", "teacher_offload"):
+        if config[key]:
+            raise config.error(key, "estimate knows one teacher, on the student's GPU. Estimate without it.")
     extra = config.init_kwargs("teacher_model_init_kwargs")
     model = read_config(config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"})
-    run = _autocast(config, bf16) or torch.float32
-    quantization = extra.get("quantization_config") or {}
-    dtype = _dtype(extra["dtype"], model) if "dtype" in extra else run
-    return ModelSpec(model, dtype, extra.get("attn_implementation"), _bits({**extra, **quantization})), None
+    named = extra.get("dtype", config["teacher_dtype"])
+    dtype = _dtype(named, model) if named is not None else _autocast(config, bf16) or torch.float32
+    bits = 4 if config["teacher_load_in_4bit"] else 8 if config["teacher_load_in_8bit"] else None
+    packed = bits or _bits({**extra, **(extra.get("quantization_config") or {})})
+    return ModelSpec(model, dtype, extra.get("attn_implementation"), packed), None
 
 
 def _bits(options: dict[str, Any]) -> int | None:

@@ -305,11 +305,30 @@ def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, 
     assert {s.partition("=")[0] for change in found["changes"] for s in change["settings"]} >= {"use_peft", "optim"}
 
 
+DISTIL = ("recipe=distill", "teacher_model_name_or_path=student")
+
+
+def test_a_teachers_weights_are_as_it_is_loaded(project, capsys):
+    def teacher(*arguments: str) -> float:
+        return _json(capsys, *DISTIL, *arguments)["parts_mib"]["teacher weights"]
+
+    whole = teacher("teacher_dtype=float32")
+    assert teacher("teacher_dtype=bfloat16") == teacher() == pytest.approx(whole / 2, rel=0.1)  # the run's, under bf16
+    assert teacher("teacher_load_in_4bit=true") < teacher("teacher_load_in_8bit=true") < teacher()
+
+
 def test_what_cannot_be_estimated_is_said(project, capsys):
+    (project / "list.json").write_text("[]")
     for arguments, message in (
         (["optim=grokadamw"], "optim"),
         (["torch_compile=true"], "torch_compile"),
         (["--gpu", "Foo"], "no GPU is called"),
+        ([*DISTIL, "teacher_device=cpu"], "teacher_device"),
+        ([*DISTIL, "teacher_offload=true"], "teacher_offload"),
+        (["recipe=distill", "teachers=[{name: a, teacher_model_name_or_path: student}]"], "teachers"),
+        (["deepspeed=rows.jsonl"], "rows.jsonl cannot be read"),
+        (["deepspeed=list.json"], "list.json: expected keys with values, got a list"),
+        (["accelerate_config=list.json"], "list.json: expected keys with values, got a list"),
     ):
         with pytest.raises(SystemExit) as left:
             main(["estimate", "run.yaml", *arguments])
