@@ -28,7 +28,7 @@ from .report_tables import (
     tone,
     training_facts,
 )
-from .report_text import change, count, duration, figure, memory, parameters
+from .report_text import change, count, duration, figure, memory, parameters, teacher_told
 from .run_reading import Run, Sample, names
 
 
@@ -97,7 +97,7 @@ def _header(run: Run, label: str, index: int) -> dict[str, Any]:
         state = {"text": f"unfinished: step {run.steps:,}{of}", "tone": "open"}
     told = [run.config, run.finished_at and run.finished_at.replace("T", " ").replace("+00:00", " UTC")]
     model = run.effective.get("model_name_or_path")
-    teacher = run.effective.get("teacher_model_name_or_path")
+    teacher = teacher_told(run.effective)
     told += [model and f"model {model}", teacher and f"teacher {teacher}"]
     badges = [{"text": run.recipe, "tone": ""}] if run.recipe else []
     return {

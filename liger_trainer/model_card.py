@@ -19,7 +19,7 @@ from .environment import versions
 from .loss_plan import plan_of
 from .loss_types import LOSS_TYPES
 from .metric_rows import DISTILL_ROWS, SFT_ROWS
-from .report_text import change, count, duration, figure, memory, parameters, shown
+from .report_text import change, count, duration, figure, memory, parameters, shown, teacher_told
 
 if TYPE_CHECKING:
     from .report import RunResults
@@ -120,8 +120,7 @@ def _summary(config: "RunConfig") -> str:
     how = " with LoRA" if config["use_peft"] else ""
     if config.recipe == "sft":
         return f"{student} fine-tuned{how}."
-    teacher = config["teacher_model_name_or_path"]
-    return f"{student} distilled{how} from {_named(teacher) if teacher else 'the teacher of a cache'}."
+    return f"{student} distilled{how} from {teacher_told(config.values, _named)}."
 
 
 def _measured(results: "RunResults") -> Iterator[tuple[str, str, str, str]]:
@@ -144,8 +143,7 @@ def _model_facts(config: "RunConfig", results: "RunResults", model: Published) -
         "saved": "the LoRA adapter" if model.adapter else "the whole model",
     }
     if config.recipe == "distill":
-        teacher = config["teacher_model_name_or_path"]
-        facts["teacher"] = _named(teacher) if teacher else None
+        facts["teacher"] = teacher_told(config.values, _named)
         facts["teacher's revision"] = config["teacher_model_revision"]
         facts["asked"] = (
             f"through its cache {public(config['teacher_cache_dir'])}" if config["teacher"] == "cache" else None

@@ -1,6 +1,8 @@
 """Numbers and values as a report writes them."""
 
+import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
@@ -67,3 +69,22 @@ def shown(value: Any) -> str:
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def teacher_told(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
+    """Who teaches in a configuration, with `named` for names of models; None where nobody is told.
+
+    Args:
+        values: keys of a configuration, `teachers` as a list or as JSON.
+    """
+    several = values.get("teachers")
+    if several:
+        entries = json.loads(several) if isinstance(several, str) else several
+        return ", ".join(teacher_told(entry, named) or entry["name"] for entry in entries)
+    if values.get("teacher") == "self":
+        return "itself without its adapters"
+    if values.get("teacher") == "server":
+        model = values.get("teacher_server_model")
+        return f"{named(model)} on a server" if model else "a server"
+    name = values.get("teacher_model_name_or_path")
+    return named(name) if name else "a cache" if values.get("teacher") == "cache" else None
