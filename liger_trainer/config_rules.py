@@ -8,7 +8,7 @@ from typing import Any
 
 from .config_schema import Key
 from .config_source import Finding, Setting
-from .teacher_config import FILES, PLACEMENT, SERVER, teacher_problems
+from .teacher_config import FILES, PLACEMENT, SERVER, is_its_own_teacher, teacher_problems
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
 REFUSED = {
@@ -209,6 +209,16 @@ CONFLICTS = (
         ("teacher", "fsdp", "deepspeed"),
         lambda v: v.values.get("teacher") == "self" and is_sharded(v.values),
         "self does not work with FSDP or DeepSpeed; name the base in teacher_model_name_or_path instead.",
+    ),
+    *(
+        Conflict(
+            key,
+            (key, "teacher", "teachers"),
+            lambda v, key=key: v[key] is not None and is_its_own_teacher(v.values),
+            "the base that teaches would lack these layers too; leave `teacher: self` out and name the whole model in "
+            "teacher_model_name_or_path.",
+        )
+        for key in ("keep_every_nth_layer", "keep_layers")
     ),
     *(
         Conflict(

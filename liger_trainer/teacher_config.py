@@ -224,6 +224,18 @@ def teacher_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield next((name for name in PLACEMENT if key != "teachers" and getattr(args, name)), key), str(error)
 
 
+def is_its_own_teacher(values: Mapping[str, Any]) -> bool:
+    """Whether the student of a configuration teaches, alone or among several. False where `teachers` is wrong."""
+    args = SimpleNamespace(**values)
+    if getattr(args, "teachers", None) is None:
+        return getattr(args, "teacher", None) == "self"
+    try:
+        _check_loaded(args)
+    except ValueError:
+        return False
+    return any(entry.args.teacher == "self" for entry in entries_of(args))
+
+
 def _check_loaded(args: Any) -> None:
     """Of a configuration alone: nobody gives a model beside it."""
     if args.teachers is None:

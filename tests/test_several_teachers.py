@@ -307,6 +307,10 @@ START = "recipe: distill\nmodel_name_or_path: m\ndataset_name: d.jsonl\n"
         (["teacher: self"], ["teacher: self is the student without its adapters; add `use_peft: true`"]),
         (["teacher: self", "use_peft: true", "teacher_model_name_or_path: t"], [
             "teacher_model_name_or_path: has no effect with `teacher: self`"]),
+        (["teacher: self", "use_peft: true", "keep_every_nth_layer: 2"],
+            ["keep_every_nth_layer: the base that teaches would lack these layers too; leave `teacher: self` out"]),
+        (["teachers: [{name: a, teacher: self}]", "use_peft: true", "keep_layers: [0]"],
+            ["keep_layers: the base that teaches would lack these layers too"]),
         (["teacher: self", "use_peft: true", "fsdp: full_shard"], ["teacher: self does not work with FSDP"]),
         (["teacher: server", "teacher_server_top_k: 2000"], [
             "teacher_server_top_k: expected a number of at most 1024", "teacher_server_base_url: missing",
