@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .processes import Benchmark, Provider, Result, main, opening, take_turns
+from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
 
 TOKENS = 8192
 ROUNDS, STEPS = 4, 4
@@ -153,20 +153,12 @@ class Worker:
 
 
 def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    for provider in providers:  # at once: each waits for imports, not for the device
-        provider.start("build", shape)
-    built = {provider.name: provider.result() for provider in providers}
-    results = [Result(shape, provider.name, failure=built[provider.name][1]) for provider in providers]
-    sums = {value for value, failure in built.values() if failure is None}
-    if len(sums) > 1:
-        raise RuntimeError(f"The providers' weights differ: {built}")
+    results = build_all(shape, providers, [shape])
     say(shape, "built")
     by_name = {provider.name: provider for provider in providers}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "truth.pt")
-        _, failure = by_name["plain"].call("truth", shape, path)
-        if failure is not None:
-            raise RuntimeError(f"The plain model could not compute the truth: {failure}")
+        compute_truth(by_name["plain"], shape, path)
         say(shape, "truth in fp32 computed")
         _pass_gate([result for result in results if result.failure is None], by_name, path)
     say(shape, "compiled, and held against the truth")

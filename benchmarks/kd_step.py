@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled
-from .processes import Benchmark, Provider, Result, main, opening, take_turns
+from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
 
 ROWS, TOKENS = 8, 8192
 ROUNDS, STEPS = 4, 3
@@ -221,19 +221,11 @@ class Worker(compiled.Worker):
 
 
 def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    for provider in providers:  # at once: each waits for imports, not for the device
-        provider.start("build", shape)
-    built = {provider.name: provider.result() for provider in providers}
-    results = [Result(shape, provider.name, failure=built[provider.name][1]) for provider in providers]
-    sums = {value for value, failure in built.values() if failure is None}
-    if len(sums) > 1:
-        raise RuntimeError(f"The providers' weights differ: {built}")
+    results = build_all(shape, providers, [shape])
     by_name = {provider.name: provider for provider in providers}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "truth.pt")
-        _, failure = by_name["plain"].call("truth", shape, path)
-        if failure is not None:
-            raise RuntimeError(f"The plain models could not compute the truth: {failure}")
+        compute_truth(by_name["plain"], shape, path)
         compiled.say(shape, "truth in fp32 computed")
         for result in (r for r in results if r.failure is None):
             result.errors, result.failure = by_name[result.provider].call("gate", path)

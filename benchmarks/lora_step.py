@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .processes import Benchmark, Provider, Result, main, opening, take_turns
+from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
 
 RANK, ALPHA, B_STD = 16, 32, 0.02
 BATCH, LENGTH, GATE_LENGTH = 4, 2048, 512
@@ -193,19 +193,11 @@ class Worker:
 
 
 def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    for provider in providers:  # at once: each waits for imports, not for the device
-        provider.start("build", shape)
-    built = {provider.name: provider.result() for provider in providers}
-    results = [Result(case, p.name, failure=built[p.name][1]) for case in cases_of(shape) for p in providers]
-    sums = {value for value, failure in built.values() if failure is None}
-    if len(sums) > 1:
-        raise RuntimeError(f"The providers' weights differ: {built}")
+    results = build_all(shape, providers, cases_of(shape))
     by_name = {provider.name: provider for provider in providers}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "truth.pt")
-        _, failure = providers[0].call("truth", shape, path)
-        if failure is not None:
-            raise RuntimeError(f"{providers[0].name} could not compute the truth: {failure}")
+        compute_truth(providers[0], shape, path)
         for result in (r for r in results if r.failure is None):
             result.errors, result.failure = by_name[result.provider].call("gate", result.case, path)
     if beyond_bound(results):

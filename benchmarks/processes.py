@@ -78,6 +78,23 @@ class Result:
         return statistics.median(self.ms) if self.ms else None
 
 
+def build_all(shape: str, providers: Sequence[Provider], cases: Sequence[Any]) -> list[Result]:
+    """Have all providers make the same model; a result for each case and provider. RuntimeError if weights differ."""
+    for provider in providers:  # at once: each waits for imports, not for the device
+        provider.start("build", shape)
+    built = {provider.name: provider.result() for provider in providers}
+    if len({value for value, failure in built.values() if failure is None}) > 1:
+        raise RuntimeError(f"The providers' weights differ: {built}")
+    return [Result(case, p.name, failure=built[p.name][1]) for case in cases for p in providers]
+
+
+def compute_truth(provider: Provider, shape: str, path: str) -> None:
+    """Have a provider write what the plain model gives in fp32. RuntimeError if it cannot."""
+    _, failure = provider.call("truth", shape, path)
+    if failure is not None:
+        raise RuntimeError(f"{provider.name} could not compute the truth: {failure}")
+
+
 def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int, deadline: float) -> None:
     """Rounds of measurements, in each of which every provider has its turn; the first is done in any case."""
     shuffle = random.Random(0).shuffle
