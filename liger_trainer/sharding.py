@@ -36,6 +36,7 @@ class Sharding:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
         if self.gathers:
             parts["gathered layers"] = GATHERED * memory.layer_bytes
+            del parts["autocast copies"]  # a layer is gathered in the format that it computes in
         if self.buckets:
             parts["gradient buckets"] = memory.trained_bytes
         return Peak(parts.total(), parts)

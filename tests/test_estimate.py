@@ -248,6 +248,10 @@ def test_shares_of_several_processes():
     assert plain.bytes - zero.bytes == pytest.approx(0.75 * plain.parts["optimizer state"], abs=4)
     whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["optimizer"].parts
     assert whole["gathered layers"] == 2 * memory.layer_bytes
+    mixed = simulate(step(autocast=torch.bfloat16))
+    assert mixed.peaks["forward"].parts["autocast copies"] > 0
+    for sharding, copies in ((Sharding("FSDP", 4, gathers=True), False), (Sharding("DDP", 4, buckets=True), True)):
+        assert ("autocast copies" in sharding.per_process(mixed)["forward"].parts) == copies
 
 
 @pytest.mark.parametrize(
