@@ -30,6 +30,7 @@ FILES = (
     "teacher_model_init_kwargs",
     "teacher_tokenizer_name_or_path",
 )
+OF_LOADING = ("teacher_model_revision", "teacher_model_init_kwargs")
 OF_ONE_TEACHER = (*FILES, *PLACEMENT)
 ENTRY_KEYS = ("name", "teacher", "weight", "routes", *OF_ONE_TEACHER)
 
@@ -104,8 +105,9 @@ class TeacherConfig:
             self._check_teachers()
         check_placement(self)
         self._keep_to_one_gpu()
-        if self.teacher in ("self", "server") and placed(self):
-            raise ValueError(f"{placed(self)} has no effect with teacher={self.teacher!r}: it loads no weights.")
+        in_vain = placed(self) or next((name for name in OF_LOADING if getattr(self, name, None)), None)
+        if self.teacher in ("self", "server") and in_vain:
+            raise ValueError(f"{in_vain} has no effect with teacher={self.teacher!r}: it loads no weights.")
         if self.teacher == "server":
             self._check_server(distillation)
         if self.teacher in SPARSE:

@@ -14,10 +14,9 @@ from .errors import ConfigError
 from .head import Head, output_module
 from .losses import Logits
 from .teacher import teacher_dtype
-from .teacher_config import placed
+from .teacher_config import OF_LOADING, placed
 
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
-OF_LOADING = ("teacher_model_revision", "teacher_model_init_kwargs")
 
 
 def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:

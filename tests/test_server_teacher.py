@@ -252,6 +252,7 @@ def test_a_missing_key(monkeypatch):
         ({"losses": [{"type": "ce"}]}, "the loss asks for no divergence"),
         ({"label_smoothing_factor": 0.1}, "not part of the loss against a teacher's server"),
         ({"teacher_dtype": "bfloat16"}, "teacher_dtype has no effect with teacher='server'"),
+        ({"teacher_model_revision": "v2"}, "teacher_model_revision has no effect with teacher='server'"),
     ],
 )
 def test_settings_that_are_refused(options, message):
