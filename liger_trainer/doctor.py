@@ -52,7 +52,7 @@ def config_of(model: str) -> Any:
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise ConfigError(
             f"{model!r} is no directory with a config.json, no model in the hub's cache and no model type of "
-            f"transformers {transformers.__version__}.{hint} ({_words(error)})"
+            f"transformers {transformers.__version__}.{hint} ({_words(error).partition('. ')[0]})"
         ) from None
 
 
