@@ -11,7 +11,7 @@ import yaml
 
 import liger_trainer
 from liger_trainer import cli, launching
-from liger_trainer.commands import env, run
+from liger_trainer.commands import cache, env, run
 from liger_trainer.config_schema import shipped_schema, shipped_text
 from liger_trainer.config_source import built_in_configs
 from liger_trainer.run_config import check_text, load_run_config
@@ -251,3 +251,14 @@ def test_out_of_memory_is_exit_code_3(call, monkeypatch):
     code, _, err = call("run", "smollm2/sft_full", "use_cpu=true")
     assert code == 3 and "Tried to allocate 20 GiB." in err and "per_device_train_batch_size" in err
     assert "Traceback" not in err and "More words" not in err
+
+
+def test_a_capture_out_of_memory_is_exit_code_3(call, monkeypatch):
+    import torch
+
+    def fails(config):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore words")
+
+    monkeypatch.setattr(cache, "_capture", fails)
+    code, _, err = call("cache", "smollm2/distill_cached")
+    assert code == 3 and "out of memory: CUDA out of memory.\nWhat takes less: " in err and "More words" not in err

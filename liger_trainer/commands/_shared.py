@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
     from ..run_config import RunConfig
@@ -49,3 +51,14 @@ def write_new(path: Path, text: str, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None
+
+
+@contextmanager
+def out_of_memory(advice: str) -> Iterator[None]:
+    """Within it torch's OutOfMemoryError becomes a DoesNotFitError that says what takes less."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # known by its name: torch need not be there yet
+            raise
+        raise DoesNotFitError(f"out of memory: {str(error).partition(chr(10))[0]}\n{advice}") from error

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ._shared import OVERRIDES, AsJson, Config, Overrides, show_notices
+from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
 
 if TYPE_CHECKING:
     from ..run_config import RunConfig
     from ..teacher_cache import CacheIndex
+
+
+TAKES_LESS = (
+    "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, teacher_dtype=bfloat16, "
+    "teacher_load_in_4bit=true."
+)
 
 
 class _CaptureByDefault(TyperGroup):
@@ -44,7 +50,8 @@ def capture(config: Config, overrides: Overrides = None) -> None:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     _quieten()
     try:
-        index = _capture(settings)
+        with out_of_memory(TAKES_LESS):
+            index = _capture(settings)
     except KeyboardInterrupt:
         typer.echo("liger-trainer: interrupted; the same command goes on from the last whole shard.", err=True)
         raise typer.Exit(130) from None

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigError, DoesNotFitError
-from ._shared import AsJson, Force, show_notices, write_new
+from ..errors import ConfigError
+from ._shared import AsJson, Force, out_of_memory, show_notices, write_new
 
 if TYPE_CHECKING:
     from ..evaluate import Evaluation, Subject
 
-_OUT_OF_MEMORY = (
-    "out of memory: {error}\nWhat takes less: a smaller per_device_eval_batch_size, a smaller max_length, "
-    "dtype=bfloat16."
-)
+TAKES_LESS = "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, dtype=bfloat16."
 
 
 def evaluate(
@@ -78,11 +75,8 @@ def _evaluate(subject: "Subject") -> "Evaluation":
     from ..evaluate import evaluate as run
 
     try:
-        return run(subject)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
-            raise
-        raise DoesNotFitError(_OUT_OF_MEMORY.format(error=str(error).partition("\n")[0])) from error
+        with out_of_memory(TAKES_LESS):
+            return run(subject)
     finally:
         gc.collect()
         if torch.cuda.is_available():

@@ -4,8 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import DoesNotFitError
-from ._shared import Config, Overrides, show_notices
+from ._shared import Config, Overrides, out_of_memory, show_notices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -13,8 +12,8 @@ if TYPE_CHECKING:
     from ..run_config import RunConfig
     from ..student_making import StudentRecord
 
-_OUT_OF_MEMORY = (
-    "out of memory: {error}\nTeacher and student must fit at once. What takes less, in this order: a smaller "
+TAKES_LESS = (
+    "Teacher and student must fit at once. What takes less, in this order: a smaller "
     "per_device_eval_batch_size, a smaller max_length, dtype=bfloat16, use_cpu=true."
 )
 
@@ -29,12 +28,8 @@ def init_student(config: Config, overrides: Overrides = None) -> None:
     _quieten()
     from ..student_making import make_student
 
-    try:
+    with out_of_memory(TAKES_LESS):
         path, record, student = make_student(settings.on_this_machine())
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
-            raise
-        raise DoesNotFitError(_OUT_OF_MEMORY.format(error=str(error).partition("\n")[0])) from error
     _print(settings, path, record, student)
 
 

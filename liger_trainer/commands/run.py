@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import DoesNotFitError
-from ._shared import Config, Overrides, RunDir, show_notices
+from ._shared import Config, Overrides, RunDir, out_of_memory, show_notices
 
 if TYPE_CHECKING:
     from ..run_config import RunConfig
 
-_OUT_OF_MEMORY = (
-    "out of memory: {error}\nWhat takes less, in this order: gradient_checkpointing=true, a smaller "
+TAKES_LESS = (
+    "What takes less, in this order: gradient_checkpointing=true, a smaller "
     "per_device_train_batch_size with more gradient_accumulation_steps, a smaller max_length, use_peft=true."
 )
 
@@ -63,14 +62,11 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 def _run_recipe(config: "RunConfig") -> None:
     _quieten()
     try:
-        importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
+        with out_of_memory(TAKES_LESS):
+            importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     except KeyboardInterrupt:  # outside training; there, `training.train` saves a checkpoint first
         typer.echo(f"liger-trainer: interrupted; what is in {config['output_dir']} is kept.", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
-            raise
-        raise DoesNotFitError(_OUT_OF_MEMORY.format(error=str(error).partition("\n")[0])) from error
 
 
 def _quieten() -> None:
