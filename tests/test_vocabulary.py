@@ -184,7 +184,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_it_is_loaded(tmp_path,
     def no_weights(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("liger_trainer.model_teacher.create_model_from_path", no_weights)
+    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", no_weights)
     path = saved(tmp_path, byte_level(ENGLISH))
     with pytest.raises(ConfigError, match="different tokenizers: 64 of 64 shared ids differ"):
         make(path)
