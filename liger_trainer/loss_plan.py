@@ -132,6 +132,12 @@ def _own_options(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> d
                     f"losses: {option} is {own[scalar]} for one of them and {value} for {term.type}; they share it: "
                     f"set {scalar} instead."
                 )
+    if "beta" in own and own["beta"] in (0, 1):
+        limit = "reverse_kl" if own["beta"] else "forward_kl"
+        raise ValueError(
+            f"losses: jsd: beta is {own['beta']}, where it would be the {limit.replace('_kl', ' KL')}. Give it one "
+            f"between 0 and 1, such as {{type: jsd, beta: 0.5}}, or name {limit}."
+        )
     return own
 
 

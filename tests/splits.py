@@ -19,7 +19,7 @@ ROWS = [
 ]
 OBJECTIVES = {
     "ce": None,
-    "kd": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}],
+    "kd": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5, "beta": 0.3}],
     "mix": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "hidden": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 1], [1, 0]]},
                {"type": "hidden_cosine", "layers": "last"}],

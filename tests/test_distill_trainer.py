@@ -209,7 +209,7 @@ def expected_logs(values):
     }  # fmt: skip
 
 
-LOSSES = [{"type": "jsd", "weight": 0.5}, {"type": "reverse_kl"}, {"type": "ce", "weight": 0.25}]
+LOSSES = [{"type": "jsd", "weight": 0.5, "beta": 0.3}, {"type": "reverse_kl"}, {"type": "ce", "weight": 0.25}]
 
 
 def test_logs_equal_values_by_hand_in_train_and_eval():
@@ -313,7 +313,8 @@ def test_temperature_and_its_square_leave_cross_entropy_alone():
         ({"losses": [{"type": "forward_kl", "weight": 2}]}, {"forward_kl": 2.0}),
         ({"losses": '[{"type": "reverse_kl"}, {"type": "jsd", "weight": 0.5}]', "beta": 0.5},
          {"reverse_kl": 1.0, "jsd": 0.5}),
-        ({"losses": [{"type": "jsd", "weight": 0.5}, {"type": "forward_kl"}]}, {"jsd": 0.5, "forward_kl": 1.0}),
+        ({"losses": [{"type": "jsd", "weight": 0.5}, {"type": "forward_kl"}], "beta": 0.4},
+         {"jsd": 0.5, "forward_kl": 1.0}),
         ({"losses": [{"type": "ce", "weight": 0.3}]}, {}),
     ],
 )  # fmt: skip

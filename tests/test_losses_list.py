@@ -154,6 +154,8 @@ def test_an_entrys_option_goes_before_the_common_field():
         ({"losses": [{"type": "tvd", "alpha": 0.1}]}, "losses: tvd: alpha: unknown key. Known: type, weight"),
         ({"losses": [{"type": "jsd", "bta": 0.1}]}, "losses: jsd: bta: unknown key. Did you mean beta?"),
         ({"losses": [{"type": "skw_kl"}]}, "got {'type': 'skw_kl'}. Did you mean skew_kl?"),
+        ({"losses": [{"type": "jsd"}]}, "losses: jsd: beta is 0.0, where it would be the forward KL. Give it"),
+        ({"losses": [{"type": "jsd", "beta": 1}]}, "losses: jsd: beta is 1, where it would be the reverse KL. Give it"),
         ({"losses": [{"type": "jsd", "beta": 1.5}]}, "losses: jsd: beta: expected a number of at most 1, got 1.5"),
         ({"losses": [{"type": "skew_kl", "alpha": 1}]}, "losses: skew_kl: alpha: expected a number below 1, got 1"),
         ({"losses": [{"type": "skew_kl", "alpha": 0.2}, {"type": "skew_reverse_kl"}]},

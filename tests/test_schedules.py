@@ -15,7 +15,7 @@ from liger_trainer.schedules import Schedule, Taid
 from liger_trainer.taid import TeacherShare
 
 pytestmark = pytest.mark.usefixtures("chunked_torch")
-MIX = [{"type": "jsd", "weight": 0.5}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
+MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
 
 
 def make(**options):
@@ -66,7 +66,7 @@ def fixed(step, steps):
     """The options that a run without schedules would have for the loss of one step."""
     plan = plan_of({"losses": MIX, "beta": 0.4, "schedules": SCHEDULES})
     at = plan.at(step, steps)
-    losses = [{**MIX[0], "weight": at["jsd_weight"]}, MIX[1], {**MIX[2], "weight": at["ce_weight"]}]
+    losses = [{**MIX[0], "weight": at["jsd_weight"], "beta": at["beta"]}, MIX[1], {**MIX[2], "weight": at["ce_weight"]}]
     return {"losses": losses, **{name: at[name] for name in ("temperature", "beta", "skew_alpha")}}
 
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_leaves_the_share_as_it_is():
         ({"schedules": {"temperature": {"to": 2, "kind": "constant", "warmup_steps": 5, "steps": 9}}},
          "steps has no effect on a constant schedule"),
         ({"beta": 0.5, "schedules": {"beta": {"to": 1.0}}}, "schedules: beta: expected a number below 1, got 1.0"),
-        ({"losses": MIX, "schedules": {"beta": {"to": 0.5}}}, "schedules: beta: expected a number above 0, got 0.0"),
+        ({"losses": MIX, "schedules": {"beta": {"to": 0.0}}}, "schedules: beta: expected a number above 0, got 0.0"),
         ({"schedules": [1]}, "schedules must be a mapping"),
         ({"taid": {"begin": 0.4}}, "taid: begin: unknown key"),
         ({"taid": {"start": 0.9, "end": 0.5}}, "the teacher's share rises; start is 0.9, end 0.5"),
