@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
+from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, say, take_turns
 
 TOKENS = 8192
 ROUNDS, STEPS = 4, 4
@@ -165,10 +165,6 @@ def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: 
     if not beyond_bound(results):
         take_turns(list(results), by_name, rounds, deadline)
     return results
-
-
-def say(shape: str, what: str) -> None:
-    print(f"{time.strftime('%X')} {shape}: {what}", file=sys.stderr, flush=True)
 
 
 def _pass_gate(results: Sequence[Result], providers: dict[str, Provider], path: str) -> None:

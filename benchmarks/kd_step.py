@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled
-from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
+from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, say, take_turns
 
 ROWS, TOKENS = 8, 8192
 ROUNDS, STEPS = 4, 3
@@ -226,10 +226,10 @@ def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "truth.pt")
         compute_truth(by_name["plain"], shape, path)
-        compiled.say(shape, "truth in fp32 computed")
+        say(shape, "truth in fp32 computed")
         for result in (r for r in results if r.failure is None):
             result.errors, result.failure = by_name[result.provider].call("gate", path)
-    compiled.say(shape, "held against the truth")
+    say(shape, "held against the truth")
     if beyond_bound(results):
         return results
     for result in (r for r in results if r.failure is None and r.errors is not None):

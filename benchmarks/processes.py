@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,10 @@ def compute_truth(provider: Provider, shape: str, path: str) -> None:
     _, failure = provider.call("truth", shape, path)
     if failure is not None:
         raise RuntimeError(f"{provider.name} could not compute the truth: {failure}")
+
+
+def say(shape: str, what: str) -> None:
+    print(f"{time.strftime('%X')} {shape}: {what}", file=sys.stderr, flush=True)
 
 
 def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int, deadline: float) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._chunks import stats_dtype
-from ._rows import LogitTransform, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, check_scalars, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
@@ -36,10 +36,7 @@ class CrossEntropyOptions:
     dft: bool = False
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
+        check_scalars(self.temperature, self.label_smoothing)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ._divergence_kernel import divergence_kernel
 from ._divergence_kinds import ROW_KINDS
 from ._divergence_reference import likeliest_half
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform, check_scalars, transform
 from ._triton import kept_launch, use_triton
 
 LANES, WARPS = 1024, 32  # half of either with a second pass, which computes more a number
@@ -46,8 +46,7 @@ class DivergenceOptions:
     logits_dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        check_scalars(self.temperature, self.label_smoothing)
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must lie in [0, 1], got {self.beta}.")
         if not 0 <= self.alpha < 1:
@@ -57,8 +56,6 @@ class DivergenceOptions:
             )
         if not 0 <= self.teacher_share <= 1:
             raise ValueError(f"teacher_share must lie in [0, 1], got {self.teacher_share}.")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
 
     @property
     def divergence_scale(self) -> float:

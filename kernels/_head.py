@@ -231,6 +231,13 @@ def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), w.t().to(out.dtype), out=out)
 
 
+def vocabulary(weight: Tensor, vocab_size: int | None, side: str = "") -> int:
+    """The rows of a head that take part: the first vocab_size, or all. side: as for `check_head`."""
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"{side}vocab_size must be at least 1 or None, got {vocab_size}.")
+    return min(weight.shape[0], vocab_size or weight.shape[0])
+
+
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapters = None, side: str = "") -> None:
     """side: "teacher_" where the arguments are called so."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:

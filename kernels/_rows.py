@@ -25,6 +25,14 @@ class LogitTransform:
             raise ValueError(f"softcap must be positive or None, got {self.softcap}.")
 
 
+def check_scalars(temperature: float, label_smoothing: float = 0.0) -> None:
+    """Raise ValueError for what no loss of a row can do."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
+
+
 def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Tensor, Tensor | float]:
     """(logits in fp32 or fp64, d logits / d raw), from raw (n, V) and bias (V,)."""
     z = raw.to(stats_dtype(raw.dtype))

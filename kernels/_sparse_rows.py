@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._rows import LogitTransform, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, check_scalars, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
@@ -33,8 +33,7 @@ class SparseOptions:
     def __post_init__(self):
         if self.tail not in TAILS:
             raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}.")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        check_scalars(self.temperature)
 
     @property
     def divergence_scale(self) -> float:

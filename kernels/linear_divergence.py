@@ -62,7 +62,7 @@ from ._divergence_reference import (
     named_terms,
 )
 from ._divergence_rows import FIELDS, TERMS, DivergenceOptions, RowInputs, divergence_rows
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
@@ -217,9 +217,7 @@ def linear_divergence(
     _check(hidden, teacher_hidden, labels, ce_weight, logits_dtype)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
-    if vocab_size is not None and vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
-    vocab = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
+    vocab = min(vocabulary(weight, vocab_size), teacher_weight.shape[0])
     weights = divergence_weights(kind, beta, alpha)
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():

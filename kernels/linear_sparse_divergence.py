@@ -48,7 +48,7 @@ from ._chunks import (
     selected_rows,
     take,
 )
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
@@ -232,11 +232,9 @@ def linear_sparse_divergence(
     check_head(hidden, weight, bias, lora)
     _check_targets(hidden, ids, log_probs, top_ids, kind)
     check_labels(hidden, labels, ce_weight)
-    if vocab_size is not None and vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}.")
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
-    vocab, head = min(weight.shape[0], vocab_size or weight.shape[0]), LinearHead.of(hidden, weight, bias, lora)
+    vocab, head = vocabulary(weight, vocab_size), LinearHead.of(hidden, weight, bias, lora)
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token, *_ = _traced_op(

@@ -38,9 +38,9 @@ from ._chunks import (
     take,
     workspace,
 )
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform, check_scalars, transform
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
@@ -73,13 +73,10 @@ def uld_reference(student_logits: Tensor, teacher_logits: Tensor, temperature: f
 
 def linear_uld_reference(
     hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
-    partners: Tensor | None = None, labels: Tensor | None = None, uld_weight: float = 1.0, ce_weight: float = 0.0,
-    temperature: float = 1.0, num_items: float | Tensor | None = None, bias: Tensor | None = None,
+    partners: Tensor | None = None, labels: Tensor | None = None, temperature: float = 1.0, bias: Tensor | None = None,
     teacher_bias: Tensor | None = None, scale: float = 1.0, teacher_scale: float = 1.0, softcap: float | None = None,
-    teacher_softcap: float | None = None, label_smoothing: float = 0.0, scale_by_temperature_squared: bool = True,
-    ignore_index: int = -100, token_weight: Tensor | None = None, reduction: str = "mean",
-    vocab_size: int | None = None, teacher_vocab_size: int | None = None, lora: Adapters = None,
-    teacher_lora: Adapters = None,
+    teacher_softcap: float | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None, lora: Adapters = None, teacher_lora: Adapters = None, **options,
 ) -> LinearUld:  # fmt: skip
     """What the op must equal, in plain torch. Tests import this one."""
 
@@ -96,9 +93,7 @@ def linear_uld_reference(
     aligned = index >= 0
     uld = uld_reference(s[aligned], t[index[aligned]], temperature)
     uld = s.new_zeros(s.shape[0]).masked_scatter(aligned, uld * (temperature**2 if scale_by_temperature_squared else 1))
-    return stored_uld(
-        s, uld, labels, uld_weight, ce_weight, label_smoothing, num_items, ignore_index, token_weight, reduction
-    )
+    return stored_uld(s, uld, labels, **options)
 
 
 def stored_uld(
@@ -135,10 +130,7 @@ class UldOptions:
     teacher: LogitTransform = field(default_factory=LogitTransform)
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}.")
+        check_scalars(self.temperature, self.label_smoothing)
 
     @property
     def uld_scale(self) -> float:
@@ -339,7 +331,7 @@ def linear_uld(
     check_labels(hidden, labels, ce_weight)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
-    vocab, teacher_vocab = _cut(weight, vocab_size, ""), _cut(teacher_weight, teacher_vocab_size, "teacher_")
+    vocab, teacher_vocab = vocabulary(weight, vocab_size), vocabulary(teacher_weight, teacher_vocab_size, "teacher_")
     options = UldOptions(
         uld_weight, ce_weight, temperature, label_smoothing, scale_by_temperature_squared,
         LogitTransform(scale, softcap), LogitTransform(teacher_scale, teacher_softcap),
@@ -366,12 +358,6 @@ def linear_uld(
 def _named(loss: Tensor, per_token: Tensor) -> LinearUld:
     _, uld, log_prob, entropy, is_top1 = per_token.unbind(0)
     return LinearUld(loss, uld, log_prob, entropy, is_top1 > 0)
-
-
-def _cut(weight: Tensor, size: int | None, side: str) -> int:
-    if size is not None and size < 1:
-        raise ValueError(f"{side}vocab_size must be at least 1 or None, got {size}.")
-    return min(weight.shape[0], size or weight.shape[0])
 
 
 def _check_partners(hidden: Tensor, teacher_hidden: Tensor, partners: Tensor | None) -> None:
