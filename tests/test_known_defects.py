@@ -37,6 +37,11 @@ DIVERGENCES = [name for name, kind in LOSS_TYPES.items() if kind.family == "dive
 PROMPT, ANSWER = 3, 3  # tokens of each
 
 
+def loss_of(kind: str) -> list[dict[str, Any]]:
+    """`losses` with one entry; only a jsd has no beta of its own."""
+    return [{"type": kind, "beta": 0.5} if kind == "jsd" else {"type": kind}]
+
+
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(VOCAB, (1, PROMPT + ANSWER + 2), generator=torch.Generator().manual_seed(0))
     labels = torch.full_like(ids, -100)
@@ -99,7 +104,7 @@ def test_the_temperature_changes_loss_and_gradient(kind):
     """TRL 1.16's GKDTrainer uses it for sampling alone."""
     gradients = []
     for temperature in (1.0, 4.0):
-        model = student(losses=[{"type": kind}], temperature=temperature, scale_loss_by_temperature_squared=False)
+        model = student(losses=loss_of(kind), temperature=temperature, scale_loss_by_temperature_squared=False)
         loss = taught(model)
         gradients.append((float(loss), torch.cat([x.flatten() for x in named_gradients(model, loss).values()])))
     (cold, cold_gradient), (hot, hot_gradient) = gradients
@@ -117,7 +122,7 @@ def test_a_padded_vocabulary_is_cut_off_and_not_filled(kind):
         }})  # fmt: skip
     results = []
     for teacher in (small, large):
-        model = student(losses=[{"type": kind}])
+        model = student(losses=loss_of(kind))
         loss = taught(model, teacher)
         results.append((loss, torch.cat([x.flatten() for x in named_gradients(model, loss).values()])))
     torch.testing.assert_close(*(loss for loss, _ in results))
