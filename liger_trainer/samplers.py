@@ -60,7 +60,7 @@ class ModelSampler:
         size = self._args.generation_batch_size or len(prompts)
         ends = settings.eos_token_id
         made: list[Tokens] = []
-        with _seeded(seed, device), _in_eval_mode(model), torch.no_grad(), self._autocast():
+        with _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), torch.no_grad(), self._autocast():
             for at in range(0, len(prompts), size):
                 made += self._complete(model, prompts[at : at + size], settings, device)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in made]
@@ -104,6 +104,21 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _no_router_logits(model: Any) -> Iterator[None]:
+    """A mixture of experts that returns them computes its auxiliary loss in each forward, and cannot for a batch with
+    padding and a KV cache: the mask is longer than the tokens of the pass (transformers 5.23)."""
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        yield
+        return
+    config.output_router_logits = False
+    try:
+        yield
+    finally:
+        config.output_router_logits = True
 
 
 @contextlib.contextmanager

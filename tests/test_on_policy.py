@@ -133,6 +133,17 @@ def test_a_patched_model_samples_what_the_unpatched_one_does(family):
         assert alone.tolist() == tokens  # padding on the left changes nothing
 
 
+def test_a_mixture_of_experts_samples_without_its_auxiliary_loss():
+    """transformers 5.23 cannot compute that loss for a batch with padding and a KV cache."""
+    want = sampler().sample(tiny_model("mixtral", output_router_logits=False), PROMPTS, seed=3)
+    student, teacher = tiny_model("mixtral"), tiny_model("mixtral", seed=5)
+    assert sampler().sample(student, PROMPTS, seed=3) == want and student.config.output_router_logits
+    trainer = make(student=student, teacher=teacher, lmbda=0.5, seq_kd=True, max_steps=1, gradient_accumulation_steps=6)
+    trainer.train()  # both have sampled
+    assert 0 < trainer.state.log_history[0]["on_policy_share"] < 1 and trainer.state.log_history[0]["aux_loss"] > 0
+    assert student.config.output_router_logits and teacher.config.output_router_logits
+
+
 def test_sampling_leaves_modes_and_random_numbers_alone():
     model = tiny_model("phi").train()
     model.lm_head.eval()
