@@ -45,7 +45,7 @@ from .teacher_cache import (
 )
 from .teacher_placement import load_teacher, stays, stream_weights
 from .teacher_reader import TeacherReader
-from .trainer import LigerTrainer
+from .trainer import LigerTrainer, check_names
 
 LOCK, MIB = ".lock", 2**20
 Progress = Callable[[int, int], None]
@@ -76,6 +76,7 @@ def prepare_rows(
     args: LigerDistillConfig, tokenizer: Any, train: Dataset, test: Dataset | dict[str, Dataset] | None = None
 ) -> PreparedRows:
     """What `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
+    check_names(test)
     args = copy.copy(args)
     args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
     args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False

@@ -6,7 +6,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,8 @@ class LigerTrainer(SFTTrainer):
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`.
+        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`; an
+            evaluation dataset that is named "train".
         DataError: no row of a dataset has a supervised token.
     """
 
@@ -50,7 +51,9 @@ class LigerTrainer(SFTTrainer):
 
     def __init__(self, *args, **kwargs):
         self.row_facts: dict[str, RowFacts] = {}
-        options = _take_flag(inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args"))
+        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        check_names(given.get("eval_dataset"))
+        options = _take_flag(given.get("args"))
         with warnings.catch_warnings(), _adapters_on_the_head():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
@@ -92,6 +95,10 @@ class LigerTrainer(SFTTrainer):
     @property
     def skipped_rows(self) -> dict[str, int]:
         return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
+
+    def evaluate(self, eval_dataset=None, *args, **kwargs):
+        check_names(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or self._shards_sequences():
@@ -158,6 +165,15 @@ class LigerTrainer(SFTTrainer):
         averages = self._token_metrics[mode].flush()
         logs.update({f"{prefix}{name}": value for name, value in averages.items() if name != "entropy"})
         super().log(logs, start_time)
+
+
+def check_names(eval_dataset: Any) -> None:
+    """Raise ConfigError for an evaluation dataset by the name that the training rows have, here and in the logs."""
+    if isinstance(eval_dataset, Mapping) and "train" in eval_dataset:
+        raise ConfigError(
+            "eval_dataset: 'train' is the name of the training rows; give this dataset another, such as 'seen'. To "
+            "evaluate on one split of a DatasetDict, pass that split."
+        )
 
 
 def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:

@@ -26,7 +26,8 @@ from tiny import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import sft_trainer
 
-from liger_trainer import LigerTrainer, patch
+from liger_trainer import LigerDistillConfig, LigerTrainer, patch
+from liger_trainer.cache_capture import prepare_rows
 from liger_trainer.deferred import MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.patching import patched_record
@@ -428,6 +429,18 @@ def test_a_dataset_given_to_evaluate_is_treated_alike():
     trainer = make(max_length=8)
     metrics = trainer.evaluate(with_prompts((9, 1), (2, 2)))
     assert trainer.skipped_rows["eval"] == 1 and math.isfinite(metrics["eval_loss"])
+
+
+def test_an_evaluation_dataset_is_not_called_as_the_training_rows_are(tmp_path):
+    named = {"train": completions(4)}
+    with pytest.raises(ConfigError, match="'train' is the name of the training rows"):
+        make(eval_data=named)
+    with pytest.raises(ConfigError, match="'train' is the name of the training rows"):
+        make().evaluate(named)
+    with pytest.raises(ConfigError, match="'train' is the name of the training rows"):
+        prepare_rows(
+            train_args(LigerDistillConfig, teacher_cache_dir=str(tmp_path)), tiny_tokenizer(), **named, test=named
+        )
 
 
 def test_no_row_left_is_an_error():
