@@ -11,7 +11,7 @@ from .config_rules import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sha
 from .config_schema import Schema
 from .config_source import DROPPED, Finding, Setting, did_you_mean, parse_overrides, read_settings
 from .config_types import complaints, read
-from .loss_plan import FIELDS, plan_of
+from .loss_plan import FIELDS, plan_of, without_effect
 from .trackers import unknown as unknown_tracker
 
 RECIPES = ("sft", "distill")
@@ -135,10 +135,8 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
     """What is wrong with the loss that the settings describe together, beyond the type of each."""
     try:
-        plan = plan_of(values)
-        for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
-            if key in settings and scalar not in plan.used:
-                yield Finding(settings[key].where, key, "has no effect: nothing in the loss depends on it.")
+        for key, message in without_effect(plan_of(values), settings):
+            yield Finding(settings[key].where, key, message)
     except ValueError as error:
         message = str(error)
         key = message.partition(" ")[0].rstrip(":")

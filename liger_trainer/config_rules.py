@@ -8,7 +8,8 @@ from typing import Any
 
 from .config_schema import Key
 from .config_source import Finding, Setting
-from .teacher_config import FILES, PLACEMENT, SERVER, is_its_own_teacher, teacher_problems
+from .sampling_config import without_effect
+from .teacher_config import FILES, OF_ONE_KIND, PLACEMENT, is_its_own_teacher, teacher_problems
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
 REFUSED = {
@@ -51,11 +52,6 @@ GONE = {
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
-NOTHING_SAMPLED = (
-    "has no effect: the completions in the rows are distilled, nothing is generated in training. With `lmbda: 1.0` the "
-    "student samples them."
-)
-WITHOUT_VLLM = "has no effect without `use_vllm: true`."
 _NOT_SHOWN = "sampled completions are not logged; their length and the metrics on them are"
 # Fields of TRL's DistillationConfig that nothing here reads, and why.
 ELSEWHERE = {
@@ -233,10 +229,10 @@ CONFLICTS = (
         Conflict(
             key,
             (key, "teacher"),
-            lambda v, key=key: key in v.given and v["teacher"] != "server",
-            "has no effect without `teacher: server`.",
+            lambda v, key=key, kind=kind: key in v.given and v["teacher"] != kind,
+            f"has no effect without `teacher: {kind}`.",
         )
-        for key in SERVER
+        for key, kind in {**OF_ONE_KIND, "teacher_cache_dir": "cache"}.items()
     ),
     *(
         Conflict(
@@ -279,15 +275,6 @@ CONFLICTS = (
         ("teacher", "teacher_cache_dir"),
         lambda v: v.values.get("teacher") == "cache" and not v["teacher_cache_dir"],
         "a cache needs teacher_cache_dir, the directory that `liger-trainer cache CONFIG` writes.",
-    ),
-    *(
-        Conflict(
-            key,
-            (key, "teacher"),
-            lambda v, key=key: key in v.given and v["teacher"] != "cache",
-            "has no effect without `teacher: cache`.",
-        )
-        for key in ("teacher_cache_dir", "verify_teacher_cache")
     ),
     Conflict(
         "cache_bits",
@@ -351,15 +338,14 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
     """What is accepted and should be known, of keys that are in the schema."""
     sampled = any(key in settings and settings[key].value for key in ("lmbda", "seq_kd"))
     sampled = sampled or "lmbda" in _mapping(settings, "schedules")
+    vllm = "use_vllm" in settings and bool(settings["use_vllm"].value)
     for key, setting in settings.items():
         if setting.value == keys[key].default:
             continue
         if keys[key].section == "elsewhere":
             yield Finding(setting.where, key, f"has no effect: {ELSEWHERE.get(key, 'nothing here reads it')}.")
-        elif keys[key].section == "sampling" and not sampled:
-            yield Finding(setting.where, key, NOTHING_SAMPLED)
-        elif key.startswith("vllm_") and not ("use_vllm" in settings and settings["use_vllm"].value):
-            yield Finding(setting.where, key, WITHOUT_VLLM)
+        elif keys[key].section == "sampling" and (message := without_effect(key, sampled, vllm)):
+            yield Finding(setting.where, key, message)
     # a distillation by nothing but its teacher is a file of TRL's, where beta has another default
     teacher = settings.get("teacher_model_name_or_path")
     if teacher is not None and recipe == "distill" and "recipe" not in settings:

@@ -14,7 +14,7 @@ from trl.trainer.utils import create_model_from_path
 from .errors import ConfigError
 from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
 from .hidden_losses import HiddenLosses
-from .loss_plan import plan_of
+from .loss_plan import plan_of, without_effect
 from .loss_terms import distillation_of, final_fields, moved_fields
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
@@ -58,6 +58,8 @@ class DistillationCallback(TrainerCallback):
     ):  # fmt: skip
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
+        for key, message in without_effect(self._plan, () if skew_alpha == 0.1 else ("skew_alpha",)):
+            raise ValueError(f"{key} {message}")
         if self._plan.of("uld"):
             raise ConfigError(
                 "DistillationCallback: a uld loss needs the text of the rows, for the teacher's tokenizer, and a "

@@ -1,12 +1,12 @@
 """LigerDistillConfig: SFTConfig and what distillation adds, in TRL's field names."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trl import SFTConfig
 
-from .loss_plan import LossPlan, plan_of
+from .loss_plan import LossPlan, plan_of, without_effect
 from .loss_terms import distillation_of
 from .losses import Distillation
 from .sampling_config import SamplingConfig
@@ -118,6 +118,9 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             self.losses = json.loads(self.losses)
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
+        for key, message in without_effect(self.loss_plan(), given):
+            raise ValueError(f"{key} {message}")
         self._check_sampling()
         self.check_teacher(self.distillation())
         self._check_cache()

@@ -3,6 +3,7 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -78,7 +79,8 @@ class LigerDistillTrainer(LigerTrainer):
     _name = "Distillation"
 
     def __init__(self, model, teacher_model: GivenTeacher = None, args=None, **kwargs):
-        if not isinstance(args, LigerDistillConfig):
+        of_trl = not isinstance(args, LigerDistillConfig)
+        if of_trl:
             args, kwargs = moved(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
@@ -101,6 +103,9 @@ class LigerDistillTrainer(LigerTrainer):
         if args.disable_dropout:
             _disable_dropout(self.student)
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
+        if not of_trl:  # whose own defaults are set here
+            for message in args.in_vain(sampled=self._on_policy is not None):
+                warnings.warn(message, stacklevel=2)
         self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
         self._of_student: bool | None = None  # the completions of the micro-batch at hand; None where no one asked
         self._evaluated = 0
@@ -176,10 +181,13 @@ class LigerDistillTrainer(LigerTrainer):
         transformers counts are those that the loss sums."""
         if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._on_policy is None:  # lmbda has risen since
-            self._on_policy = OnPolicy(self, self._rows_collator)
-        batches = self._on_policy.replace(list(islice(epoch_iterator, num_batches)))
+        batches = self._sampling().replace(list(islice(epoch_iterator, num_batches)))
         return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def _sampling(self) -> OnPolicy:
+        if self._on_policy is None:  # lmbda has risen since, or prompts alone were given to an evaluation
+            self._on_policy = OnPolicy(self, self._rows_collator)
+        return self._on_policy
 
     def evaluate(self, *args, **kwargs):
         self._evaluated = 0
@@ -187,9 +195,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
-            assert self._on_policy is not None
             self._evaluated += 1
-            inputs = self._on_policy.replace_in_eval(inputs, self._evaluated)
+            inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -256,6 +263,11 @@ def _disable_dropout(model: nn.Module) -> None:
 
 def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher:
     """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
+    if args.teacher_cache_dir is not None and args.teacher != "cache":
+        raise ConfigError(
+            f"teacher_cache_dir has no effect with teacher={args.teacher!r}: set teacher='cache' to learn from the "
+            "cache, or leave it out."
+        )
     if args.teachers is not None or isinstance(teacher_model, Mapping):
         return SeveralTeachers(args, teacher_model)
     if args.teacher_column is not None:

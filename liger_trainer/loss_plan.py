@@ -1,7 +1,7 @@
 """The loss that a configuration describes: its terms, its scalars, and how these change. Imports no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,14 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     if given.get("teacher") in ("cache", "server"):
         _check_sparse(plan, given["teacher"])
     return plan
+
+
+def without_effect(plan: LossPlan, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Of the keys in `given` those that the plan does not depend on, each with the reason. Not `beta`, in whose place
+    `losses` may be given."""
+    for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
+        if key in given and scalar not in plan.used:
+            yield key, "has no effect: nothing in the loss depends on it."
 
 
 def _check_uld(plan: LossPlan, teacher: str) -> None:

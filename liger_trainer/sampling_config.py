@@ -1,11 +1,25 @@
 """The fields of LigerDistillConfig about completions that are sampled in training, in TRL's names."""
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 _HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le}
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most"}
+
+NOTHING_SAMPLED = (
+    "has no effect: the completions in the rows are distilled, nothing is generated in training. With `lmbda: 1.0` the "
+    "student samples them."
+)
+WITHOUT_VLLM = "has no effect without `use_vllm: true`."
+
+
+def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
+    """Why nothing reads this field where completions are sampled or not, by vLLM or not; None where something does."""
+    if not sampled:
+        return NOTHING_SAMPLED
+    return WITHOUT_VLLM if name.startswith("vllm_") and not vllm else None
 
 
 def _option(default: Any, help: str, **limits: float) -> Any:
@@ -74,3 +88,10 @@ class SamplingConfig:
             if not all(isinstance(value, (int, float)) and _HOLDS[of](value, limit) for of, limit in limits.items()):
                 words = " and ".join(f"{_WORDS[of]} {limit}" for of, limit in limits.items())
                 raise ValueError(f"{item.name} must be {words}, got {value!r}.")
+
+    def in_vain(self, sampled: bool) -> Iterator[str]:
+        """The fields that are set and that nothing reads, each with the reason."""
+        for item in fields(SamplingConfig):
+            why = without_effect(item.name, sampled, self.use_vllm)
+            if why and getattr(self, item.name) != item.default:
+                yield f"{item.name} {why}"

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ SERVER = tuple(
     f"teacher_server_{name}"
     for name in ("base_url", "model", "protocol", "top_k", "api_key_env", "timeout", "retries", "concurrency")
 )
+# field: the kind of teacher without which nothing reads it. The directory of a cache is also where one is captured.
+OF_ONE_KIND = {**dict.fromkeys(SERVER, "server"), "verify_teacher_cache": "cache"}
 FILES = (
     "teacher_model_name_or_path",
     "teacher_model_revision",
@@ -108,6 +110,10 @@ class TeacherConfig:
         in_vain = placed(self) or next((name for name in OF_LOADING if getattr(self, name, None)), None)
         if self.teacher in ("self", "server") and in_vain:
             raise ValueError(f"{in_vain} has no effect with teacher={self.teacher!r}: it loads no weights.")
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, kind in OF_ONE_KIND.items():
+            if self.teacher != kind and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} has no effect without teacher={kind!r}.")
         if self.teacher == "server":
             self._check_server(distillation)
         if self.teacher in SPARSE:

@@ -523,6 +523,10 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
         ({"losses": [{"type": "ce", "weight": "much"}]}, "losses: ce: weight: expected a number, got 'much'"),
         ({"losses": [{"type": "ce", "weight": True}]}, "losses: ce: weight: expected a number, got true"),
         ({"losses": [{"type": "ce"}, {"type": "ce"}]}, "losses names ce twice"),
+        ({"kd_temperature": 2.0, "losses": [{"type": "ce"}]}, "kd_temperature has no effect: nothing in the loss"),
+        ({"teacher_server_model": "m"}, "teacher_server_model has no effect without teacher='server'"),
+        ({"teacher_server_top_k": 8, "teacher": "self"}, "teacher_server_top_k has no effect without teacher='server'"),
+        ({"verify_teacher_cache": True}, "verify_teacher_cache has no effect without teacher='cache'"),
     ],
 )
 def test_wrong_values_of_the_configuration(options, message):
@@ -558,6 +562,10 @@ def test_wrong_arguments_of_the_trainer():
         ConfigError, match="No teacher was given: pass teacher_model, or set teacher_model_name_or_path"
     ):
         trainer(tiny_model(), args=args)
+    for options in ({}, {"teacher": "self"}):  # in the arguments of a capture it says where to
+        elsewhere = train_args(LigerDistillConfig, teacher_cache_dir="c", **options)
+        with pytest.raises(ConfigError, match="teacher_cache_dir has no effect with teacher='"):
+            trainer(tiny_model(), args=elsewhere)
     student = tiny_model()
     with pytest.raises(ConfigError, match="The student cannot be its own teacher"):
         trainer(student, teacher_model=student, args=args)

@@ -1,5 +1,7 @@
 """The weighted list of losses: each type's loss and gradients, the options of entries, what is logged and refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from splits import capture_gradients
@@ -190,6 +192,13 @@ def test_a_file_is_told_its_mistakes_with_their_lines(text, finding):
     named = "model_name_or_path: a\nteacher_model_name_or_path: b\ndataset_name: c\n"
     with pytest.raises(ConfigError, match=finding):
         check_text(named + text, "r.yaml")
+
+
+def test_and_so_is_python():
+    message = "skew_alpha has no effect: nothing in the loss depends on it"
+    for make_it in (partial(train_args, LigerDistillConfig), partial(DistillationCallback, "some/teacher")):
+        with pytest.raises(ValueError, match=message):
+            make_it(skew_alpha=0.2)
 
 
 def test_the_table_of_types_is_what_the_schema_offers():

@@ -3,6 +3,7 @@
 import copy
 import math
 import types
+import warnings
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from trl.generation import vllm_generation
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, patch
-from liger_trainer.config_rules import NOTHING_SAMPLED
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_of, sources
 from liger_trainer.run_config import check_text
 from liger_trainer.samplers import ModelSampler, end_tokens, until_the_end
+from liger_trainer.sampling_config import NOTHING_SAMPLED
 
 pytestmark = pytest.mark.usefixtures("chunked_torch")
 EOS = VOCAB - 3
@@ -415,6 +416,14 @@ def test_rows_of_prompts_alone(chat, options):
     assert math.isfinite(first["eval_forward_kl"]) and first["eval_forward_kl"] == trainer.evaluate()["eval_forward_kl"]
 
 
+def test_prompts_alone_that_come_with_an_evaluation():
+    trainer = make(max_steps=1)
+    got = trainer.evaluate(prompts_only(4))
+    assert got["eval_forward_kl"] == make(eval_data=prompts_only(4), lmbda=1.0).evaluate()["eval_forward_kl"]
+    trainer.train()
+    assert trainer.state.log_history[-2]["on_policy_share"] == 0  # the rows of training are as they were
+
+
 def test_prompts_that_fill_max_length_are_left_out_and_counted():
     rows = prompts_only(24)
     lengths = [len(row["prompt"].split()) for row in rows]
@@ -574,6 +583,26 @@ def test_keys_of_sampling_without_sampling_are_noted():
     assert notices_of("lmbda: 1.0\nvllm_mode: server\n") == {"vllm_mode": "has no effect without `use_vllm: true`."}
     told = notices_of("lmbda: 1.0\nlog_completions: true\n")
     assert told["log_completions"].startswith("has no effect: sampled completions are not logged")
+
+
+def test_and_by_the_trainer():
+    """Which knows whether an evaluation samples."""
+
+    def warned(eval_data=None, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(eval_data=eval_data, max_completion_length=512, **options)
+        return [str(w.message) for w in caught if "no effect" in str(w.message)]
+
+    assert warned(top_p=0.9, use_vllm=True) == [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]
+    for sampled in (
+        {"lmbda": 0.5},
+        {"seq_kd": True},
+        {"eval_data": prompts_only(4)},
+        {"schedules": {"lmbda": {"to": 1.0}}},
+    ):
+        assert not warned(top_p=0.9, **sampled)
+    assert warned(lmbda=1.0, vllm_mode="server") == ["vllm_mode has no effect without `use_vllm: true`."]
 
 
 @pytest.mark.parametrize(
