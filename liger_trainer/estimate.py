@@ -99,7 +99,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
     phase, peak = highest(memory, sharding)
     parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
     fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
-    changes = _changes(config, lengths, gpu) if gpu is not None and not fits else ()
+    changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
     return Estimate(
         source=config.source,
         recipe=config.recipe,
@@ -169,18 +169,22 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
     }
 
 
-def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu) -> tuple[Change, ...]:
-    """Each alone; then, if none is enough, one after another until it is."""
+def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib: float) -> tuple[Change, ...]:
+    """Each alone that takes less; then, if none is enough, one after another until it is.
+
+    One that takes more alone may be worth it after others: smaller batches, where few gradients are left to keep.
+    """
     found = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
-    if any(change.fits for change in found):
-        return tuple(found)
+    less = tuple(change for change in found if change.peak_mib < peak_mib)
+    if any(change.fits for change in less):
+        return less
     together: tuple[str, ...] = ()
     for change in found:
         together += tuple(setting for setting in change.settings if setting not in together)
         both = _changed(config, together, lengths, gpu) if together != change.settings else None
         if both is not None and both.fits:
-            return *found, both
-    return tuple(found)
+            return *less, both
+    return less
 
 
 def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:

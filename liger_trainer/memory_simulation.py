@@ -1,7 +1,7 @@
 """The memory of a training step, found by running it on tensors without data.
 
-The models are made from their configurations, adapted and patched as the trainers do it, and take two optimizer steps
-in torch's FakeTensorMode with our ops on the path that they take on a GPU, while `MemoryTracker` counts. So what is
+The models are made from their configurations, adapted and patched as the trainers do it, and take a step in torch's
+FakeTensorMode with our ops on the path that they take on a GPU, while `MemoryTracker` counts. So what is
 saved for the backward, copied by autocast, recomputed by checkpointing or held by the loss is what the code does, for
 every architecture, and no formula has to be kept true beside it. Attention is a stand-in with the memory of the
 FlashAttention kernels, quantised layers and optimizers of bitsandbytes are stand-ins with theirs.
@@ -98,7 +98,7 @@ class StepMemory:
 
 
 def simulate(spec: StepSpec) -> StepMemory:
-    """Run two optimizer steps without data.
+    """Run a training step without data.
 
     Raises:
         ConfigError: a model that cannot be built, or computes something that depends on its numbers.
@@ -133,7 +133,12 @@ def simulate(spec: StepSpec) -> StepMemory:
 
 
 class _Run:
-    """Two optimizer steps, in the order of Trainer's."""
+    """The highest moments of a Trainer's steps, each once.
+
+    A micro-batch is at its highest as the last of its step, beside the gradients of those before it, and the optimizer
+    in the second step, where it has its state. What lies there all through a micro-batch moves its peaks and not their
+    places, so it is added to them once it is known.
+    """
 
     def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker):
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
@@ -144,22 +149,43 @@ class _Run:
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
             tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
+        self.used: set[Tensor] = set()
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(lambda p: tracker.add([p.grad], "gradients"))
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)
         _decoder(student).register_forward_hook(lambda *_: tracker.enter("loss"))
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
 
+    def _has_gradient(self, parameter: Tensor) -> None:
+        self.used.add(parameter)
+        self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
+
     def steps(self) -> None:
-        for _ in range(2):  # the optimizer has its state from the second on
-            for _ in range(min(self.spec.accumulation, 2)):
-                self._micro_batch()
-            with self.tracker.during("optimizer", "optimizer temporaries"):
+        tracker = self.tracker
+        if self.spec.accumulation > 1:
+            for parameter in self.trained:
+                parameter.grad = torch.empty_like(parameter)
+                tracker.add([parameter.grad], "gradients")
+        self._micro_batch()
+        unused = -self._drop_unused_gradients()
+        phases = [*tracker.peaks.values()]
+        for _ in range(2):
+            with tracker.during("optimizer", "optimizer temporaries"):
                 if self.spec.max_grad_norm:
                     torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
                 self.optimizer.step()
-                self.tracker.add(_states(self.optimizer), "optimizer state")
-            self.student.zero_grad()
+                tracker.add(_states(self.optimizer), "optimizer state")
+        for peak in phases:
+            peak.add("gradients", unused)
+            peak.add("optimizer state", tracker.live["optimizer state"])
+
+    def _drop_unused_gradients(self) -> int:
+        """Those of parameters that take no part in the loss; returns their bytes."""
+        before = self.tracker.live["gradients"]
+        for parameter in self.trained:
+            if parameter not in self.used:
+                parameter.grad = None
+        return before - self.tracker.live["gradients"]
 
     def _micro_batch(self) -> None:
         tracker = self.tracker

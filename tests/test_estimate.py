@@ -209,6 +209,56 @@ def test_accumulation_holds_gradients_beside_activations():
     assert parts(twice, "loss")["gradients"] == weights(step())
 
 
+class _EveryMoment(memory_simulation._Run):
+    """Two whole steps of a Trainer, instead of the moments of them that can be the highest."""
+
+    def steps(self):
+        for _ in range(2):
+            for _ in range(min(self.spec.accumulation, 2)):
+                self._micro_batch()
+            with self.tracker.during("optimizer", "optimizer temporaries"):
+                torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
+                self.optimizer.step()
+                self.tracker.add(memory_simulation._states(self.optimizer), "optimizer state")
+            self.student.zero_grad()
+
+
+def _with_an_unused_weight(build, spec):
+    model = build(spec)
+    model.unused = torch.nn.Linear(100, 100, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", {"autocast": torch.bfloat16, "checkpointing": {}}),
+        ("qwen3", {"peft": LORA, "optimizer": functools.partial(torch.optim.AdamW, foreach=True)}),
+        ("gemma3", {"loss": LossOptions(distillation=Distillation())}),  # with a teacher
+    ],
+)
+def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, accumulation, monkeypatch):
+    model = ModelSpec(config_of(family), torch.float32)
+    teacher = model if "loss" in options else None
+    monkeypatch.setattr(
+        memory_simulation, "_built", functools.partial(_with_an_unused_weight, memory_simulation._built)
+    )
+    spec = step(student=model, teacher=teacher, accumulation=accumulation, **options)
+    batches = []
+    micro_batch = memory_simulation._Run._micro_batch
+    monkeypatch.setattr(memory_simulation._Run, "_micro_batch", lambda run: batches.append(micro_batch(run)))
+    found = simulate(spec)
+    assert len(batches) == 1
+    monkeypatch.setattr(memory_simulation, "_Run", _EveryMoment)
+    every = simulate(spec)
+    assert found.peaks.keys() == every.peaks.keys()
+    for phase, peak in every.peaks.items():  # gradients that one operation makes may lie in one block
+        assert found.peaks[phase].bytes == pytest.approx(peak.bytes, abs=2 * BLOCK)
+        for part in peak.parts:
+            assert found.peaks[phase].parts[part] == pytest.approx(peak.parts[part], abs=2 * BLOCK)
+
+
 def test_moments_of_8_bits_and_paged_ones():
     for options, factor in (({"moments": 2, "bits": 8}, 0.5), ({"moments": 1, "bits": 32}, 1.0)):
         made = functools.partial(MomentsOptimizer, paged=False, **options)
@@ -303,10 +353,21 @@ def test_the_command(project, capsys):
 
 
 def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):
+    config_of(**WIDE).save_pretrained("student")
     monkeypatch.setattr(estimating, "CHANGES", estimating.CHANGES[:3])
     found = _json(capsys, "--gpu", "0.7GB", "max_length=null")
     assert found["code"] == 3 and found["fits"] is False
     assert {s.partition("=")[0] for change in found["changes"] for s in change["settings"]} >= {"use_peft", "optim"}
+
+
+def test_only_what_takes_less_is_listed(project, capsys, monkeypatch):
+    """Half the rows twice as often keeps gradients beside the activations: more, where rows are short."""
+    config_of(**WIDE).save_pretrained("student")
+    monkeypatch.setattr(estimating, "CHANGES", estimating.CHANGES[:2])
+    short = ("per_device_train_batch_size=2", "gradient_accumulation_steps=1")
+    found = _json(capsys, "--gpu", "0.7GB", *short)
+    assert [change["settings"] for change in found["changes"]] == [["optim=adamw_8bit"]]
+    assert all(change["peak_mib"] < found["peak_mib"] for change in found["changes"])
 
 
 DISTIL = ("recipe=distill", "teacher_model_name_or_path=student")
