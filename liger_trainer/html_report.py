@@ -169,7 +169,7 @@ def _cost_cards(run: Run) -> Iterator[dict[str, str]]:
 
     if "tokens_per_second" in facts:
         per_second = f"{facts['tokens_per_second']:,.0f}"
-        yield card("Speed", f"{per_second} tokens/s", f"{facts.get('tokens', 0):,} tokens")
+        yield card("Speed", f"{per_second} tokens/s", f"{facts.get('tokens', 0):,} tokens in all")
     if "peak_memory_mib" in facts:
         yield card("Peak memory", memory(facts["peak_memory_mib"]), str(facts.get("peak_memory_of", "")))
     if "seconds" in facts:

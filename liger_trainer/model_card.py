@@ -173,7 +173,7 @@ def _training_facts(config: "RunConfig", results: "RunResults") -> dict[str, Any
         "steps": count(training.steps),
         "epochs": figure(training.epochs, 2),
         "tokens": count(training.tokens),
-        "time": duration(training.seconds),
+        "time": duration(training.seconds) + (f" since step {training.resumed_at:,}" if training.resumed_at else ""),
         "tokens per second": figure(training.tokens_per_second, 0),
         "peak memory": f"{memory(training.peak_memory_mib)} ({training.peak_memory_of})",
         "device": training.device if training.processes == 1 else f"{training.processes} x {training.device}",

@@ -84,8 +84,8 @@ def print_results(console: Console, results: RunResults, rows: tuple[Row, ...], 
     console.print(comparison_table(rows, results.before, results.after))
     training = results.training
     console.print(
-        f"{training.steps - training.resumed_at} steps, {training.tokens:,} tokens in {training.seconds:.0f} s "
-        f"({training.tokens_per_second:,.0f} tokens/s); peak memory {training.peak_memory_mib:,.0f} MiB "
+        f"{training.steps - training.resumed_at} steps in {training.seconds:.0f} s ({training.tokens_per_second:,.0f} "
+        f"tokens/s), {training.tokens:,} tokens in all; peak memory {training.peak_memory_mib:,.0f} MiB "
         f"({training.peak_memory_of}); {training.device}",
         highlight=False,
     )

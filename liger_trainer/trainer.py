@@ -23,6 +23,7 @@ from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
 from .row_facts import RowFacts, count_rows
+from .token_count import TokenCount, remember_tokens
 
 
 class LigerTrainer(SFTTrainer):
@@ -61,6 +62,7 @@ class LigerTrainer(SFTTrainer):
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self.patched = _patch(base_of(self.model), options, self._loss_options())
         self.fused = self.patched.fused
+        self.add_callback(TokenCount(self))
         announce(str(self.patched.report))
 
     def _loss_options(self) -> LossOptions:
@@ -119,6 +121,10 @@ class LigerTrainer(SFTTrainer):
             return loss
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
+
+    def _save_checkpoint(self, model, trial):
+        remember_tokens(self.state, int(self._total_train_tokens))
+        super()._save_checkpoint(model, trial)
 
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {}

@@ -21,6 +21,7 @@ from .checkpoints import BEFORE, checkpoints_in, step_of
 from .errors import LigerTrainerError, NonFiniteError
 from .evaluation import Measurement
 from .saving import start_output
+from .token_count import tokens_before
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -51,7 +52,8 @@ class TrainingFacts:
     trainable_parameters: int
     parameters: int
     resumed_at: int = 0
-    """the step that a resumed run went on from; tokens, seconds and speed are those of the steps after it"""
+    """the step that a resumed run went on from; seconds and tokens_per_second are those of the steps after it, tokens
+    those of the whole run"""
 
 
 @dataclass
@@ -143,6 +145,9 @@ class Pace(TrainerCallback):
         self.start = self.end = self.paused = 0.0
         self.tokens, self.elsewhere = 0.0, True
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.tokens = tokens_before(state)
+
     def on_step_begin(self, args, state, control, **kwargs):
         now = time.perf_counter()
         if self.start == 0.0:
@@ -181,10 +186,10 @@ class MeasureFirst(TrainerCallback):
         self.measure, self.clock = measure, clock
         self.stored = Path(checkpoint, BEFORE) if checkpoint else None
         self.result: Measurement | None = None
-        self.began_at = 0
+        self.began_at = self.tokens_before = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.began_at = state.global_step
+        self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
             if self.stored is not None and self.stored.is_file():
                 self.result = Measurement(**json.loads(self.stored.read_text(encoding="utf-8")))
@@ -234,7 +239,7 @@ def train(
             f"To go on: liger-trainer {again}"
         )
     assert first.result is not None
-    return first.result, _facts(trainer, seconds, first.began_at)
+    return first.result, _facts(trainer, seconds, first)
 
 
 def checkpoint_of(config: "RunConfig") -> str | None:
@@ -256,10 +261,10 @@ def checkpoint_of(config: "RunConfig") -> str | None:
     return wanted
 
 
-def _facts(trainer: Trainer, seconds: float, resumed_at: int) -> TrainingFacts:
+def _facts(trainer: Trainer, seconds: float, first: MeasureFirst) -> TrainingFacts:
     gpu = trainer.args.device.type == "cuda"
     counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    tokens = int(counted[-1]) if counted else 0
+    tokens = int(counted[-1]) if counted else first.tokens_before
     assert isinstance(trainer.model, torch.nn.Module)
     parameters = list(trainer.model.parameters())
     return TrainingFacts(
@@ -267,14 +272,14 @@ def _facts(trainer: Trainer, seconds: float, resumed_at: int) -> TrainingFacts:
         epochs=round(trainer.state.epoch or 0.0, 3),
         tokens=tokens,
         seconds=round(seconds, 2),
-        tokens_per_second=round(tokens / seconds, 1),
+        tokens_per_second=round((tokens - first.tokens_before) / seconds, 1),
         peak_memory_mib=round(peak_memory_mib(trainer.args), 1),
         peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
         device=torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
         processes=trainer.args.world_size,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameters=sum(p.numel() for p in parameters),
-        resumed_at=resumed_at,
+        resumed_at=first.began_at,
     )
 
 

@@ -333,7 +333,10 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
     assert resumed["completions"] == whole["completions"]
     steps, since = resumed["training"]["steps"], resumed["training"]["resumed_at"]
     assert (steps, since, whole["training"]["resumed_at"]) == (6, 2, 0)
-    assert 0 < resumed["training"]["tokens"] < whole["training"]["tokens"]
+    counted = {log["step"]: log["num_tokens"] for log in whole["log_history"] if "num_tokens" in log}
+    assert resumed["training"]["tokens"] == whole["training"]["tokens"] == counted[6]
+    rate, seconds = resumed["training"]["tokens_per_second"], resumed["training"]["seconds"]
+    assert rate * seconds == pytest.approx(counted[6] - counted[2], rel=0.2)
 
 
 def test_two_processes_train_as_one(run, tmp_path):

@@ -146,6 +146,24 @@ def test_averages_start_anew_after_each_log():
         assert log["perplexity"] == pytest.approx(math.exp(log["loss"]), rel=1e-4)
 
 
+def test_tokens_are_counted_through_checkpoints(tmp_path):
+    options = {"max_steps": 5, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2}
+
+    def tokens(cls=LigerTrainer, checkpoint=None, folder="run"):
+        trainer = make(cls, output_dir=str(tmp_path / folder), **options)
+        for _ in range(2):  # a second training begins anew
+            trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
+            counted = [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log]
+            yield counted
+
+    whole = next(tokens())
+    assert len(whole) == 2 and list(tokens()) == [whole, whole]
+    assert next(tokens(checkpoint="run/checkpoint-2")) == next(tokens(checkpoint="run/checkpoint-4")) == whole
+    next(tokens(SFTTrainer, folder="trl"))  # whose checkpoint has the tokens of its last log alone
+    first, last = next(tokens(checkpoint="trl/checkpoint-4"))
+    assert first == whole[0] and first < last < whole[1]
+
+
 def make(cls=LigerTrainer, model=None, data=None, eval_data=None, arguments=None, **options):
     return cls(
         model or tiny_model(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
