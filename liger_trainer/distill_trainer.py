@@ -189,9 +189,15 @@ class LigerDistillTrainer(LigerTrainer):
             self._on_policy = OnPolicy(self, self._rows_collator)
         return self._on_policy
 
-    def evaluate(self, *args, **kwargs):
+    def evaluation_loop(self, *args, **kwargs):
         self._evaluated = 0
-        return super().evaluate(*args, **kwargs)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def begin_counting(self, tokens: int) -> None:
+        super().begin_counting(tokens)
+        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
+        if self._on_policy is not None:
+            self._on_policy.figures()
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):

@@ -68,4 +68,5 @@ class TeacherShare:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._t, self._momentum, self._previous = state["t"], state["momentum"], state["previous_loss"]
+        self._sums = None  # of a step that was broken off
         self._pending = deque(HostCopy(torch.tensor(sums, dtype=torch.float64)) for sums in state["pending"])

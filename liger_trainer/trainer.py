@@ -60,6 +60,7 @@ class LigerTrainer(SFTTrainer):
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+        self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
         self.fused = self.patched.fused
         self.add_callback(TokenCount(self))
@@ -98,9 +99,29 @@ class LigerTrainer(SFTTrainer):
     def skipped_rows(self) -> dict[str, int]:
         return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
 
-    def evaluate(self, eval_dataset=None, *args, **kwargs):
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         check_names(eval_dataset)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        self._eval_prefix = metric_key_prefix
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        output.metrics.update(self._means("eval", f"{metric_key_prefix}_"))  # which evaluate() logs
+        return output
+
+    def evaluation_loop(self, *args, **kwargs):
+        self._forget("eval")
+        return super().evaluation_loop(*args, **kwargs)
+
+    def begin_counting(self, tokens: int) -> None:
+        """For a training that begins after this many tokens."""
+        self._forget("train")
+        self._total_train_tokens = tokens
+
+    def _forget(self, mode: str) -> None:
+        """What was counted in a training or an evaluation that did not come to its log."""
+        self._token_metrics[mode] = TokenMetrics()
+        self._metrics[mode].clear()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or self._shards_sequences():
@@ -165,12 +186,16 @@ class LigerTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
-        for name, values in self._metrics[mode].items():
-            self._metrics[mode][name] = [float(value) for value in values]
-        prefix = "eval_" if mode == "eval" else ""
-        averages = self._token_metrics[mode].flush()
-        logs.update({f"{prefix}{name}": value for name, value in averages.items() if name != "entropy"})
+        logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
+
+    def _means(self, mode: str, prefix: str) -> dict[str, float]:
+        """Averages since the last log, TRL's too, which would be logged as those of any evaluation."""
+        means = self._token_metrics[mode].flush()
+        for name, values in self._metrics[mode].items():
+            means[name] = sum(map(float, values)) / len(values)
+        self._metrics[mode].clear()
+        return {f"{prefix}{name}": value for name, value in means.items()}
 
 
 def check_names(eval_dataset: Any) -> None:

@@ -178,6 +178,52 @@ def test_evaluate_before_train_gives_what_sfttrainer_gives():
         assert got[name] == pytest.approx(want[name], rel=1e-5), name
 
 
+def test_each_evaluation_dataset_has_its_own_metrics():
+    parts = {"long": completions(8, seed=1), "short": completions(5, seed=2)}
+    trainer = make(eval_data=parts, max_steps=1, eval_strategy="steps", eval_steps=1)
+    got = trainer.evaluate()
+    for name, rows in parts.items():
+        want = make(eval_data=rows).evaluate()
+        for metric in ("loss", "perplexity", "entropy", "mean_token_accuracy", "num_tokens"):
+            assert got[f"eval_{name}_{metric}"] == want[f"eval_{metric}"], (name, metric)
+    assert "eval_perplexity" not in got and "eval_entropy" not in got
+    trainer.train()
+    assert {"eval_long_perplexity", "eval_short_perplexity"} <= {
+        name for log in trainer.state.log_history for name in log
+    }
+
+
+def test_predict_has_the_metrics_of_its_rows():
+    trainer = make(eval_data=completions(6, seed=2))
+    want = trainer.evaluate()
+    rows = make(eval_data=completions(9, seed=1)).eval_dataset
+    metrics = trainer.predict(rows).metrics
+    assert metrics["test_perplexity"] == make(eval_data=rows).evaluate()["eval_perplexity"] != want["eval_perplexity"]
+    assert "test_entropy" in metrics and "eval_entropy" not in metrics
+    again = trainer.evaluate()
+    for name in ("eval_perplexity", "eval_entropy", "eval_mean_token_accuracy"):
+        assert again[name] == want[name], name
+
+
+def test_an_evaluation_that_was_broken_off_leaves_nothing_behind():
+    trainer = make(eval_data=completions(12, seed=2))
+    want, step = trainer.evaluate(), trainer.prediction_step
+    calls = []
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    trainer.prediction_step = broken
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate(completions(12, seed=7))
+    trainer.prediction_step = step
+    again = trainer.evaluate()
+    assert all(again[f"eval_{name}"] == want[f"eval_{name}"] for name in ("perplexity", "entropy"))
+
+
 def token_nll(model, trainer, dataset):
     """(sum, count) of the supervised tokens' negative log-likelihood, row by row, on real logits in fp64."""
     truth = double_copy(model)
