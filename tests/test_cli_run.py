@@ -195,8 +195,13 @@ def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
     notes = folder / "notes"
     notes.mkdir(exist_ok=True)
     (notes / "a.txt").write_text("kept")
+    run = folder / "run"
+    run.mkdir(exist_ok=True)
+    for name in ("config.json", "config.yaml"):
+        (run / name).write_text("{}")
     refusals = {
-        "out": "out is the adapter itself", ".": ". holds the adapter itself", "student": "student is the base",
+        "run": "run is the directory of a run", "out": "out is the adapter itself",
+        ".": ". holds the adapter itself", "student": "student is the base",
         "notes": "notes is no directory of a model", "notes/a.txt": "a.txt is no directory of a model",
     }  # fmt: skip
     before = sorted(folder.rglob("*"))

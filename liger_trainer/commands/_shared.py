@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,11 @@ def write_new(path: Path, text: str, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None
+
+
+def quieten_deprecations() -> None:
+    """Those between transformers, TRL and peft, which no setting of ours can avoid."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
 
 
 @contextmanager

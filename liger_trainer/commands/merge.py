@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checkpoints import CONFIG
 from ..errors import ConfigError, CorruptError
-from ._shared import Force, RunDir
+from ._shared import Force, RunDir, quieten_deprecations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ def merge(
     if not name:
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     _check_target(out, run_dir, name, force)
+    quieten_deprecations()
     model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
     target = out.resolve()
     staged = target.with_name(f".{target.name}.partial")
@@ -66,7 +68,7 @@ def _adapter(run_dir: Path) -> dict[str, Any]:
 
 
 def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
-    """What is replaced is an earlier model, never the adapter, its base, or a folder of other things."""
+    """What is replaced is an earlier model, never the adapter, its base, a run, or a folder of other things."""
     target, adapter = out.resolve(), run_dir.resolve()
     if target == adapter or target in adapter.parents:
         raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
@@ -76,8 +78,9 @@ def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
         return
     if not force:
         raise ConfigError(f"{out} exists; choose another name or add --force.")
-    if not (out / "config.json").is_file():
-        raise ConfigError(f"{out} is no directory of a model, and --force replaces nothing else; choose another name.")
+    if not (out / "config.json").is_file() or (out / CONFIG).exists():
+        what = "the directory of a run" if (out / CONFIG).exists() else "no directory of a model"
+        raise ConfigError(f"{out} is {what}, and --force replaces merged models alone; choose another name.")
 
 
 def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._shared import Config, Overrides, RunDir, out_of_memory, show_notices
+from ._shared import Config, Overrides, RunDir, out_of_memory, quieten_deprecations, show_notices
 
 if TYPE_CHECKING:
     from ..run_config import RunConfig
@@ -75,8 +75,7 @@ def _quieten() -> None:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    # deprecations between transformers, TRL and peft, which the names in a YAML file cannot avoid
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
+    quieten_deprecations()
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 
     import datasets
