@@ -144,8 +144,8 @@ def capture(
         The index of the finished cache.
 
     Raises:
-        ConfigError: the directory holds a finished cache, one with other settings, another capture at work, or other
-            files; several processes; the teacher lacks tokens of the vocabulary.
+        ConfigError: the directory cannot be written to, holds a finished cache, one with other settings, another
+            capture at work, or other files; several processes; the teacher lacks tokens of the vocabulary.
         CorruptError: what an earlier capture left is damaged.
     """
     if args.teacher_cache_dir is None:
@@ -155,12 +155,14 @@ def capture(
             f"A cache is captured by one process; there are {args.world_size}. Start it without launcher."
         )
     path = Path(args.teacher_cache_dir).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path / LOCK)
     try:
+        path.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"Another capture is writing {path}. Wait for it, or choose another directory.") from None
+    except OSError as error:
+        raise ConfigError(f"teacher_cache_dir: {path} cannot be written to: {error.strerror}") from None
     try:
         before = _earlier(path)
         rows = prepare_rows(args, tokenizer, train, test)

@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
@@ -42,10 +43,23 @@ def check_output_dir(config: "RunConfig") -> Path:
         name = config.values.get(key)
         if name and Path(name).expanduser().resolve() == output_dir.resolve():
             raise config.error("output_dir", f"{output_dir} is also {key}, which would be overwritten.")
-    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise config.error("output_dir", f"{there} is no directory that can be written to.")
+    check_writable(config, "output_dir", output_dir)
     return output_dir
+
+
+def check_writable(config: "RunConfig", key: str, path: Path) -> None:
+    """By making something there, since the rights of a network's folder are not what the system tells of them.
+
+    Raises:
+        ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
+    """
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    try:
+        with TemporaryDirectory(dir=there, prefix=".liger-trainer-"):
+            pass
+    except OSError as error:
+        why = f" ({error.strerror})" if there.is_dir() else ""
+        raise config.error(key, f"{there} is no directory that can be written to{why}.") from None
 
 
 def start_output(trainer: Trainer, config: "RunConfig") -> None:

@@ -27,6 +27,7 @@ from .importance import Importance, measure_importance
 from .loading import ModelFiles, check_student, load_original, open_model
 from .metric_rows import DISTILL_ROWS
 from .narrowing import layer_mlps, narrow_mlps
+from .saving import check_writable
 from .students import drop_layers, kept_indices
 
 if TYPE_CHECKING:
@@ -127,9 +128,7 @@ def check_student_dir(config: "RunConfig") -> Path:
     path = Path(chosen).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise config.error(key, f"{path} is there already and is not empty; choose another {key}.")
-    there = next(above for above in (path, *path.absolute().parents) if above.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise config.error(key, f"{there} is no directory that can be written to.")
+    check_writable(config, key, path)
     return path
 
 
@@ -162,7 +161,8 @@ def _arguments(config: "RunConfig", staged: Path) -> Any:
     """The run's arguments, as far as they decide rows and numbers. The teacher is the model at hand."""
     args: Any = replace(config, recipe="distill").training_args()
     args.output_dir, args.report_to, args.push_to_hub = str(staged), [], False
-    args.teacher, args.gradient_checkpointing = "model", False
+    args.teacher, args.teachers, args.teacher_column, args.teacher_cache_dir = "model", None, None, None
+    args.gradient_checkpointing = False
     return args
 
 

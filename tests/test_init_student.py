@@ -359,6 +359,10 @@ def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call)
     code, _, err = call("teacher=cache", "teacher_cache_dir=nowhere", "losses=[{type: forward_kl}]")
     assert code == 0, err
     assert record_in("out-student")["metrics"]["forward_kl"] > 0
+    several = "teachers=[{name: a, teacher_model_name_or_path: nowhere}, {name: b, teacher_model_name_or_path: none}]"
+    code, _, err = call(several, "student_output_dir=of-several", "losses=[{type: forward_kl}]")
+    assert code == 0, err
+    assert record_in("of-several")["metrics"] == record_in("out-student")["metrics"]
 
 
 # Errors

@@ -517,6 +517,8 @@ def test_a_directory_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
     with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
         captured(tmp_path)
+    with pytest.raises(ConfigError, match=r"thesis.tex/c cannot be written to: Not a directory"):
+        captured(tmp_path / "thesis.tex" / "c")
 
 
 @pytest.mark.parametrize(
