@@ -171,6 +171,13 @@ CONFLICTS = (
         "belongs to `datasets`; with dataset_name use holdout_fraction.",
     ),
     Conflict(
+        "max_steps",
+        ("max_steps",),
+        lambda v: v["max_steps"] == 0,
+        "expected a number of at least 1, or -1 for num_train_epochs, got 0. `liger-trainer eval CONFIG` measures a "
+        "model without training it.",
+    ),
+    Conflict(
         "max_length",
         ("max_length", "packing", "eval_packing"),
         lambda v: (v["packing"] or v["eval_packing"]) and v["max_length"] is None,

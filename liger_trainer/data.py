@@ -200,6 +200,9 @@ def _row_problem(row: dict, form: str, text: str) -> str | None:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return None
+        if isinstance(prompt, str) or isinstance(completion, str):
+            column = "completion" if isinstance(prompt, str) else "prompt"
+            return f"column {column!r}: expected text, as in the other column, got {kind_of(row[column])}"
         return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
     if form == "prompt" and isinstance(row["prompt"], str):
         return None

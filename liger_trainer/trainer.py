@@ -113,6 +113,11 @@ class LigerTrainer(SFTTrainer):
         self._forget("eval")
         return super().evaluation_loop(*args, **kwargs)
 
+    @property
+    def tokens_trained(self) -> int:
+        """Of all ranks, since the training began, in the process that it was resumed from too. Waits for the device."""
+        return int(self._total_train_tokens)
+
     def begin_counting(self, tokens: int) -> None:
         """For a training that begins after this many tokens."""
         self._forget("train")
@@ -144,7 +149,7 @@ class LigerTrainer(SFTTrainer):
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def _save_checkpoint(self, model, trial):
-        remember_tokens(self.state, int(self._total_train_tokens))
+        remember_tokens(self.state, self.tokens_trained)
         super()._save_checkpoint(model, trial)
 
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

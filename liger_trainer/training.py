@@ -7,14 +7,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from .checkpoints import BEFORE, checkpoints_in, step_of
@@ -22,6 +22,7 @@ from .errors import LigerTrainerError, NonFiniteError
 from .evaluation import Measurement
 from .saving import start_output
 from .token_count import tokens_before
+from .trainer import LigerTrainer
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -182,8 +183,10 @@ class MeasureFirst(TrainerCallback):
     so that `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
     """
 
-    def __init__(self, measure: Callable[[], Measurement], checkpoint: str | None, clock: Clock) -> None:
-        self.measure, self.clock = measure, clock
+    def __init__(
+        self, measure: Callable[[], Measurement], config: "RunConfig", checkpoint: str | None, clock: Clock
+    ) -> None:
+        self.measure, self.config, self.clock = measure, config, clock
         self.stored = Path(checkpoint, BEFORE) if checkpoint else None
         self.result: Measurement | None = None
         self.began_at = self.tokens_before = 0
@@ -195,6 +198,7 @@ class MeasureFirst(TrainerCallback):
                 self.result = Measurement(**json.loads(self.stored.read_text(encoding="utf-8")))
             else:
                 self.result = self.measure()
+        _check_best_metric(self.config, self.result.metrics)
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.ended = time.perf_counter()
@@ -206,7 +210,7 @@ class MeasureFirst(TrainerCallback):
 
 
 def train(
-    trainer: Trainer,
+    trainer: LigerTrainer,
     config: "RunConfig",
     checkpoint: str | None,
     measure: Callable[[], Measurement],
@@ -215,10 +219,11 @@ def train(
     """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
 
     Raises:
+        ConfigError: metric_for_best_model is none of the metrics.
         Interrupted: a signal came; the checkpoint to go on from is named.
         NonFiniteError: a logged loss is NaN or infinite.
     """
-    stop, first = StopOnSignal(), MeasureFirst(measure, checkpoint, clock)
+    stop, first = StopOnSignal(), MeasureFirst(measure, config, checkpoint, clock)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, which get its values too
     trainer.add_callback(stop)
     trainer.add_callback(StopOnNonFinite())
@@ -242,6 +247,13 @@ def train(
     return first.result, _facts(trainer, seconds, first)
 
 
+def _check_best_metric(config: "RunConfig", known: Mapping[str, float]) -> None:
+    """Trainer looks for it after the first evaluation, some time into the training."""
+    name = config["metric_for_best_model"]
+    if name is not None and config["eval_strategy"] != "no" and name.removeprefix("eval_") not in known:
+        raise config.error("metric_for_best_model", f"expected one of {', '.join(sorted(known))}, got {name!r}.")
+
+
 def checkpoint_of(config: "RunConfig") -> str | None:
     """The checkpoint directory that `resume_from_checkpoint` means; true is the newest one in output_dir.
 
@@ -261,10 +273,9 @@ def checkpoint_of(config: "RunConfig") -> str | None:
     return wanted
 
 
-def _facts(trainer: Trainer, seconds: float, first: MeasureFirst) -> TrainingFacts:
+def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> TrainingFacts:
     gpu = trainer.args.device.type == "cuda"
-    counted = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    tokens = int(counted[-1]) if counted else first.tokens_before
+    tokens = trainer.tokens_trained  # the last log may be of steps before, or of an evaluation
     assert isinstance(trainer.model, torch.nn.Module)
     parameters = list(trainer.model.parameters())
     return TrainingFacts(

@@ -146,7 +146,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"words": "a", "n": 1}\n', "no usable column. Expected messages.*the rows have: words, n"),
         ('{"messages": [{"role": "user"}]}\n' * 2, "column 'messages': .*got a message whose content is null"),
         ('{"messages": []}\n' * 2, "column 'messages': .*got an empty list"),
-        ('{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}\n' * 2, "column 'prompt': .*got text"),
+        ('{"prompt": "a", "completion": [{"role": "user"}]}\n' * 2, "column 'completion': .*got a list"),
         ('{"input_ids": []}\n' * 2, "column 'input_ids': expected a list of integers, got an empty list"),
         ('{"text": "a", "image": "b"}\n' * 2, "the rows hold images"),
         ('{"text": "a"}\n', "one row cannot be both trained on and held out"),

@@ -239,6 +239,7 @@ def test_no_supervised_token_at_all(run):
     [
         (SETTINGS.replace("dataset_name: rows.jsonl\n", ""), [], 2, "run.yaml: dataset_name: missing"),
         (SETTINGS, ["learning_rte=1"], 2, "learning_rte: unknown key. Did you mean learning_rate?"),
+        (SETTINGS, ["max_steps=0"], 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
         (SETTINGS, ["max_steps=2.5"], 2, "max_steps: expected an integer, got 2.5"),
         (SETTINGS, ["dataset_name=missing.jsonl"], 2, "dataset_name: no such file or directory: missing.jsonl"),
         (SETTINGS, ["model_name_or_path=./missing"], 2, "model_name_or_path: no such directory: ./missing"),
@@ -246,6 +247,7 @@ def test_no_supervised_token_at_all(run):
         (SETTINGS, ["dataset_text_field=words", "dataset_name=other.jsonl"], 4, "the rows have: text"),
         (SETTINGS, ["dataset_name=empty.jsonl"], 4, "the file is empty"),
         (SETTINGS, ["dataset_name=broken.jsonl"], 4, "broken.jsonl:2: not valid JSON"),
+        (SETTINGS, ["dataset_name=null.jsonl"], 4, "null.jsonl:1: column 'completion': expected text, as in the other"),
         (SETTINGS, ["eos_token=<end>"], 2, "eos_token: '<end>' is not in the vocabulary"),
         (SETTINGS, ["keep_layers=[0,9]"], 2, "keep_layers: expected indices from 0 to 3"),
         (SETTINGS, ["keep_every_nth_layer=5"], 2, "keep_every_nth_layer: expected at most 4"),
@@ -270,10 +272,41 @@ def test_bad_input_is_told_before_weights_are_loaded(
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n{"prompt": "a", "completion": "b"}\n')
     code, _, err = run(settings, *overrides)
     assert code == expected_code, err
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_to(run, no_weights, monkeypatch):
+    """On a network's file system the rights of a folder may allow what its server refuses."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    code, _, err = run(SETTINGS)
+    assert code == 2 and "is no directory that can be written to (Permission denied)" in err
+
+
+def test_evaluations_on_the_way_and_the_best_model(run, tmp_path):
+    """The tokens are those of the training, though what is logged last is of an evaluation."""
+    often = [
+        "eval_strategy=steps",
+        "save_strategy=steps",
+        "eval_steps=1",
+        "save_steps=1",
+        "load_best_model_at_end=true",
+    ]
+    code, _, err = run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity")
+    assert code == 0, err
+    training = metrics(tmp_path / "out")["training"]
+    assert run(SETTINGS, "output_dir=plain")[0] == 0
+    assert training["tokens"] == metrics(tmp_path / "plain")["training"]["tokens"] > 0
+    assert training["tokens_per_second"] > 0
+    code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
+    assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
 
 
 def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
