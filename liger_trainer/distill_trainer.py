@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from datasets import Dataset
+from peft import PeftModel, PeftType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
@@ -95,6 +97,9 @@ class LigerDistillTrainer(LigerTrainer):
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
+        _check_prompt_learning(self.student)
+        if self._skip_prepare_dataset:
+            self._check_rows_as_they_are()
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         vocab_size = self.teaching.prepare(self)
         self.progress = LossProgress(self, args.loss_plan())
@@ -162,6 +167,15 @@ class LigerDistillTrainer(LigerTrainer):
         if args.samples and dataset_name == "train":
             check_prompts(prepared)
         return prepared
+
+    def _check_rows_as_they_are(self) -> None:
+        """With `skip_prepare_dataset` the teacher has not seen the rows, nor can it where they are made on the way."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        for name, rows in {"train": self.train_dataset, **tests}.items():
+            readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
+            if rows is not None:
+                known = rows if readable and self.args.teacher_column is None else None
+                self.teaching.check(known, name, self.tokenizer)
 
     def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
         """Rows without completions. In training others must write them all; in evaluation the student does."""
@@ -265,6 +279,16 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
+
+
+def _check_prompt_learning(student: Any) -> None:
+    """Raise ConfigError where adapters put positions of their own in front of a row."""
+    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+        if config.is_prompt_learning and config.peft_type != PeftType.PREFIX_TUNING:
+            raise ConfigError(
+                f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
+                "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
+            )
 
 
 def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher:

@@ -131,7 +131,8 @@ class OnPolicy:
 
     @property
     def mixes(self) -> bool:
-        return 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
+        scheduled = "lmbda" in (self._args.schedules or {})
+        return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
 
     def replace_in_eval(self, batch: Batch, index: int) -> Batch:
         """An evaluation's batch of prompts alone, completed by the student."""

@@ -102,7 +102,10 @@ class SeveralTeachers(Teacher):
         if self._column is None:
             return
         if not isinstance(dataset, Dataset):
-            raise ConfigError("teacher_column needs a dataset whose rows can be read beforehand, not a stream.")
+            raise ConfigError(
+                "teacher_column needs rows that the trainer prepares and can read beforehand: no stream, and no "
+                "skip_prepare_dataset."
+            )
         if any(document.tokens and document.key not in self._routes for document in documents(dataset)):
             raise ConfigError(
                 f"teacher_column does not go with packing_strategy: {self._strategy}, which cuts documents up. Use "

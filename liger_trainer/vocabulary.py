@@ -65,7 +65,8 @@ class Vocabulary:
         if not hasattr(dataset, "with_format") or not hasattr(dataset, "num_rows"):
             raise ConfigError(
                 f"The student's tokenizer has tokens that the teacher's has not ({self.named_student_only}), and "
-                f"whether the {name} dataset uses them cannot be known, because it is streamed. Load it whole."
+                f"whether the {name} dataset uses them cannot be known, because its rows come on the way. Load it "
+                "whole, and tokenized where skip_prepare_dataset is set."
             )
         alone, found = np.array(sorted(self.student_only)), np.zeros(len(self.student_only), dtype=np.int64)
         for table in dataset.with_format("arrow").iter(1000):

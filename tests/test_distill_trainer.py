@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from splits import OBJECTIVES, ROWS, capture_gradients, one_step
 from tiny import (
@@ -401,6 +401,15 @@ def test_lora_students_train_adapters_only():
     assert trainer.evaluate()["eval_forward_kl"] < 0.9 * first["eval_forward_kl"]
     now = {name.replace("base_layer.", ""): p for name, p in trainer.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
+
+
+def test_what_a_student_puts_in_front_of_its_rows_is_refused():
+    """Prompt tuning does; prefixes are keys and values, and no positions."""
+    with pytest.raises(ConfigError, match="PROMPT_TUNING: the student would read positions in front of each row"):
+        make(peft_config=PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    trainer = make(peft_config=PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kd_loss"] > 0
 
 
 def test_resuming_from_a_checkpoint_ends_at_the_same_weights(tmp_path):

@@ -342,6 +342,15 @@ def test_a_schedule_of_lmbda():
     assert [entry["on_policy_share"] for entry in logs] == want
 
 
+def test_a_schedule_of_lmbda_logs_after_a_resume_what_it_would_have(tmp_path):
+    options = {"schedules": {"lmbda": {"from": 0.0, "to": 1.0}}, "max_steps": 4, "save_strategy": "steps"}
+    whole, resumed = (make(output_dir=str(tmp_path), save_steps=3, **options) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    want, got = (trainer.state.log_history[3] for trainer in (whole, resumed))
+    assert want["step"] == 4 and want.keys() == got.keys() and "on_policy/forward_kl" in want
+
+
 def test_the_evaluation_is_on_the_datasets_completions():
     want = make(eval_data=completions(6)).evaluate()
     got = make(eval_data=completions(6), lmbda=1.0).evaluate()

@@ -337,6 +337,15 @@ def test_what_validate_finds(lines, found):
     assert str(error.value).count("my.yaml:") == max(len(found), 1) + (len(found) > 1), str(error.value)
 
 
+def test_rows_that_cannot_be_read_beforehand_are_refused():
+    prepared = make(teachers(), rows(), teachers=entries()).train_dataset
+    as_they_are = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    for data, options in ((rows().to_iterable_dataset(), {}), (prepared, as_they_are)):
+        with pytest.raises(ConfigError, match="teacher_column needs rows that the trainer prepares"):
+            make(teachers(), data, teachers=entries(), teacher_column="domain", **options)
+        make(teachers(), data, teachers=entries(), **options)
+
+
 def test_models_and_names_that_do_not_match():
     data = completions(4)
     with pytest.raises(ConfigError, match="teachers: code needs teacher_model_name_or_path, or a model of that name"):

@@ -130,11 +130,13 @@ def test_rows_must_not_use_what_the_student_alone_has():
         "The train dataset uses 2 tokens that the teacher's tokenizer does not have, 3 times: 64 '<a>', 66 '<c>'."
         in str(error.value)
     )
-    with pytest.raises(
-        ConfigError, match="whether the train dataset uses them cannot be known, because it is streamed"
-    ):
+    with pytest.raises(ConfigError, match="whether the train dataset uses them cannot be known, because its rows come"):
         found.check_rows(rows([1]).to_iterable_dataset(), "train")
     compare_tokenizers(tiny_tokenizer(), extended("<a>")).check_rows(rows([1]).to_iterable_dataset(), "train")
+
+
+def prepared(*ids):
+    return rows(*ids).map(lambda row: {"labels": row["input_ids"]})
 
 
 # The trainer and the callback
@@ -218,3 +220,12 @@ def test_tokens_of_the_student_alone_in_the_rows(tmp_path):
         make(path, extended("<tool>"), data=data.map(lambda row: {"prompt": "<tool> " + row["prompt"]}))
     trainer = make(path, extended("<tool>"), data=data)
     assert trainer.distillation.vocab_size == VOCAB and torch.isfinite(torch.tensor(losses(trainer))).all()
+
+
+def test_tokens_of_the_student_alone_in_rows_that_are_prepared_already(tmp_path):
+    path, as_they_are = saved(tmp_path, tiny_tokenizer()), {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    with pytest.raises(DataError, match="The train dataset uses 1 token that the teacher's .*, 1 times: 64 '<tool>'"):
+        make(path, extended("<tool>"), data=prepared([1, 64, 2]), **as_they_are)
+    with pytest.raises(ConfigError, match="because its rows come on the way"):
+        make(path, extended("<tool>"), data=prepared([1, 2]).to_iterable_dataset(), **as_they_are)
+    make(path, extended("<tool>"), data=prepared([1, 63, 2]), **as_they_are)
