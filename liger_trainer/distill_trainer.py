@@ -143,6 +143,12 @@ class LigerDistillTrainer(LigerTrainer):
     def _loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
 
+    def _own_loss(self) -> None:
+        before = self.fused
+        super()._own_loss()
+        if self.fused is not before:
+            self.distil()
+
     def _learnable(self, tokenized, args, packing, dataset_name):
         kept = super()._learnable(tokenized, args, packing, dataset_name)
         length, mode = kept_length(args, packing)

@@ -131,12 +131,18 @@ class LigerTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or self._shards_sequences():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._own_loss()
         inputs["use_cache"] = False
         teacher_inputs = self._teacher_inputs(inputs)
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
         num_items = self._local(num_items_in_batch)
         outputs = model(**inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items)
+        if getattr(outputs, "token_loss", None) is None:
+            raise ConfigError(
+                f"The model's forward was replaced after this {type(self).__name__} was made, as by an SFTTrainer of "
+                "the same model, and does not return the fused loss. Make the other trainer when this one is done."
+            )
         self._record(inputs, outputs)
         loss = outputs.token_loss
         if self.aux_loss_enabled:
@@ -147,6 +153,12 @@ class LigerTrainer(SFTTrainer):
             return loss
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
+
+    def _own_loss(self) -> None:
+        """This trainer's loss on the model, where another trainer of the same model has put its own on since."""
+        record = patched_record(base_of(self.model))
+        if record is not None and record.fused not in (None, self.fused):
+            self.patched, self.fused = record, record.fuse(self._loss_options())
 
     def _save_checkpoint(self, model, trial):
         remember_tokens(self.state, self.tokens_trained)

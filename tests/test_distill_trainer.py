@@ -29,7 +29,7 @@ from tiny import (
 )
 from trl import SFTConfig
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, PatchOptions, patch
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, PatchOptions, patch
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses import Distillation
 from liger_trainer.patching import patched_record
@@ -401,6 +401,17 @@ def test_lora_students_train_adapters_only():
     assert trainer.evaluate()["eval_forward_kl"] < 0.9 * first["eval_forward_kl"]
     now = {name.replace("base_layer.", ""): p for name, p in trainer.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
+
+
+def test_trainers_of_one_student_take_turns():
+    alone = [make(max_steps=2, learning_rate=0.0, temperature=temperature) for temperature in (4.0, 1.0)]
+    student = tiny_model()
+    both = [make(student, max_steps=2, learning_rate=0.0, temperature=temperature) for temperature in (4.0, 1.0)]
+    LigerTrainer(student, args=train_args(SFTConfig), train_dataset=completions(), processing_class=tiny_tokenizer())
+    for trainer in (*alone, *both):
+        trainer.train()
+    want, got = ([[log.get("loss") for log in t.state.log_history] for t in group] for group in (alone, both))
+    assert got == want and got[0] != got[1]
 
 
 def test_what_a_student_puts_in_front_of_its_rows_is_refused():

@@ -387,6 +387,22 @@ def test_a_second_trainer_of_the_same_model():
     assert_same_logs(second, train(SFTTrainer, tiny_model(), completions(), label_smoothing_factor=0.1))
 
 
+def test_trainers_of_one_model_take_turns():
+    """The loss is on the model, and each trainer's is its own."""
+    options = {"smooth": {"label_smoothing_factor": 0.3}, "plain": {}}
+    model, alone = tiny_model(), {}
+    for name, more in options.items():
+        alone[name] = make(eval_data=completions(4, 3), **more).evaluate()["eval_loss"]
+    assert alone["smooth"] != pytest.approx(alone["plain"], rel=1e-3)
+    first, second = (make(model=model, eval_data=completions(4, 3), **more) for more in options.values())
+    for _ in range(2):
+        assert first.evaluate()["eval_loss"] == alone["smooth"] and second.evaluate()["eval_loss"] == alone["plain"]
+    assert first.patched is second.patched and first.patched.fused is second.fused
+    make(SFTTrainer, model=model)
+    with pytest.raises(ConfigError, match="was replaced after this LigerTrainer was made, as by an SFTTrainer"):
+        second.evaluate()
+
+
 # Adapters on the head, which TRL refuses
 
 
