@@ -275,6 +275,10 @@ class LigerDistillTrainer(LigerTrainer):
         if checkpoint is not None:
             self.progress.load(checkpoint)
 
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.progress.load_best(self.state.best_model_checkpoint)
+
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         return {**per_token_values(outputs), "entropy": outputs.entropy}
 

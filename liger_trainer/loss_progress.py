@@ -137,14 +137,22 @@ class LossProgress(TrainerCallback):
             except (ValueError, KeyError, TypeError) as error:
                 raise CorruptError(f"{path} is damaged: {error}") from error
         if self.parameters():
-            assert self.hidden is not None
-            path = _present(folder, PROJECTORS, "projectors of hidden-state losses")
-            try:
-                self.hidden.load_state_dict(load_file(path))
-            except SafetensorError as error:
-                raise CorruptError(f"{path} is damaged: {error}") from error
-            except RuntimeError as error:
-                raise ConfigError(f"{path} holds the projectors of other layers or widths: {error}") from error
+            self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
+
+    def load_best(self, folder: str) -> None:
+        """The projectors that belong to the weights of this checkpoint. One of weights alone has none: they stay."""
+        path = Path(folder, PROJECTORS)
+        if self.parameters() and path.is_file():
+            self._load_projectors(path)
+
+    def _load_projectors(self, path: Path) -> None:
+        assert self.hidden is not None
+        try:
+            self.hidden.load_state_dict(load_file(path))
+        except SafetensorError as error:
+            raise CorruptError(f"{path} is damaged: {error}") from error
+        except RuntimeError as error:
+            raise ConfigError(f"{path} holds the projectors of other layers or widths: {error}") from error
 
     def _hidden_losses(self) -> HiddenLosses:
         trainer = self._trainer

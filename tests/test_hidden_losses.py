@@ -47,12 +47,13 @@ def teacher(width=48):
     return tiny_model("gemma2", seed=5, hidden_size=width, num_hidden_layers=3)
 
 
-def make(student=None, teacher_model=None, data=None, peft_config=None, **options):
+def make(student=None, teacher_model=None, data=None, peft_config=None, eval_data=None, **options):
     return LigerDistillTrainer(
         student or tiny_model(),
         teacher_model=teacher_model or teacher(),
         args=train_args(LigerDistillConfig, **{"losses": LOSSES, "optim": "sgd", **options}),
         train_dataset=data or completions(4),
+        eval_dataset=eval_data,
         processing_class=tiny_tokenizer(),
         peft_config=peft_config,
     )
@@ -189,6 +190,19 @@ def test_a_checkpoint_without_or_with_damaged_state_is_refused(tmp_path):
     (checkpoint / "loss_state.json").write_text("{}")
     with pytest.raises(CorruptError, match="loss_state.json is damaged"):
         resume()
+
+
+def test_the_best_model_comes_with_its_projectors(tmp_path):
+    trainer = make(
+        eval_data=completions(4, 3), output_dir=str(tmp_path), max_steps=3, learning_rate=0.1, optim="adamw_torch",
+        load_best_model_at_end=True, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+    last = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log][2]
+    assert last < 0.99 * trainer.state.best_metric
 
 
 def test_the_projectors_gradients_are_clipped_and_start_anew_each_step():
