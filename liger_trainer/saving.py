@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
-from .checkpoints import CONFIG, METRICS, REPORT
+from .checkpoints import CONFIG, METRICS, REPORT, checkpoints_in
 from .environment import device_facts, versions
 from .errors import NonFiniteError
 
@@ -32,17 +33,24 @@ def check_output_dir(config: "RunConfig") -> Path:
     """The output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
 
     Raises:
-        ConfigError: it holds a finished run and `overwrite_output_dir` is not set, it is the directory of an
-            input model, or it cannot be written.
+        ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
+            `overwrite_output_dir` is not set; it is the directory of an input model; or it cannot be written.
     """
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
         advice = "choose another output_dir or set overwrite_output_dir=true"
         raise config.error("output_dir", f"{output_dir} holds a finished run ({METRICS}); {advice}.")
+    earlier = _earlier_checkpoints(config, output_dir)
+    if earlier and not config["overwrite_output_dir"]:
+        advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
+        raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
     for key in ("model_name_or_path", "teacher_model_name_or_path"):
         name = config.values.get(key)
-        if name and Path(name).expanduser().resolve() == output_dir.resolve():
-            raise config.error("output_dir", f"{output_dir} is also {key}, which would be overwritten.")
+        there = [
+            path for path in (output_dir, *earlier) if name and path.resolve() == Path(name).expanduser().resolve()
+        ]
+        if there:
+            raise config.error("output_dir", f"{there[0]} is also {key}, which would be overwritten.")
     check_writable(config, "output_dir", output_dir)
     return output_dir
 
@@ -62,13 +70,22 @@ def check_writable(config: "RunConfig", key: str, path: Path) -> None:
         raise config.error(key, f"{there} is no directory that can be written to{why}.") from None
 
 
+def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
+    """Those that a run which does not go on from one must not be taken for: resuming and `save_total_limit` go by the
+    number of the step."""
+    return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
+
+
 def start_output(trainer: Trainer, config: "RunConfig") -> None:
-    """At the start of training: config.yaml, which `liger-trainer resume` reads, and no results of before."""
+    """At the start of training: config.yaml, which `liger-trainer resume` reads, and nothing of a run that this one
+    overwrites."""
     if trainer.is_world_process_zero():
         output_dir = Path(str(trainer.args.output_dir))
         output_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, REPORT):  # of a run that is now overwritten
+        for name in (METRICS, REPORT):
             (output_dir / name).unlink(missing_ok=True)
+        for checkpoint in _earlier_checkpoints(config, output_dir):
+            checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
         _write(output_dir / CONFIG, config.to_yaml())
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from .checkpoints import BEFORE, checkpoints_in, step_of
-from .errors import LigerTrainerError, NonFiniteError
+from .checkpoints import BEFORE, METRICS, checkpoints_in, step_of
+from .errors import ConfigError, LigerTrainerError, NonFiniteError
 from .evaluation import Measurement
 from .saving import start_output
 from .token_count import tokens_before
@@ -178,20 +178,28 @@ class Pace(TrainerCallback):
 
 class MeasureFirst(TrainerCallback):
     """Measures the student once training is set up and before its first step, and stores that with each checkpoint.
+    Then the output directory becomes that of this run.
 
     Earlier would be wrong with several processes: an evaluation before `Trainer.train()` marks the model as prepared,
     so that `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
     """
 
     def __init__(
-        self, measure: Callable[[], Measurement], config: "RunConfig", checkpoint: str | None, clock: Clock
+        self,
+        trainer: LigerTrainer,
+        config: "RunConfig",
+        checkpoint: str | None,
+        measure: Callable[[], Measurement],
+        clock: Clock,
     ) -> None:
-        self.measure, self.config, self.clock = measure, config, clock
+        self.trainer, self.config, self.checkpoint = trainer, config, checkpoint
+        self.measure, self.clock = measure, clock
         self.stored = Path(checkpoint, BEFORE) if checkpoint else None
         self.result: Measurement | None = None
         self.began_at = self.tokens_before = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        _check_steps_left(args, state, self.checkpoint)
         self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
             if self.stored is not None and self.stored.is_file():
@@ -199,6 +207,7 @@ class MeasureFirst(TrainerCallback):
             else:
                 self.result = self.measure()
         _check_best_metric(self.config, self.result.metrics)
+        start_output(self.trainer, self.config)  # once nothing speaks against it: it takes away what is overwritten
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.ended = time.perf_counter()
@@ -219,11 +228,11 @@ def train(
     """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
 
     Raises:
-        ConfigError: metric_for_best_model is none of the metrics.
+        ConfigError: the checkpoint is at the last step already; metric_for_best_model is none of the metrics.
         Interrupted: a signal came; the checkpoint to go on from is named.
         NonFiniteError: a logged loss is NaN or infinite.
     """
-    stop, first = StopOnSignal(), MeasureFirst(measure, config, checkpoint, clock)
+    stop, first = StopOnSignal(), MeasureFirst(trainer, config, checkpoint, measure, clock)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, which get its values too
     trainer.add_callback(stop)
     trainer.add_callback(StopOnNonFinite())
@@ -231,20 +240,37 @@ def train(
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
-    start_output(trainer, config)
     with stop.listening() if trainer.args.world_size == 1 else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - first.ended
     clock.seconds["train"] = round(seconds, 2)
-    if stop.received is not None:
-        saved = get_last_checkpoint(str(trainer.args.output_dir))
-        again = shlex.join(["resume", str(trainer.args.output_dir)])
-        raise Interrupted(
-            f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; saved {saved}. "
-            f"To go on: liger-trainer {again}"
-        )
+    if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
+        raise _interrupted(trainer)
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
+
+
+def _interrupted(trainer: LigerTrainer) -> Interrupted:
+    """Says what was saved. A checkpoint of a later step may be there, of before the run went back to an earlier one."""
+    state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
+    saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
+    return Interrupted(
+        f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
+        f"To go on: liger-trainer {shlex.join(['resume', str(run_dir), *newer])}"
+    )
+
+
+def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: str | None) -> None:
+    """Trainer would take one more step than `max_steps`. After the last epoch it takes none: a run that was killed when
+    it had trained comes to its end."""
+    finished = Path(str(args.output_dir), METRICS).is_file()
+    if checkpoint and state.global_step >= state.max_steps and (finished or state.epoch < state.num_train_epochs):
+        raise ConfigError(
+            f"{checkpoint} is after step {state.global_step} of {state.max_steps}: nothing is left to train. To train "
+            "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
+            f"liger-trainer eval {shlex.quote(checkpoint)}"
+        )
 
 
 def _check_best_metric(config: "RunConfig", known: Mapping[str, float]) -> None:

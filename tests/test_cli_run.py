@@ -225,6 +225,10 @@ def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folde
     code, _, err = cli("resume", str(copy), "max_steps=5")
     assert code == 0, err
     assert metrics(copy)["training"]["steps"] == 5
+    for setting in ("max_steps=3", "learning_rate=1"):
+        code, _, err = cli("resume", str(copy), setting)
+        assert code == 2 and "nothing is left to train" in err
+    assert metrics(copy)["training"]["steps"] == 5
 
 
 def test_resume_names_what_is_damaged_and_what_is_whole(copy, cli):

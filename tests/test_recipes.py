@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
 import liger_trainer
+from liger_trainer import training
 from liger_trainer.cli import main
 from liger_trainer.students import drop_layers
 
@@ -301,10 +304,10 @@ def test_evaluations_on_the_way_and_the_best_model(run, tmp_path):
     ]
     code, _, err = run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity")
     assert code == 0, err
-    training = metrics(tmp_path / "out")["training"]
+    found = metrics(tmp_path / "out")["training"]
     assert run(SETTINGS, "output_dir=plain")[0] == 0
-    assert training["tokens"] == metrics(tmp_path / "plain")["training"]["tokens"] > 0
-    assert training["tokens_per_second"] > 0
+    assert found["tokens"] == metrics(tmp_path / "plain")["training"]["tokens"] > 0
+    assert found["tokens_per_second"] > 0
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
 
@@ -338,6 +341,27 @@ def test_a_finished_run_is_not_overwritten_unasked(run, tmp_path):
     assert metrics(tmp_path / "out")["training"]["steps"] == 1
 
 
+def test_checkpoints_of_an_earlier_run_are_not_taken_for_those_of_this(run, tmp_path):
+    """Resuming would go on from the one with the highest step, and save_total_limit would keep it."""
+    earlier = tmp_path / "out" / "checkpoint-9"
+    earlier.mkdir(parents=True)
+    code, _, err = run(SETTINGS, "max_steps=1")
+    assert code == 2 and "out holds checkpoint-9 of an earlier run; set resume_from_checkpoint=true" in err
+    code, _, err = run(SETTINGS, "overwrite_output_dir=true", "model_name_or_path=out/checkpoint-9")
+    assert code == 2 and "out/checkpoint-9 is also model_name_or_path" in err and earlier.is_dir()
+    assert run(SETTINGS, "overwrite_output_dir=true", "max_steps=1")[0] == 0
+    assert not earlier.exists()
+
+
+def test_what_is_said_of_an_interrupted_run_that_went_back(tmp_path):
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    state = SimpleNamespace(global_step=2, max_steps=6)
+    trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir=tmp_path))
+    told = str(training._interrupted(trainer))
+    assert told.endswith(f"liger-trainer resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in told
+
+
 def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path, monkeypatch):
     """SIGINT in step 2 of 6: exit code 130, a checkpoint; resumed, the end is that of an uninterrupted run."""
     assert run(SETTINGS, "max_steps=6", "output_dir=whole")[0] == 0
@@ -353,6 +377,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
         handler = signal.getsignal(signal.SIGINT)
         code, _, err = run(SETTINGS, "max_steps=6")
         assert signal.getsignal(signal.SIGINT) is handler
+        assert run(SETTINGS, "max_steps=2", "output_dir=last")[0] == 0  # a signal in the last step: it is finished
     assert code == 130
     assert "Stopped at step 2 of 6; saved" in err and "Traceback" not in err
     assert "liger-trainer resume out\n" in err
