@@ -239,12 +239,12 @@ class LigerDistillTrainer(LigerTrainer):
             part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training and self._on_policy is not None:
+        if self._of_training(logs) and self._on_policy is not None:
             logs.update(self._on_policy.figures())
             parts = {name: metrics.flush() for name, metrics in self._metrics_of.items()}
             if self._on_policy.mixes:
                 logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
-        if self.model.training and "loss" in logs:
+        if "loss" in logs:
             logs.update(self.progress.logged)
         super().log(logs, start_time)
 

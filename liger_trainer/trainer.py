@@ -202,9 +202,13 @@ class LigerTrainer(SFTTrainer):
         return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if self._of_training(logs) else "eval"
         logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
+
+    def _of_training(self, logs: dict[str, float]) -> bool:
+        """A callback may have evaluated between a step and its log, and left the model in eval mode."""
+        return "loss" in logs or self.model.training
 
     def _means(self, mode: str, prefix: str) -> dict[str, float]:
         """Averages since the last log, TRL's too, which would be logged as those of any evaluation."""

@@ -27,6 +27,7 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )
+from transformers import TrainerCallback
 from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, PatchOptions, patch
@@ -401,6 +402,20 @@ def test_lora_students_train_adapters_only():
     assert trainer.evaluate()["eval_forward_kl"] < 0.9 * first["eval_forward_kl"]
     now = {name.replace("base_layer.", ""): p for name, p in trainer.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
+
+
+def test_a_callback_that_evaluates_leaves_the_log_of_its_step_alone():
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.evaluate()
+
+    options = {"eval_data": completions(4, 3), "max_steps": 2, "schedules": {"temperature": {"to": 2.0}}}
+    alone, trainer = make(**options), make(**options)
+    trainer.add_callback(Evaluate())
+    for each in (alone, trainer):
+        each.train()
+    want, got = ([log for log in t.state.log_history if "loss" in log] for t in (alone, trainer))
+    assert len(got) == 2 and got == want and "kd_loss" in got[0]
 
 
 def test_trainers_of_one_student_take_turns():
