@@ -277,7 +277,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _load_best_model(self):
         super()._load_best_model()
-        self.progress.load_best(self.state.best_model_checkpoint)
+        self.progress.load_best(str(self.state.best_model_checkpoint))
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
         return {**per_token_values(outputs), "entropy": outputs.entropy}

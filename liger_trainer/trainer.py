@@ -207,7 +207,7 @@ class LigerTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _of_training(self, logs: dict[str, float]) -> bool:
-        """A callback may have evaluated between a step and its log, and left the model in eval mode."""
+        """A callback may have generated between a step and its log, and left the model in eval mode."""
         return "loss" in logs or self.model.training
 
     def _means(self, mode: str, prefix: str) -> dict[str, float]:
