@@ -18,6 +18,10 @@ pytest.register_assert_rewrite("tiny", "splits")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import quick_interpreter
+
+    quick_interpreter.install()
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 

@@ -3,6 +3,7 @@
 Planted are, in every function of FUNCTIONS, each assigned, added, returned, stored or launched value (times 1.01), each
 flag (negated) and each index (shifted by one, or the first row in place of the row). Left alone are conditions of `if`
 and the places that values are stored to: uninitialized memory reads as NaN here, so what is stored elsewhere shows.
+One plant in EVERY is in the default suite, the others are slow.
 """
 
 import ast
@@ -77,6 +78,7 @@ FUNCTIONS = {
 }  # fmt: skip
 ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
 RUN = [path for path in PATHS if path == "torch" or INTERPRETED]
+EVERY = 3
 FLAGS = {"agrees", "is_top1", "higher", "inside", "ends"}
 INDICES = {"cols", "lanes", "offsets", "label"}
 FIRST = {"row", "logits_ptr", "student_ptr", "teacher_ptr", "grad_ptr", "carry_ptr", "labels", "place"}
@@ -477,9 +479,8 @@ def cases() -> list:
             for index, plant in enumerate(plants(file, path)[1]):
                 if plant.what not in EQUIVALENT:
                     what = plant.what if len(plant.what) < 150 else f"{plant.what[:80]} ... {plant.what[-40:]}"
-                    found.append(
-                        pytest.param(path, file, index, id=f"{path}-{file}.py:{plant.line} {what}", marks=marks)
-                    )
+                    name, slow = f"{path}-{file}.py:{plant.line} {what}", [pytest.mark.slow] * bool(index % EVERY)
+                    found.append(pytest.param(path, file, index, id=name, marks=marks + slow))
     return found
 
 
