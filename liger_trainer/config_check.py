@@ -135,7 +135,7 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
     """What is wrong with the loss that the settings describe together, beyond the type of each."""
     try:
-        for key, message in without_effect(plan_of(values), settings):
+        for key, message in without_effect(plan_of(values), values, settings):
             yield Finding(settings[key].where, key, message)
     except ValueError as error:
         message = str(error)

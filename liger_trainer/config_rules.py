@@ -232,6 +232,12 @@ CONFLICTS = (
         )
         for key in (*FILES[:3], *PLACEMENT)
     ),
+    Conflict(
+        "teacher_tokenizer_name_or_path",
+        ("teacher_tokenizer_name_or_path", "teacher"),
+        lambda v: "teacher_tokenizer_name_or_path" in v.given and v["teacher"] == "self",
+        "has no effect with `teacher: self`: it is the student's.",
+    ),
     *(
         Conflict(
             key,

@@ -58,7 +58,7 @@ class DistillationCallback(TrainerCallback):
     ):  # fmt: skip
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
-        for key, message in without_effect(self._plan, () if skew_alpha == 0.1 else ("skew_alpha",)):
+        for key, message in without_effect(self._plan, {}, () if skew_alpha == 0.1 else ("skew_alpha",)):
             raise ValueError(f"{key} {message}")
         if self._plan.of("uld"):
             raise ConfigError(

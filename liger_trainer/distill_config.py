@@ -118,11 +118,11 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             self.losses = json.loads(self.losses)
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}.")
-        given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
-        for key, message in without_effect(self.loss_plan(), given):
-            raise ValueError(f"{key} {message}")
         self._check_sampling()
         self.check_teacher(self.distillation())
+        given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
+        for key, message in without_effect(self.loss_plan(), vars(self), given):
+            raise ValueError(f"{key} {message}")
         self._check_cache()
 
     def _check_cache(self) -> None:

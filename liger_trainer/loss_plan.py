@@ -79,12 +79,14 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     return plan
 
 
-def without_effect(plan: LossPlan, given: Collection[str]) -> Iterator[tuple[str, str]]:
+def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
     """Of the keys in `given` those that the plan does not depend on, each with the reason. Not `beta`, in whose place
     `losses` may be given."""
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
+    if fields.get("label_smoothing_factor") and not plan.of("ce"):
+        yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
 
 
 def _check_uld(plan: LossPlan, teacher: str) -> None:

@@ -110,6 +110,8 @@ class TeacherConfig:
         in_vain = placed(self) or next((name for name in OF_LOADING if getattr(self, name, None)), None)
         if self.teacher in ("self", "server") and in_vain:
             raise ValueError(f"{in_vain} has no effect with teacher={self.teacher!r}: it loads no weights.")
+        if self.teacher == "self" and self.teacher_tokenizer_name_or_path is not None:
+            raise ValueError("teacher_tokenizer_name_or_path has no effect with teacher='self': it is the student's.")
         defaults = {item.name: item.default for item in fields(self)}
         for name, kind in OF_ONE_KIND.items():
             if self.teacher != kind and getattr(self, name) != defaults[name]:

@@ -559,6 +559,8 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
         ({"losses": [{"type": "ce", "weight": True}]}, "losses: ce: weight: expected a number, got true"),
         ({"losses": [{"type": "ce"}, {"type": "ce"}]}, "losses names ce twice"),
         ({"kd_temperature": 2.0, "losses": [{"type": "ce"}]}, "kd_temperature has no effect: nothing in the loss"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor has no effect: it is of the cross-entropy"),
+        ({"teacher": "self", "teacher_tokenizer_name_or_path": "d"}, "teacher_tokenizer_name_or_path has no effect"),
         ({"teacher_server_model": "m"}, "teacher_server_model has no effect without teacher='server'"),
         ({"teacher_server_top_k": 8, "teacher": "self"}, "teacher_server_top_k has no effect without teacher='server'"),
         ({"verify_teacher_cache": True}, "verify_teacher_cache has no effect without teacher='cache'"),

@@ -184,6 +184,14 @@ def test_wrong_lists(fields, message):
         ("schedules: {ce_weight: {to: 1.0}}\n", "r.yaml:4: schedules: 'ce_weight' is no scalar of this loss"),
         ("taid: {start: 0.9, end: 0.1}\n", "r.yaml:4: taid: the teacher's share rises"),
         ("skew_alpha: 0.2\n", "r.yaml:4: skew_alpha: has no effect"),
+        (
+            "label_smoothing_factor: 0.1\n",
+            "r.yaml:4: label_smoothing_factor: has no effect: it is of",
+        ),
+        (
+            "teacher_tokenizer_name_or_path: d\nteacher: self\nuse_peft: true\n",
+            "r.yaml:4: teacher_tok.* no effect",
+        ),
         ("kd_temperature: 2\nlosses: [{type: ce}]\n", "r.yaml:4: kd_temperature: has no effect"),
         ("taid: {}\nteacher: cache\nteacher_cache_dir: x\n", "r.yaml:4: taid: it mixes logits of the whole vocabulary"),
     ],
