@@ -1,6 +1,7 @@
 """LigerDistillConfig: SFTConfig and what distillation adds, in TRL's field names."""
 
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -116,8 +117,8 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {self.temperature}.")
         self._check_sampling()
         self.check_teacher(self.distillation())
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
@@ -130,6 +131,8 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             raise ValueError(f"cache_kind must be one of topk, sampled, got {self.cache_kind!r}.")
         if self.cache_bits not in (8, 16):
             raise ValueError(f"cache_bits must be 8 or 16, got {self.cache_bits}.")
+        if self.cache_entries is not None and self.cache_entries < 1:
+            raise ValueError(f"cache_entries must be at least 1, got {self.cache_entries}.")
         if self.cache_shard_mb < 1:
             raise ValueError(f"cache_shard_mb must be at least 1, got {self.cache_shard_mb}.")
         if self.teacher != "cache":

@@ -1,6 +1,7 @@
 """The loss that a configuration describes: its terms, its scalars, and how these change. Imports no torch."""
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +71,8 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     if "schedules" in given:
         known = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
         plan = replace(plan, schedules=schedules_of(given["schedules"], known))
+    if not any(term.weight for term in terms) and not any(name.endswith("_weight") for name in plan.schedules):
+        raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
     if plan.taid is not None and not plan.of("divergence"):
         raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
     if plan.of("uld"):
@@ -124,8 +127,8 @@ def _scalars(given: Mapping[str, Any]) -> dict[str, float]:
     for _, message in complaints(alpha, BELOW_ONE):
         raise ValueError(f"skew_alpha: {message}")
     for name in ("temperature", "kd_temperature"):
-        if not given.get(name, 1.0) > 0:
-            raise ValueError(f"{name} must be positive, got {given[name]}.")
+        if not 0 < given.get(name, 1.0) < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {given[name]}.")
     temperature = given.get("kd_temperature", given.get("temperature", 1.0))
     lmbda = {"lmbda": given["lmbda"]} if "lmbda" in given else {}
     return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}

@@ -546,8 +546,11 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
     [
         ({"beta": 1.5}, r"beta must lie in \[0, 1\], got 1.5"),
         ({"beta": -0.1}, r"beta must lie in \[0, 1\], got -0.1"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"temperature": -1.0}, "temperature must be positive, got -1.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be positive and finite, got -1.0"),
+        ({"temperature": float("inf")}, "temperature must be positive and finite, got inf"),
+        ({"losses": [{"type": "ce", "weight": 0}]}, "every weight is 0, so nothing would be learned"),
+        ({"cache_entries": 0}, "cache_entries must be at least 1, got 0"),
         ({"loss_type": "dft"}, "loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'"),
         ({"losses": []}, r"losses must be a list such as .*, got \[\]"),
         ({"losses": {"type": "ce"}}, "losses must be a list such as"),

@@ -167,7 +167,7 @@ def test_an_entrys_option_goes_before_the_common_field():
         ({"losses": [{"type": "hidden_mse", "layers": [[0, 1.5]]}]}, "layers.0.1: expected an integer"),
         ({"losses": "[{"}, "losses: expected a list, got text that is no JSON"),
         ({"skew_alpha": 1.0}, "skew_alpha: expected a number below 1, got 1.0"),
-        ({"kd_temperature": 0.0}, "kd_temperature must be positive, got 0.0"),
+        ({"kd_temperature": 0.0}, "kd_temperature must be positive and finite, got 0.0"),
     ],
 )  # fmt: skip
 def test_wrong_lists(fields, message):
