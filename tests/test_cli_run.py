@@ -191,6 +191,12 @@ def test_what_cannot_be_merged(trained, cli, folder, copy):
     assert not (folder / "m1").exists()
 
 
+def test_an_adapter_of_fewer_layers_is_not_merged(trained, cli, folder):
+    tiny_model("llama_tied", num_hidden_layers=5).save_pretrained(folder / "deep")
+    code, _, err = cli("merge", "out", "m2", "--base", "deep")
+    assert code == 2 and "has no weights for some layers of deep" in err and not (folder / "m2").exists()
+
+
 def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
     notes = folder / "notes"
     notes.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,7 +104,14 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     except OSError as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(run_dir)).merge_and_unload(safe_merge=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            merged: Any = PeftModel.from_pretrained(model, str(run_dir)).merge_and_unload(safe_merge=True)
+    except UserWarning:
+        raise ConfigError(
+            f"{run_dir} has no weights for some layers of {name}: it was trained on another base, or on one that "
+            "dropped layers. A run that drops layers saves the merged model itself, in its output_dir."
+        ) from None
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
     except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
