@@ -189,7 +189,13 @@ def parse_overrides(arguments: list[str]) -> Settings:
         try:
             values = [yaml.load(text, _Loader) for text in texts]
         except (yaml.YAMLError, ValueError):
-            message = f"{' '.join(texts)!r} is no YAML value; put it in quotes: {key}='\"...\"'."
+            split = " ".join(texts).lstrip()[:1] in ("[", "{")  # by the shell, at its first space
+            quoted = f"'{key}=...'" if split else f"{key}='\"...\"'"
+            message = f"{' '.join(texts)!r} is no YAML value; put it in quotes: {quoted}."
+            parsed.findings.append(Finding(COMMAND_LINE, key, message))
+            continue
+        if any(isinstance(v, dict) and any(":" in str(k) and x is None for k, x in v.items()) for v in values):
+            message = f"{' '.join(texts)!r}: in YAML a colon is followed by a space, as in {{a: 1}}."
             parsed.findings.append(Finding(COMMAND_LINE, key, message))
             continue
         value = True if not values else values[0] if len(values) == 1 else values

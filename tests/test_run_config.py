@@ -214,10 +214,16 @@ def test_forms_of_overrides():
     }
 
 
-@pytest.mark.parametrize("word", ["lonely", "=1", "a=[1"])
-def test_arguments_that_are_no_override(word):
+@pytest.mark.parametrize(
+    "word, advice",
+    [
+        ("lonely", "expected key=value"), ("=1", "expected key=value"), ("a=[1,", "put it in quotes: 'a=...'"),
+        ("a=@b", "put it in quotes: a='\"...\"'"), ("a={b:1}", "a colon is followed by a space"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_override(word, advice):
     (finding,) = parse_overrides([word, "b=1"]).findings
-    assert str(finding).startswith("command line: ")
+    assert str(finding).startswith("command line: ") and advice in str(finding)
 
 
 def test_checking_instantiates_nothing(load, monkeypatch):
