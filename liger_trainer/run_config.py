@@ -95,7 +95,7 @@ class RunConfig:
         """Turn what TRL, transformers or peft say about unsuitable settings into a ConfigError."""
         try:
             yield
-        except (ValueError, TypeError, ImportError, RuntimeError) as error:  # one of them for a tracker not installed
+        except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:  # no tracker; the hub, for a push
             if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
                 raise
             raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error

@@ -42,7 +42,9 @@ class RunOptions:
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
     )
     max_new_tokens: int = _option(64, "Longest sample completion, in tokens.", ge=1)
-    overwrite_output_dir: bool = _option(False, "Allow an output_dir that holds an earlier run: its results and checkpoints are removed.")
+    overwrite_output_dir: bool = _option(
+        False, "Allow an output_dir that holds an earlier run: its results and checkpoints are removed."
+    )
     env: dict[str, Any] | None = _option(None, "Environment variables of the run, set before anything is imported.")
 
 

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from .checkpoints import CONFIG, METRICS, REPORT, checkpoints_in
 from .environment import device_facts, versions
-from .errors import NonFiniteError
+from .errors import LigerTrainerError, NonFiniteError
 
 if TYPE_CHECKING:
     from .report import RunResults
@@ -99,7 +99,7 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
         trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate
-    trainer.save_model(str(output_dir))
+    trainer.save_model(str(output_dir), _internal_call=True)  # pushed once, with its card, at the end
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
@@ -107,10 +107,10 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
 
     Raises:
         NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
+        LigerTrainerError: the hub refused the model, or could not be reached; everything is written here.
     """
     _write_card(trainer, config, output_dir, results)
-    if config["push_to_hub"]:
-        trainer.push_to_hub(dataset_name=config["dataset_name"])
+    refused = _push(trainer, config) if config["push_to_hub"] else None
     if trainer.is_world_process_zero():
         content = _for_json({**asdict(results), **_circumstances(config)})
         _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -119,6 +119,18 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     lost = [name for name, value in results.after.items() if math.isnan(value)]
     if lost:
         raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
+    if refused is not None:
+        again = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
+        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {again}")
+
+
+def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
+    """What came in the way; it must not cost the results of the run, which are not written yet."""
+    try:
+        trainer.push_to_hub(dataset_name=config["dataset_name"])
+    except Exception as error:  # huggingface_hub's, and those of what it asks the hub with
+        return error
+    return None
 
 
 def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:

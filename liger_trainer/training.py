@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
@@ -228,7 +228,8 @@ def train(
     """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
 
     Raises:
-        ConfigError: the checkpoint is at the last step already; metric_for_best_model is none of the metrics.
+        ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already;
+            metric_for_best_model is none of the metrics.
         Interrupted: a signal came; the checkpoint to go on from is named.
         NonFiniteError: a logged loss is NaN or infinite.
     """
@@ -240,6 +241,7 @@ def train(
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
+    _check_optimizer(trainer, config)
     with stop.listening() if trainer.args.world_size == 1 else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - first.ended
@@ -271,6 +273,15 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
             "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
             f"liger-trainer eval {shlex.quote(checkpoint)}"
         )
+
+
+def _check_optimizer(trainer: LigerTrainer, config: "RunConfig") -> None:
+    """Trainer makes it after the student was measured."""
+    model: Any = trainer.model
+    try:
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+    except (ImportError, ValueError) as error:  # of a package that is not installed; arguments that it does not take
+        raise config.error("optim", f"{config['optim']}: {error}") from None
 
 
 def _check_best_metric(config: "RunConfig", known: Mapping[str, float]) -> None:

@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from liger_trainer import saving, trackers
 from liger_trainer.cli import main
 from liger_trainer.commands import run as commands
-from liger_trainer.errors import ConfigError
+from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.model_card import Published, hub_id, model_card, public
 from liger_trainer.report_text import figure
 from liger_trainer.run_config import check_text, load_run_config
@@ -117,6 +117,14 @@ def test_the_card_that_is_pushed_is_this_one(run, monkeypatch):
     assert pushed["repo_id"] == "me/tiny-helper"
     assert pushed["card"] == (output_dir / "README.md").read_text()
     assert "\n# tiny-helper\n" in pushed["card"] and 'from_pretrained("me/tiny-helper")' in pushed["card"]
+
+    def refuse(**options):
+        raise ConnectionError("the hub is away")
+
+    monkeypatch.setattr(*((hub, "upload_folder") if hasattr(trainer, "hf_api") else (trainer, "upload_folder")), refuse)
+    with pytest.raises(LigerTrainerError, match="not pushed to the hub: the hub is away Again: hf upload"):
+        run("smollm2/sft_full", "push_to_hub=true", "overwrite_output_dir=true")
+    assert (output_dir / "metrics.json").is_file()
 
 
 MODEL = Published(adapter=False, chat=False, tags=["trl"])

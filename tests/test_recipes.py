@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,9 @@ def test_evaluations_on_the_way_and_the_best_model(run, tmp_path):
     assert found["tokens_per_second"] > 0
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
+    if not find_spec("bitsandbytes"):
+        code, _, err = run(SETTINGS, "optim=adamw_8bit", "output_dir=other")
+        assert code == 2 and "optim: adamw_8bit: " in err and "bitsandbytes" in err
 
 
 def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
