@@ -97,7 +97,8 @@ class LigerDistillTrainer(LigerTrainer):
         super().__init__(model, args, **kwargs)
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
-        _check_prompt_learning(self.student)
+        if args.teacher != "self":  # which wants adapters that can be switched off
+            _check_prompt_learning(self.student)
         if self._skip_prepare_dataset:
             self._check_rows_as_they_are()
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
