@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,7 +19,8 @@ pytest.register_assert_rewrite("tiny", "splits")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETER:
     import quick_interpreter
 
     quick_interpreter.install()
@@ -26,9 +28,24 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 
 
-@pytest.fixture
-def chunked_torch(monkeypatch):
-    """The ops' CPU path, as users without a GPU run it: the interpreter, which is slow, is for tests/kernels."""
+@pytest.fixture(scope="module", autouse=True)
+def chunked_torch() -> Iterator[None]:
+    """The ops' CPU path, as users without a GPU run it, in this process and in those that tests start: the interpreter,
+    which is slow, is for tests/kernels."""
     from liger_trainer.kernels import _triton
 
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "INTERPRETED", False)
+        patch.setenv("TRITON_INTERPRET", "0")
+        yield
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> None:
+    """The Triton kernels after all, under the interpreter."""
+    from liger_trainer.kernels import _triton
+
+    if not (INTERPRETER and _triton.INSTALLED):
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(_triton, "INTERPRETED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the interpreter reads each time

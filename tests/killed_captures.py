@@ -18,7 +18,6 @@ import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, cache_capture, teacher_cache
-from liger_trainer.kernels import _triton
 
 BYTES_OF_A_SHARD = 512
 
@@ -93,7 +92,7 @@ def is_finished(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    cache_capture.MIB, _triton.INTERPRETED = BYTES_OF_A_SHARD, False
+    cache_capture.MIB = BYTES_OF_A_SHARD
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     for name in sys.argv[3:]:

@@ -18,10 +18,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
 from liger_trainer.trl_arguments import moved
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EOS = VOCAB - 3
 
 

@@ -14,7 +14,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.fused import FusedLoss, _warn_once
 from liger_trainer.patching import NothingToPatch, PatchOptions, patch
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chunked_torch")]
+pytestmark = pytest.mark.slow
 
 
 def relative_error(got, want):

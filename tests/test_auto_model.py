@@ -12,8 +12,6 @@ from liger_trainer.deferred import DeferredLogits
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import patched_record
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 
 @pytest.fixture(autouse=True)
 def every_family_undone():

@@ -11,16 +11,9 @@ from benchmarks.cases import CASES, SMOKE_CASES, Case, make_inputs
 from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
 from benchmarks.providers import ALL, PROVIDERS, Provider, eager, ours
 from benchmarks.reference import Errors, evaluate, plain_loss, relative_l2
-from liger_trainer.kernels import _triton
 
 CPU = torch.device("cpu")
 TINY = Case("ce-tiny", "ce", hidden_size=16, vocab_size=64, tokens=24, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch):
-    """As a smoke run does without Triton's interpreter, which the tests of the kernels switch on: fast."""
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
 
 
 def provider(name, build, ours=False):

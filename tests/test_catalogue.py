@@ -20,8 +20,6 @@ from liger_trainer.config_source import built_in_configs
 from liger_trainer.launching import launcher_arguments
 from liger_trainer.run_config import load_run_config
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 NAMES = list(built_in_configs())
 
 

@@ -7,8 +7,6 @@ import pytest
 
 from benchmarks.convergence import FLOOR, LEARNING_RATE, MODELS, SMOLLM2, STEPS, Distance, build, compare, train
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_mini_models(name):

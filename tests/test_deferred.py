@@ -24,7 +24,6 @@ from liger_trainer.head import Head
 from liger_trainer.lazy_logits import LazyLogits
 
 B, T, H, V = 2, 4, 8, 13
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 
 
 class Toy(nn.Module):

@@ -30,10 +30,7 @@ from liger_trainer.distill_callback import refuse
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import patched_record
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 LOSS = {
     "losses": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.25}],

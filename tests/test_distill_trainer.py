@@ -35,10 +35,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses import Distillation
 from liger_trainer.patching import patched_record
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 
 def make(student=None, teacher=None, data=None, eval_data=None, peft_config=None, **options):
@@ -95,7 +92,7 @@ def two_processes(tmp_path_factory):
     here = Path(__file__).parent
     common = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0",
+        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]),
     }  # fmt: skip
     processes = [

@@ -26,8 +26,6 @@ from liger_trainer.config_source import built_in_configs, read_settings
 from liger_trainer.convert import convert
 from liger_trainer.run_config import load_run_config
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MINE = """

@@ -129,7 +129,7 @@ def test_activations_grow_with_rows_and_with_layers(rows, layers):
 
 
 @pytest.mark.parametrize("family, adapted", [("qwen3", False), ("llama_tied", True), ("gpt2", False)])
-def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapted, monkeypatch):
+def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapted, monkeypatch, kernels):
     """In fp32 under the interpreter the real model takes the GPU's path, and autograd says what it saves."""
     model = tiny_model(family).train()
     config = model.config
@@ -401,7 +401,6 @@ def test_what_cannot_be_estimated_is_said(project, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("chunked_torch")
 def test_the_benchmark_estimates_and_trains_a_point(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     point = next(p for p in estimates.points(tiny=True) if p.run == "distil LoRA")

@@ -16,8 +16,6 @@ from liger_trainer.commands.evaluate import split_targets
 from liger_trainer.errors import ConfigError
 from liger_trainer.evaluate import calibration_error, signed_confidence
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 SETTINGS = {
     "recipe": "distill", "model_name_or_path": "student", "teacher_model_name_or_path": "teacher",
     "dataset_name": "rows", "bf16": False, "use_cpu": True, "per_device_eval_batch_size": 4, "max_length": 32,

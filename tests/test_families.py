@@ -18,8 +18,6 @@ from liger_trainer.families import apply_liger_kernel_to_llama
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.patching import patched_record
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 
 @pytest.fixture(autouse=True)
 def every_family_undone():

@@ -27,10 +27,7 @@ from liger_trainer.fused import FusedLoss
 from liger_trainer.kernels import _triton
 from liger_trainer.losses import Distillation, LossOptions
 
-pytestmark = [
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-    pytest.mark.usefixtures("chunked_torch"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 CASES = {
     "masked": masked_batch,
@@ -122,9 +119,7 @@ def test_under_bf16_autocast_it_is_as_close_to_the_truth_as_the_plain_model(fami
     assert errors[0] <= 1.3 * errors[1]
 
 
-def test_the_triton_kernels_give_the_same(monkeypatch):
-    if not _triton.INSTALLED:
-        pytest.skip("needs triton")
+def test_the_triton_kernels_give_the_same(kernels, monkeypatch):
     how = Distillation({"forward_kl": 0.5, "jsd": 0.5}, ce_weight=0.5, temperature=2.0)
     batch, results = masked_batch(), []
     for interpreted in (False, True):

@@ -21,7 +21,6 @@ from liger_trainer.sparse_teacher import SparseTeacher
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
     pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-    pytest.mark.usefixtures("chunked_torch"),
 ]
 TOKENS = masked_batch()["input_ids"][0, :3].tolist()
 

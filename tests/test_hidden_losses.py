@@ -31,10 +31,7 @@ from liger_trainer.loss_progress import LossProgress
 from liger_trainer.loss_types import LossTerm
 from liger_trainer.students import decoder_layers
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 PAIRS = {"hidden_mse": [(0, 2), (1, 0)], "hidden_cosine": [(1, 2)]}
 LOSSES = [
     {"type": "forward_kl"},

@@ -28,10 +28,8 @@ from liger_trainer.loss_types import LOSS_TYPES
 from liger_trainer.losses import LossOptions
 from liger_trainer.teacher import teacher_logits
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("ignore::liger_trainer.deferred.MaterializedLogitsWarning"),  # where they are given
-]
+# where they are given
+pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.deferred.MaterializedLogitsWarning")
 
 DIVERGENCES = [name for name, kind in LOSS_TYPES.items() if kind.family == "divergence"]
 PROMPT, ANSWER = 3, 3  # tokens of each

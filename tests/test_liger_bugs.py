@@ -31,8 +31,6 @@ from liger_trainer import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLos
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 
 def assert_same_step(model, truth, rtol=1e-5, **batch):
     batch = batch or masked_batch()

@@ -20,7 +20,6 @@ from liger_trainer import (
     liger_rotary_pos_emb,
 )
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 N, H, V = 12, 8, 31
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -9,6 +9,12 @@ BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 N, STUDENT, TEACHER, VOCAB = 12, 6, 5, 40
 
 
+@pytest.fixture(params=["torch", "triton"], autouse=True)
+def path(request) -> None:
+    if request.param == "triton":
+        request.getfixturevalue("kernels")
+
+
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)

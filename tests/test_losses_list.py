@@ -29,10 +29,7 @@ from liger_trainer.losses import LossOptions, Targets, batch_loss
 from liger_trainer.run_config import check_text
 from liger_trainer.sparse_teacher import SparseTeacher
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)] + [{"type": "ce", "weight": 0.3}]
 
 

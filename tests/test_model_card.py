@@ -21,8 +21,6 @@ from liger_trainer.model_card import Published, hub_id, model_card, public
 from liger_trainer.report_text import figure
 from liger_trainer.run_config import check_text, load_run_config
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory) -> StandIns:

@@ -30,7 +30,6 @@ from liger_trainer.run_config import check_text
 from liger_trainer.samplers import ModelSampler, end_tokens, until_the_end
 from liger_trainer.sampling_config import NOTHING_SAMPLED
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 EOS = VOCAB - 3
 
 

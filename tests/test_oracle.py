@@ -23,8 +23,6 @@ from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_diverge
 from liger_trainer.teacher import teacher_logits
 from liger_trainer.teacher_reader import TeacherReader
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 V, LENGTH, BATCH, SEEDS = 32, 18, 16, 4
 FLAT = 0.3  # of the mass lies evenly on all tokens, so a few entries lack much of it
 

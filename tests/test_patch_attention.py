@@ -66,12 +66,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def torch_path(request):
-    if request.function is not test_kernels:
-        request.getfixturevalue("chunked_torch")
-
-
 def model_of(name, **overrides):
     config, options, _ = CASES[name]
     torch.manual_seed(0)
@@ -127,7 +121,7 @@ def test_loss_and_gradients(name, calls):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "glm4"])
-def test_kernels(name):
+def test_kernels(name, kernels):
     model = model_of(name, num_hidden_layers=1)
     plain = copy.deepcopy(model)
     patch_rope(model)

@@ -14,12 +14,10 @@ from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_mode
 from torch import nn
 
 from liger_trainer import patch_lora
-from liger_trainer.kernels import _triton
 from liger_trainer.patch_mlps import patch_mlps
 from liger_trainer.patching import PatchOptions, PatchReport, patch
 from liger_trainer.replacements import Replacements
 
-on_triton = pytest.mark.skipif(not _triton.INTERPRETED, reason="the MLP's autograd function needs Triton")
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
 
 
@@ -71,8 +69,7 @@ def test_every_layer_on_our_ops(family, calls):
     assert_as_plain(model, plain)
 
 
-@on_triton
-def test_the_mlp_is_one_function():
+def test_the_mlp_is_one_function(kernels):
     model = wrapped(tiny_model())
     patch(model, LORA_ONLY)
     mlp = model.base_model.model.model.layers[0].mlp

@@ -28,11 +28,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from liger_trainer import patch_mlps
-from liger_trainer.kernels import _triton
 from liger_trainer.patching import PatchOptions, PatchReport
 from liger_trainer.replacements import Replacements
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 H, INNER = 16, 24
 
 
@@ -123,15 +121,13 @@ def assert_same(got, want, bound):
 
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("name", MLPS)
-def test_values_and_gradients_are_the_layers_own(monkeypatch, name, path):
+def test_values_and_gradients_are_the_layers_own(request, name, path):
     make, kind = MLPS[name]
     own = layer(make)
     ours, report = swapped(own)
     assert report.swapped == {kind: 1} and not report.left_alone
     if path == "triton":
-        if not _triton.INSTALLED:
-            pytest.skip("needs triton")
-        monkeypatch.setattr(_triton, "INTERPRETED", True)
+        request.getfixturevalue("kernels")
     x = torch.randn(3, 5, H)
     assert_same(run(ours, x), run(own, x), 2e-6)
 
@@ -145,10 +141,7 @@ def test_half_precision_and_autocast(name):
     assert_same(run(ours.bfloat16(), x.bfloat16()), run(own.bfloat16(), x.bfloat16()), 3e-2)
 
 
-def test_the_product_is_not_kept_for_the_backward(monkeypatch):
-    if not _triton.INSTALLED:
-        pytest.skip("needs triton")
-    monkeypatch.setattr(_triton, "INTERPRETED", True)
+def test_the_product_is_not_kept_for_the_backward(kernels):
     own = layer(MLPS["llama"][0])
     ours, _ = swapped(own)
 

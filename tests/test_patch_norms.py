@@ -23,7 +23,6 @@ from liger_trainer.patch_norms import prove
 from liger_trainer.patching import PatchOptions, PatchReport
 from liger_trainer.replacements import Replacements
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 H = 40
 FP32, BF16 = torch.float32, torch.bfloat16
 # name: (the layer, kind, offset, rounds before the weight, under autocast)

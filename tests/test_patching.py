@@ -18,7 +18,6 @@ from liger_trainer import patching
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import NothingToPatch, PatchOptions, patch
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 NOTHING = {name: False for name in vars(PatchOptions())}
 # Families of different norms, MLPs and experts: what is swapped in them beside rope and the loss.
 DIVERSE = {

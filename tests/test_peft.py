@@ -12,10 +12,7 @@ from tiny import FAMILIES, assert_same_gradients, masked_batch, named_gradients,
 
 from liger_trainer.patching import patch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
-    pytest.mark.usefixtures("chunked_torch"),  # test_patch_lora.py has the kernels
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and merged adapters
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

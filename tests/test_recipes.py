@@ -416,7 +416,7 @@ def test_two_processes_train_as_one(run, tmp_path):
     command += ["run", "run.yaml", "output_dir=two", "ddp_backend=gloo"]
     command += ["per_device_train_batch_size=2", "per_device_eval_batch_size=2"]
     root = str(Path(liger_trainer.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:

@@ -498,7 +498,7 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
 
 
-def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys, chunked_torch):
+def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("student", "teacher")):
         tiny_model("llama_tied", seed=seed).save_pretrained(tmp_path / name)

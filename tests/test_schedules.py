@@ -14,7 +14,6 @@ from liger_trainer.loss_progress import LossProgress
 from liger_trainer.schedules import Schedule, Taid
 from liger_trainer.taid import TeacherShare
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
 
 

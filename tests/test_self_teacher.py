@@ -13,10 +13,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
 from liger_trainer.self_teacher import SelfTeacher, without_adapters
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights
 TOKENS = masked_batch()["input_ids"][0, :3].tolist()
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
 CASES = {

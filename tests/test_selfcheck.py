@@ -14,7 +14,6 @@ from liger_trainer.selfcheck_cases import CHECKS, Check
 
 CPU = torch.device("cpu")
 BY_NAME = {check.name: check for check in CHECKS}
-pytestmark = pytest.mark.usefixtures("chunked_torch")
 
 
 class _WrongGradient(torch.autograd.Function):

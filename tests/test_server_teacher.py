@@ -13,10 +13,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.completions_server import CompletionsServer, Question, ServerOptions
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]
 
 

@@ -33,7 +33,6 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching import patched_record
 
 pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
     pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

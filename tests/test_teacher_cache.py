@@ -45,10 +45,7 @@ from liger_trainer.deferred import MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError
 from liger_trainer.teacher_cache import INDEX, TeacherCache, read_index
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 
 def teacher_model():

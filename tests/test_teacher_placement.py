@@ -18,10 +18,7 @@ from liger_trainer.kernels._head import Lora
 from liger_trainer.teacher_cache import TeacherCache
 from liger_trainer.teacher_placement import Carrier, check_processes
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
 
 

@@ -32,10 +32,7 @@ from liger_trainer.deferred import MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.patching import patched_record
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 COMPARED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "grad_norm")
 

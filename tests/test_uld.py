@@ -23,10 +23,7 @@ from liger_trainer.students import decoder_layers
 from liger_trainer.text_alignment import aligned, partners, runs
 from liger_trainer.uld_teacher import UldTeacher
 
-pytestmark = [
-    pytest.mark.usefixtures("chunked_torch"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
 
 ULD = [{"type": "uld"}]
 MIXED = [{"type": "uld", "weight": 1.5}, {"type": "ce", "weight": 0.25}]

@@ -11,8 +11,6 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.vocabulary import compare_tokenizers, teacher_tokenizer, tokenizer_of, tokenizer_size
 
-pytestmark = pytest.mark.usefixtures("chunked_torch")
-
 ENGLISH = ["the cat sat on the mat and the dog sat on the log", "she said that the thing was there then"] * 4
 CODE = ["def f(x): return x + 1", "for i in range(10): print(i)", "import torch; torch.zeros(3)"] * 4
 

@@ -42,6 +42,11 @@ def fp32(request, monkeypatch) -> Place:
     return _place(request, monkeypatch)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def chunked_torch() -> None:
+    """Not here: `place` and `fp32` say which path."""
+
+
 @pytest.fixture
 def tiled(monkeypatch) -> Callable[[str], None]:
     """Chunks and tiles so small that few rows and a small vocabulary take several, each of several blocks."""
