@@ -1,5 +1,6 @@
 """The tests' environment, set before triton and Hugging Face's libraries are imported: they read it once."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,15 @@ def chunked_torch() -> Iterator[None]:
         patch.setattr(_triton, "INTERPRETED", False)
         patch.setenv("TRITON_INTERPRET", "0")
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """Each training collects garbage, which takes a third of a second where all that was imported is looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
