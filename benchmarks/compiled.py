@@ -10,22 +10,18 @@ rounds in which each provider in turn runs one untimed step and STEPS timed ones
 """
 
 import gc
-import itertools
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, say, take_turns
+from .processes import Benchmark, Provider, Result, build_all, error, main, memory, milliseconds, say, truth_of
 
 TOKENS = 8192
 ROUNDS, STEPS = 4, 4
 SECONDS = 125  # no round but a shape's first starts later than this after the start
-FLOOR = 1e-3  # of the gate: relative error
 SAMPLE = 4096  # gradients of each parameter that are compared one by one
 MIB = 2**20
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
@@ -152,18 +148,13 @@ class Worker:
             torch.cuda.empty_cache()  # the next provider needs it
 
 
-def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    results = build_all(shape, providers, [shape])
+def check(shape: str, providers: dict[str, Provider]) -> list[Result]:
+    results = build_all(shape, providers.values(), [shape])
     say(shape, "built")
-    by_name = {provider.name: provider for provider in providers}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "truth.pt")
-        compute_truth(by_name["plain"], shape, path)
+    with truth_of(providers["plain"], shape) as path:
         say(shape, "truth in fp32 computed")
-        _pass_gate([result for result in results if result.failure is None], by_name, path)
+        _pass_gate([result for result in results if result.failure is None], providers, path)
     say(shape, "compiled, and held against the truth")
-    if not beyond_bound(results):
-        take_turns(list(results), by_name, rounds, deadline)
     return results
 
 
@@ -178,50 +169,30 @@ def _pass_gate(results: Sequence[Result], providers: dict[str, Provider], path: 
         result.errors, result.failure = providers[result.provider].call("gate", path)
 
 
-def beyond_bound(results: Sequence[Result]) -> list[str]:
-    """What is wrong with ours: failures, and errors beyond twice those of the plain model in bf16 plus the floor."""
-    ours = [result for result in results if result.provider.startswith("ours")]
-    wrong = [f"{r.case}, {PROVIDERS[r.provider]}: {r.failure}" for r in ours if r.failure]
-    plain = {r.case: r.errors for r in results if r.provider == "plain" and r.errors}
-    for result in ours:
-        for name, error in (result.errors or {}).items():
-            bound = 2 * plain[result.case][name] + FLOOR if result.case in plain else 0.0
-            if not error <= bound:
-                wrong.append(
-                    f"{result.case}, {PROVIDERS[result.provider]}: {name} off by {error:.1e}, over {bound:.1e}"
-                )
-    return wrong
-
-
-def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-    what = (
-        f"Forward and backward in bf16, {header['tokens']} tokens, sdpa, random weights. Median of {header['rounds']} "
-        f"interleaved rounds of {STEPS} steps; peak MiB above weights, gradients included. Errors: relative, against "
-        "the plain model in fp32; gradients by a sample."
-    )
-    lines = opening("Whole models, with and without torch.compile", header, what, wrong)
-    if wrong:
-        return "\n".join(lines)
-    for shape, group in itertools.groupby(results, key=lambda r: r.case):
-        lines += [f"## {shape}", "", "| | ms | MiB | loss error | norm error | gradient error |"]
-        lines += ["|---|---|---|---|---|---|", *map(_row, group), ""]
-    return "\n".join(lines)
-
-
-def _row(result: Result) -> str:
-    title = PROVIDERS[result.provider]
-    if result.failure or result.median is None or result.errors is None:
-        return f"| {title} | {result.failure or 'not run'} | | | | |"
-    memory = "" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-    errors = " | ".join(f"{error:.1e}" for error in result.errors.values())
-    return f"| {title} | {result.median:.1f} | {memory} | {errors} |"
-
-
 BENCHMARK = Benchmark(
-    name="compiled", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
-    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS}, run_shape=run_shape, beyond_bound=beyond_bound,
-    markdown=markdown, rounds=ROUNDS, seconds=SECONDS, held_against=frozenset({"plain"}),
-)  # fmt: skip
+    name="compiled",
+    title="Whole models, with and without torch.compile",
+    what="Forward and backward in bf16, {tokens} tokens, sdpa, random weights. Median of {rounds} interleaved rounds "
+    f"of {STEPS} steps; peak MiB above weights, gradients included. Errors: relative, against the plain model in fp32; "
+    "gradients by a sample.",
+    doc=__doc__,
+    worker=Worker,
+    shapes=list(SHAPES),
+    providers=PROVIDERS,
+    reference="plain",
+    packages=PACKAGES,
+    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS},
+    columns={
+        "ms": milliseconds,
+        "MiB": memory("peak_mib"),
+        "loss error": error("loss"),
+        "norm error": error("gradient norm"),
+        "gradient error": error("gradients"),
+    },
+    check=check,
+    rounds=ROUNDS,
+    seconds=SECONDS,
+)
 
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

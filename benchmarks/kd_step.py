@@ -11,12 +11,9 @@ loss's memory is what the loss and its gradients for hidden states and head need
 
 import contextlib
 import gc
-import itertools
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled
-from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, say, take_turns
+from .processes import (
+    Benchmark,
+    Provider,
+    Result,
+    build_all,
+    error,
+    main,
+    memory,
+    milliseconds,
+    of_our_memory,
+    of_our_time,
+    say,
+    truth_of,
+)
 
 ROWS, TOKENS = 8, 8192
 ROUNDS, STEPS = 4, 3
@@ -82,10 +92,11 @@ class Worker(compiled.Worker):
         self.teacher: Any = None
         self.optimizer: Any = None
         self.host: dict[int, Tensor] = {}  # where weights are while others have their turn
+        self.loss_mib: float | None = None
 
     def build(self, shape: str) -> float:
         """Make both models and the batch. Returns a number that depends on every weight."""
-        self.model = self.teacher = self.optimizer = None
+        self.model = self.teacher = self.optimizer = self.loss_mib = None
         self.host = {}
         gc.collect()
         config_name, *sizes = SHAPES[shape]
@@ -181,33 +192,35 @@ class Worker(compiled.Worker):
             tensor.data = tensor.data.to(self.device, torch.float32)
         super().truth(shape, path)
 
-    def loss_memory(self) -> float | None:
-        """MiB."""
-        if self.device != "cuda":
-            return None
-        with self._on_the_device():
-            with torch.no_grad():
-                hidden, weight, *teacher = self._heads(self.ids)
-            hidden = hidden.detach().requires_grad_()
-            self.loss(hidden, weight, *teacher).backward()  # compiles
-            hidden.grad = self.model.lm_head.weight.grad = None
-            self._empty_cache()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self.loss(hidden, weight, *teacher).backward()
-            return (torch.cuda.max_memory_allocated() - before) / MIB
+    def _loss_memory(self) -> float | None:
+        """MiB, of models that are on the device. Measured once."""
+        if self.device != "cuda" or self.loss_mib is not None:
+            return self.loss_mib
+        with torch.no_grad():
+            hidden, weight, *teacher = self._heads(self.ids)
+        hidden = hidden.detach().requires_grad_()
+        self.loss(hidden, weight, *teacher).backward()  # compiles
+        hidden.grad = self.model.lm_head.weight.grad = None
+        self._empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.loss(hidden, weight, *teacher).backward()
+        self.loss_mib = (torch.cuda.max_memory_allocated() - before) / MIB
+        self.model.zero_grad(set_to_none=True)
+        return self.loss_mib
 
     def measure(self, shape: str) -> dict[str, Any]:
-        """Milliseconds of STEPS steps, peak MiB above weights and optimizer, and the loss."""
+        """Milliseconds of STEPS steps, peak MiB above weights and optimizer and of the loss alone, and the loss."""
         cuda = self.device == "cuda"
         with self._on_the_device():
+            loss_mib = self._loss_memory()
             loss = self._step()[1]  # untimed
             before = torch.cuda.memory_allocated() if cuda else 0
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             ms = [self._step()[0] for _ in range(STEPS)]
             peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
-        return {"ms": ms, "peak_mib": peak, "loss": loss}
+        return {"ms": ms, "peak_mib": peak, "loss_mib": loss_mib, "loss": loss}
 
     def _step(self) -> tuple[float, float]:
         synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
@@ -220,77 +233,43 @@ class Worker(compiled.Worker):
         return 1e3 * (time.perf_counter() - start), loss.item()
 
 
-def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    results = build_all(shape, providers, [shape])
-    by_name = {provider.name: provider for provider in providers}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "truth.pt")
-        compute_truth(by_name["plain"], shape, path)
+def check(shape: str, providers: dict[str, Provider]) -> list[Result]:
+    results = build_all(shape, providers.values(), [shape])
+    say(shape, "built")
+    with truth_of(providers["plain"], shape) as path:
         say(shape, "truth in fp32 computed")
         for result in (r for r in results if r.failure is None):
-            result.errors, result.failure = by_name[result.provider].call("gate", path)
+            result.errors, result.failure = providers[result.provider].call("gate", path)
     say(shape, "held against the truth")
-    if beyond_bound(results):
-        return results
-    for result in (r for r in results if r.failure is None and r.errors is not None):
-        memory, result.failure = by_name[result.provider].call("loss_memory")
-        result.errors = {**(result.errors or {}), "loss memory": memory}
-    take_turns(list(results), by_name, rounds, deadline)
     return results
 
 
-def beyond_bound(results: Sequence[Result]) -> list[str]:
-    """What is wrong with ours: failures, and errors beyond twice those of the plain models in bf16 plus the floor."""
-    wrong = [f"{r.case}: {r.failure}" for r in results if r.provider == "ours" and r.failure]
-    plain = {r.case: r.errors for r in results if r.provider == "plain" and r.errors}
-    for result in (r for r in results if r.provider == "ours" and r.errors):
-        for name in ("loss", "gradient norm", "gradients"):
-            error, bound = (result.errors or {})[name], 2 * plain[result.case][name] + compiled.FLOOR
-            if not error <= bound:
-                wrong.append(f"{result.case}: {name} off by {error:.1e}, over {bound:.1e}")
-    return wrong
-
-
-def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-    what = (
-        f"Forward KL at every position of {header['tokens']} tokens in bf16, sdpa, random weights. Median of "
-        f"{header['rounds']} interleaved rounds of {STEPS} steps; peak MiB of the step above weights and optimizer, "
-        "and of the loss with its gradients alone. Errors: relative, against fp32; gradients by a sample."
-    )
-    lines = opening("A whole distillation step", header, what, wrong)
-    if wrong:
-        return "\n".join(lines)
-    for shape, group in itertools.groupby(results, key=lambda r: r.case):
-        lines += [f"## {shape}", "", "| | ms | of ours | MiB | loss, MiB | of ours | loss error | gradient error |"]
-        lines += ["|---" * 8 + "|"]
-        rows = sorted(group, key=lambda r: list(PROVIDERS).index(r.provider))
-        ours = next((r for r in rows if r.provider == "ours"), None)
-        lines += [*(_row(row, ours) for row in rows), ""]
-    return "\n".join(lines)
-
-
-def _row(result: Result, ours: Result | None) -> str:
-    title = PROVIDERS[result.provider]
-    if result.failure or result.median is None or result.errors is None:
-        return f"| {title} | {result.failure or 'not run'} | | | | | | |"
-    of_loss, of_ours = (None if r is None or r.errors is None else r.errors.get("loss memory") for r in (result, ours))
-    cells = [
-        f"{result.median:.1f}",
-        f"{result.median / ours.median:.2f}" if ours and ours.median else "",
-        "" if result.peak_mib is None else f"{result.peak_mib:.0f}",
-        "" if of_loss is None else f"{of_loss:.0f}",
-        f"{of_loss / of_ours:.2f}" if of_loss and of_ours else "",
-        f"{result.errors['loss']:.1e}",
-        f"{result.errors['gradients']:.1e}",
-    ]
-    return f"| {title} | {' | '.join(cells)} |"
-
-
 BENCHMARK = Benchmark(
-    name="kd-step", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
-    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS}, run_shape=run_shape, beyond_bound=beyond_bound,
-    markdown=markdown, rounds=ROUNDS, seconds=SECONDS, held_against=frozenset({"plain"}),
-)  # fmt: skip
+    name="kd-step",
+    title="A whole distillation step",
+    what="Forward KL at every position of {tokens} tokens in bf16, sdpa, random weights. Median of {rounds} "
+    f"interleaved rounds of {STEPS} steps; peak MiB of the step above weights and optimizer, and of the loss with its "
+    "gradients alone. Errors: relative, against fp32; gradients by a sample.",
+    doc=__doc__,
+    worker=Worker,
+    shapes=list(SHAPES),
+    providers=PROVIDERS,
+    reference="plain",
+    packages=PACKAGES,
+    batch=lambda tiny: {"tokens": "few" if tiny else TOKENS},
+    columns={
+        "ms": milliseconds,
+        "of ours: time": of_our_time,
+        "MiB": memory("peak_mib"),
+        "loss, MiB": memory("loss_mib"),
+        "of ours: loss": of_our_memory("loss_mib"),
+        "loss error": error("loss"),
+        "gradient error": error("gradients"),
+    },
+    check=check,
+    rounds=ROUNDS,
+    seconds=SECONDS,
+)
 
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

@@ -10,24 +10,31 @@ untimed step and STEPS timed ones: forward, backward, fused AdamW on the adapter
 """
 
 import gc
-import itertools
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .processes import Benchmark, Provider, Result, build_all, compute_truth, main, opening, take_turns
+from .processes import (
+    Benchmark,
+    Provider,
+    Result,
+    build_all,
+    error,
+    main,
+    memory,
+    milliseconds,
+    of_our_memory,
+    of_our_time,
+    truth_of,
+)
 
 RANK, ALPHA, B_STD = 16, 32, 0.02
 BATCH, LENGTH, GATE_LENGTH = 4, 2048, 512
 ROUNDS, STEPS = 3, 2
 SECONDS = 120  # no round but a case's first starts later than this after the start
-FLOOR = 1e-3  # of the gate: relative error of loss and gradients
 MIB = 2**20
 PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel")
 
@@ -192,69 +199,39 @@ class Worker:
         return 1e3 * (time.perf_counter() - start), loss.item()
 
 
-def run_shape(shape: str, providers: Sequence[Provider], rounds: int, deadline: float) -> list[Result]:
-    results = build_all(shape, providers, cases_of(shape))
-    by_name = {provider.name: provider for provider in providers}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "truth.pt")
-        compute_truth(providers[0], shape, path)
+def check(shape: str, providers: dict[str, Provider]) -> list[Result]:
+    results = build_all(shape, providers.values(), cases_of(shape))
+    with truth_of(providers["peft"], shape) as path:
         for result in (r for r in results if r.failure is None):
-            result.errors, result.failure = by_name[result.provider].call("gate", result.case, path)
-    if beyond_bound(results):
-        return results
-    for _, group in itertools.groupby(results, key=lambda r: r.case):
-        take_turns(list(group), by_name, rounds, deadline)
+            result.errors, result.failure = providers[result.provider].call("gate", result.case, path)
     return results
 
 
-def beyond_bound(results: Sequence[Result]) -> list[str]:
-    """What is wrong with ours: failures, and errors beyond twice those of PEFT alone plus the floor."""
-    wrong = [f"{r.case}: {r.failure}" for r in results if r.provider == "ours" and r.failure]
-    theirs = {r.case: r.errors for r in results if r.provider == "peft" and r.errors}
-    for result in results:
-        plain = theirs.get(result.case)
-        if result.provider != "ours" or result.errors is None or plain is None:
-            continue
-        for name, error in result.errors.items():
-            if not error <= 2 * plain[name] + FLOOR:
-                wrong.append(f"{result.case}: {name} off by {error:.1e}, PEFT by {plain[name]:.1e}")
-    return wrong
-
-
-def markdown(header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-    what = (
-        f"Rank {RANK} on all linear layers, bf16 base, {header['batch']}x{header['length']} tokens, sdpa; forward, "
-        f"backward and AdamW. Median of {header['rounds']} interleaved rounds of {STEPS} steps; peak MiB above weights "
-        "and optimizer. Errors: relative, of loss and adapter gradients, against fp32 on a shorter batch."
-    )
-    lines = opening("A LoRA training step", header, what, wrong)
-    if wrong:
-        return "\n".join(lines)
-    for case, group in itertools.groupby(results, key=lambda r: r.case):
-        lines += [f"## {case}", "", "| | ms | MiB | of ours: time | memory | loss error | gradient error |"]
-        lines += ["|---|---|---|---|---|---|---|"]
-        rows = sorted(group, key=lambda r: list(PROVIDERS).index(r.provider))
-        ours = next((r for r in rows if r.provider == "ours"), None)
-        lines += [*(_row(row, ours) for row in rows), ""]
-    return "\n".join(lines)
-
-
-def _row(result: Result, ours: Result | None) -> str:
-    title = PROVIDERS[result.provider]
-    if result.failure or result.median is None or result.errors is None:
-        return f"| {title} | {result.failure or 'not run: out of time'} | | | | | |"
-    memory = "" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-    time_ratio = f"{result.median / ours.median:.2f}" if ours and ours.median else ""
-    memory_ratio = f"{result.peak_mib / ours.peak_mib:.2f}" if result.peak_mib and ours and ours.peak_mib else ""
-    errors = f"{result.errors['loss']:.1e} | {result.errors['gradients']:.1e}"
-    return f"| {title} | {result.median:.1f} | {memory} | {time_ratio} | {memory_ratio} | {errors} |"
-
-
 BENCHMARK = Benchmark(
-    name="lora-step", doc=__doc__, worker=Worker, shapes=list(SHAPES), providers=list(PROVIDERS), packages=PACKAGES,
-    batch=lambda tiny: {"batch": BATCH, "length": 32 if tiny else LENGTH}, run_shape=run_shape,
-    beyond_bound=beyond_bound, markdown=markdown, rounds=ROUNDS, seconds=SECONDS,
-)  # fmt: skip
+    name="lora-step",
+    title="A LoRA training step",
+    what=f"Rank {RANK} on all linear layers, bf16 base, {{batch}}x{{length}} tokens, sdpa; forward, backward and "
+    f"AdamW. Median of {{rounds}} interleaved rounds of {STEPS} steps; peak MiB above weights and optimizer. Errors: "
+    "relative, of loss and adapter gradients, against fp32 on a shorter batch.",
+    doc=__doc__,
+    worker=Worker,
+    shapes=list(SHAPES),
+    providers=PROVIDERS,
+    reference="peft",
+    packages=PACKAGES,
+    batch=lambda tiny: {"batch": BATCH, "length": 32 if tiny else LENGTH},
+    columns={
+        "ms": milliseconds,
+        "MiB": memory("peak_mib"),
+        "of ours: time": of_our_time,
+        "memory": of_our_memory("peak_mib"),
+        "loss error": error("loss"),
+        "gradient error": error("gradients"),
+    },
+    check=check,
+    rounds=ROUNDS,
+    seconds=SECONDS,
+)
 
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

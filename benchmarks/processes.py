@@ -4,14 +4,17 @@ A benchmark of this kind is a `Benchmark`, and its command line `main`.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import multiprocessing
 import random
 import statistics
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +23,8 @@ from typing import Any
 import torch
 
 from .report import git_commit
+
+FLOOR = 1e-3  # of the gate: relative error
 
 
 def serve(connection: Any, worker_class: Callable[[str, bool], Any], provider: str, tiny: bool) -> None:
@@ -73,13 +78,14 @@ class Result:
     peak_mib: float | None = None
     loss: float | None = None
     failure: str | None = None
+    loss_mib: float | None = None  # of the loss alone, where that is measured
 
     @property
     def median(self) -> float | None:
         return statistics.median(self.ms) if self.ms else None
 
 
-def build_all(shape: str, providers: Sequence[Provider], cases: Sequence[Any]) -> list[Result]:
+def build_all(shape: str, providers: Iterable[Provider], cases: Sequence[Any]) -> list[Result]:
     """Have all providers make the same model; a result for each case and provider. RuntimeError if weights differ."""
     for provider in providers:  # at once: each waits for imports, not for the device
         provider.start("build", shape)
@@ -89,11 +95,15 @@ def build_all(shape: str, providers: Sequence[Provider], cases: Sequence[Any]) -
     return [Result(case, p.name, failure=built[p.name][1]) for case in cases for p in providers]
 
 
-def compute_truth(provider: Provider, shape: str, path: str) -> None:
-    """Have a provider write what the plain model gives in fp32. RuntimeError if it cannot."""
-    _, failure = provider.call("truth", shape, path)
-    if failure is not None:
-        raise RuntimeError(f"{provider.name} could not compute the truth: {failure}")
+@contextlib.contextmanager
+def truth_of(provider: Provider, shape: str) -> Iterator[str]:
+    """The file of what the plain model gives in fp32, written by a provider. RuntimeError if it cannot."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "truth.pt")
+        _, failure = provider.call("truth", shape, path)
+        if failure is not None:
+            raise RuntimeError(f"{provider.name} could not compute the truth: {failure}")
+        yield path
 
 
 def say(shape: str, what: str) -> None:
@@ -112,38 +122,125 @@ def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int,
             if measured is not None:
                 result.ms = [*(result.ms or []), *measured["ms"]]
                 result.peak_mib, result.loss = measured["peak_mib"], measured["loss"]
+                result.loss_mib = measured.get("loss_mib")
+
+
+Column = Callable[[Result, Result | None], str]
+"""What a table says of a result, beside ours of the same case."""
+
+
+def milliseconds(result: Result, ours: Result | None) -> str:
+    return f"{result.median:.1f}"
+
+
+def of_our_time(result: Result, ours: Result | None) -> str:
+    return f"{result.median / ours.median:.2f}" if ours and ours.median and result.median else ""
+
+
+def memory(what: str) -> Column:
+    """MiB, of an attribute."""
+    return lambda result, ours: "" if getattr(result, what) is None else f"{getattr(result, what):.0f}"
+
+
+def of_our_memory(what: str) -> Column:
+    def share(result: Result, ours: Result | None) -> str:
+        theirs, own = getattr(result, what), getattr(ours, what, None)
+        return f"{theirs / own:.2f}" if theirs and own else ""
+
+    return share
+
+
+def error(name: str) -> Column:
+    return lambda result, ours: f"{(result.errors or {})[name]:.1e}"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `main` runs."""
+    """What `main` runs.
 
-    name: str  # of the files it writes
+    Attributes:
+        name: of the files it writes; `title` and `what` are of the table, `what` with the header's values in braces.
+        providers: their titles by name; ours begin with "ours".
+        reference: the provider that ours may err twice as much as. It runs whether asked for or not.
+        packages: whose versions are told.
+        batch: what the header says of the batch, tiny or not.
+        columns: of the table, by their heads.
+        check: builds a shape in all providers and has each held against the truth.
+    """
+
+    name: str
+    title: str
+    what: str
     doc: str | None
     worker: Callable[[str, bool], Any]
     shapes: Sequence[str]
-    providers: Sequence[str]
-    packages: Sequence[str]  # whose versions are told
-    batch: Callable[[bool], dict[str, Any]]  # what the header says of the batch, tiny or not
-    run_shape: Callable[[str, Sequence[Provider], int, float], list[Result]]
-    beyond_bound: Callable[[Sequence[Result]], list[str]]
-    markdown: Callable[[dict[str, Any], Sequence[Result], Sequence[str]], str]
+    providers: Mapping[str, str]
+    reference: str
+    packages: Sequence[str]
+    batch: Callable[[bool], dict[str, Any]]
+    columns: Mapping[str, Column]
+    check: Callable[[str, dict[str, Provider]], list[Result]]
     rounds: int
     seconds: float
-    held_against: frozenset[str] = frozenset()  # providers that run whether asked for or not
+
+    def run(self, shape: str, providers: dict[str, Provider], rounds: int, deadline: float) -> list[Result]:
+        """Times only of what passes the gate."""
+        results = self.check(shape, providers)
+        if not self.beyond_bound(results):
+            for _, group in _by_case(results):
+                take_turns(list(group), providers, rounds, deadline)
+        return results
+
+    def beyond_bound(self, results: Sequence[Result]) -> list[str]:
+        """What is wrong with ours: failures, and errors beyond twice those of the reference plus FLOOR."""
+        wrong = []
+        known = {r.case: r.errors for r in results if r.provider == self.reference and r.errors}
+        for result in (r for r in results if r.provider.startswith("ours")):
+            who = f"{result.case}, {self.providers[result.provider]}"
+            if result.failure:
+                wrong.append(f"{who}: {result.failure}")
+            for name, off in (result.errors or {}).items():
+                bound = 2 * known[result.case][name] + FLOOR if result.case in known else 0.0
+                if not off <= bound:
+                    wrong.append(f"{who}: {name} off by {off:.1e}, over {bound:.1e}")
+        return wrong
+
+    def markdown(self, header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
+        packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
+        where = f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}."
+        lines = [f"# {self.title}", "", f"{where} {self.what.format(**header)}", ""]
+        if wrong:
+            return "\n".join([*lines, "No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""])
+        for case, group in _by_case(results):
+            lines += [f"## {case}", "", f"| | {' | '.join(self.columns)} |", "|---" * (len(self.columns) + 1) + "|"]
+            rows = sorted(group, key=lambda r: list(self.providers).index(r.provider))
+            ours = next((r for r in rows if r.provider == "ours"), None)
+            lines += [*(self._row(row, ours) for row in rows), ""]
+        return "\n".join(lines)
+
+    def _row(self, result: Result, ours: Result | None) -> str:
+        if result.failure or result.median is None or result.errors is None:
+            cells = [result.failure or "not run: out of time"] + [""] * (len(self.columns) - 1)
+        else:
+            cells = [column(result, ours) for column in self.columns.values()]
+        return f"| {self.providers[result.provider]} | {' | '.join(cells)} |"
+
+
+def _by_case(results: Sequence[Result]) -> Iterator[tuple[Any, Iterator[Result]]]:
+    return itertools.groupby(results, key=lambda r: r.case)
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if the gate refused."""
     options = _options(benchmark, arguments)
     deadline = time.monotonic() + options.seconds
-    chosen = {*options.providers, *benchmark.held_against}
-    providers = [Provider(benchmark.worker, name, options.tiny) for name in benchmark.providers if name in chosen]
+    chosen = [name for name in benchmark.providers if name in (*options.providers, benchmark.reference)]
+    providers = {name: Provider(benchmark.worker, name, options.tiny) for name in chosen}
     try:
-        runs = (benchmark.run_shape(shape, providers, options.rounds, deadline) for shape in options.shapes)
+        runs = (benchmark.run(shape, providers, options.rounds, deadline) for shape in options.shapes)
         results = [result for run in runs for result in run]
     finally:
-        for provider in providers:
+        for provider in providers.values():
             provider.close()
     header, wrong = _header(benchmark, options), benchmark.beyond_bound(results)
     text = benchmark.markdown(header, results, wrong)
@@ -179,20 +276,6 @@ def _header(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
         **benchmark.batch(options.tiny),
         "rounds": options.rounds,
     }
-
-
-def opening(title: str, header: Mapping[str, Any], what: str, wrong: Sequence[str]) -> list[str]:
-    """The first lines of the Markdown: where it was measured and how; the gate's reasons where it refused."""
-    packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
-    lines = [
-        f"# {title}",
-        "",
-        f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}. {what}",
-        "",
-    ]
-    if wrong:
-        lines += ["No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""]
-    return lines
 
 
 def _version(package: str) -> str:

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 import liger_trainer
 from benchmarks import compiled as benchmark
-from benchmarks.processes import main
+from benchmarks.processes import FLOOR, main
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.kernels import _triton
@@ -293,13 +293,15 @@ def test_benchmark_refuses_more_than_twice_the_error_of_the_plain_model(name):
     plain = benchmark.Result("Llama-3.2-1B", "plain", GATE, [20.0, 30.0, 40.0], 300.0)
 
     def wrong(errors, failure=None):
-        return benchmark.beyond_bound([plain, benchmark.Result(plain.case, "ours_compiled", errors, failure=failure)])
+        return benchmark.BENCHMARK.beyond_bound(
+            [plain, benchmark.Result(plain.case, "ours_compiled", errors, failure=failure)]
+        )
 
     assert not wrong(GATE) and wrong(GATE, "RuntimeError: no")
-    (reason,) = wrong({**GATE, name: 2.5 * GATE[name] + benchmark.FLOOR})
+    (reason,) = wrong({**GATE, name: 2.5 * GATE[name] + FLOOR})
     assert name in reason and wrong({**GATE, name: float("nan")})
-    assert "| transformers | 30.0 | 300 | 1.0e-03 |" in benchmark.markdown(HEADER, [plain], [])
-    refused = benchmark.markdown(HEADER, [plain], [reason])
+    assert "| transformers | 30.0 | 300 | 1.0e-03 |" in benchmark.BENCHMARK.markdown(HEADER, [plain], [])
+    refused = benchmark.BENCHMARK.markdown(HEADER, [plain], [reason])
     assert reason in refused and "30.0" not in refused
 
 

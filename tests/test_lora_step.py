@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import lora_step
 from benchmarks.lora_step import Case, Result
-from benchmarks.processes import main
+from benchmarks.processes import FLOOR, main
 
 
 def results(case: Case, ours: dict[str, float], failure: str | None = None) -> list[Result]:
@@ -25,19 +25,19 @@ HEADER = {"device": "CPU", "date": "", "commit": "", "packages": {}, "batch": 4,
 @pytest.mark.parametrize("name", ["loss", "gradients"])
 def test_gate_refuses_more_than_twice_the_error_of_peft(name):
     errors = {"loss": 1e-3, "gradients": 1e-2}
-    assert not lora_step.beyond_bound(results(CASE, errors))
-    (wrong,) = lora_step.beyond_bound(results(CASE, {**errors, name: 2.5 * errors[name] + lora_step.FLOOR}))
+    assert not lora_step.BENCHMARK.beyond_bound(results(CASE, errors))
+    (wrong,) = lora_step.BENCHMARK.beyond_bound(results(CASE, {**errors, name: 2.5 * errors[name] + FLOOR}))
     assert name in wrong and "bf16 adapters" in wrong
-    assert lora_step.beyond_bound(results(CASE, {**errors, name: float("nan")}))
-    assert lora_step.beyond_bound(results(CASE, errors, failure="RuntimeError: no"))
+    assert lora_step.BENCHMARK.beyond_bound(results(CASE, {**errors, name: float("nan")}))
+    assert lora_step.BENCHMARK.beyond_bound(results(CASE, errors, failure="RuntimeError: no"))
 
 
 def test_table_has_ratios_of_ours_and_failures():
     rows = results(CASE, {"loss": 1e-3, "gradients": 1e-2})
-    text = lora_step.markdown(HEADER, rows, [])
+    text = lora_step.BENCHMARK.markdown(HEADER, rows, [])
     assert "| PEFT | 30.0 | 300 | 1.50 | 1.50 | 1.0e-03 | 1.0e-02 |" in text
     assert "| PEFT + Liger-Kernel | OutOfMemoryError: too large |" in text
-    refused = lora_step.markdown(HEADER, rows, ["the loss is off"])
+    refused = lora_step.BENCHMARK.markdown(HEADER, rows, ["the loss is off"])
     assert "the loss is off" in refused and "30.0" not in refused
 
 
