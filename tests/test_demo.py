@@ -35,7 +35,7 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     """A Llama with random weights and SmolLM2's kind of tokenizer. Returns the weights by their GGUF names."""
     import gguf
 
-    tokens = [*SPECIAL, *byte_alphabet(), "ĠĠ"]
+    tokens = [*SPECIAL, *byte_alphabet(), "ĠĠ", "th"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -49,8 +49,8 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 257)
-    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 258)
+    writer.add_token_merges(["Ġ Ġ", "t h"])  # one alone is no list to transformers 5.17
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
