@@ -21,20 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled
-from .processes import (
-    Benchmark,
-    Provider,
-    Result,
-    build_all,
-    error,
-    main,
-    memory,
-    milliseconds,
-    of_our_memory,
-    of_our_time,
-    say,
-    truth_of,
-)
+from .processes import Benchmark, main
 
 ROWS, TOKENS = 8, 8192
 ROUNDS, STEPS = 4, 3
@@ -233,17 +220,6 @@ class Worker(compiled.Worker):
         return 1e3 * (time.perf_counter() - start), loss.item()
 
 
-def check(shape: str, providers: dict[str, Provider]) -> list[Result]:
-    results = build_all(shape, providers.values(), [shape])
-    say(shape, "built")
-    with truth_of(providers["plain"], shape) as path:
-        say(shape, "truth in fp32 computed")
-        for result in (r for r in results if r.failure is None):
-            result.errors, result.failure = providers[result.provider].call("gate", path)
-    say(shape, "held against the truth")
-    return results
-
-
 BENCHMARK = Benchmark(
     name="kd-step",
     title="A whole distillation step",
@@ -257,16 +233,8 @@ BENCHMARK = Benchmark(
     reference="plain",
     packages=PACKAGES,
     batch=lambda tiny: {"tokens": "few" if tiny else TOKENS},
-    columns={
-        "ms": milliseconds,
-        "of ours: time": of_our_time,
-        "MiB": memory("peak_mib"),
-        "loss, MiB": memory("loss_mib"),
-        "of ours: loss": of_our_memory("loss_mib"),
-        "loss error": error("loss"),
-        "gradient error": error("gradients"),
-    },
-    check=check,
+    columns=("ms", "of ours: time", "MiB", "loss, MiB", "of ours: loss", "loss error", "gradient error"),
+    check=compiled.check,
     rounds=ROUNDS,
     seconds=SECONDS,
 )

@@ -125,24 +125,11 @@ def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int,
                 result.loss_mib = measured.get("loss_mib")
 
 
-Column = Callable[[Result, Result | None], str]
-"""What a table says of a result, beside ours of the same case."""
-
-
-def milliseconds(result: Result, ours: Result | None) -> str:
-    return f"{result.median:.1f}"
-
-
-def of_our_time(result: Result, ours: Result | None) -> str:
-    return f"{result.median / ours.median:.2f}" if ours and ours.median and result.median else ""
-
-
-def memory(what: str) -> Column:
-    """MiB, of an attribute."""
+def _mib(what: str) -> "Column":
     return lambda result, ours: "" if getattr(result, what) is None else f"{getattr(result, what):.0f}"
 
 
-def of_our_memory(what: str) -> Column:
+def _of_ours(what: str) -> "Column":
     def share(result: Result, ours: Result | None) -> str:
         theirs, own = getattr(result, what), getattr(ours, what, None)
         return f"{theirs / own:.2f}" if theirs and own else ""
@@ -150,8 +137,23 @@ def of_our_memory(what: str) -> Column:
     return share
 
 
-def error(name: str) -> Column:
+def _error(name: str) -> "Column":
     return lambda result, ours: f"{(result.errors or {})[name]:.1e}"
+
+
+Column = Callable[[Result, Result | None], str]
+"""What a table says of a result, beside ours of the same case."""
+COLUMNS: dict[str, Column] = {
+    "ms": lambda result, ours: f"{result.median:.1f}",
+    "MiB": _mib("peak_mib"),
+    "loss, MiB": _mib("loss_mib"),
+    "of ours: time": _of_ours("median"),
+    "memory": _of_ours("peak_mib"),
+    "of ours: loss": _of_ours("loss_mib"),
+    "loss error": _error("loss"),
+    "norm error": _error("gradient norm"),
+    "gradient error": _error("gradients"),
+}
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Benchmark:
         reference: the provider that ours may err twice as much as. It runs whether asked for or not.
         packages: whose versions are told.
         batch: what the header says of the batch, tiny or not.
-        columns: of the table, by their heads.
+        columns: of the table, heads in COLUMNS.
         check: builds a shape in all providers and has each held against the truth.
     """
 
@@ -178,7 +180,7 @@ class Benchmark:
     reference: str
     packages: Sequence[str]
     batch: Callable[[bool], dict[str, Any]]
-    columns: Mapping[str, Column]
+    columns: Sequence[str]
     check: Callable[[str, dict[str, Provider]], list[Result]]
     rounds: int
     seconds: float
@@ -222,7 +224,7 @@ class Benchmark:
         if result.failure or result.median is None or result.errors is None:
             cells = [result.failure or "not run: out of time"] + [""] * (len(self.columns) - 1)
         else:
-            cells = [column(result, ours) for column in self.columns.values()]
+            cells = [COLUMNS[head](result, ours) for head in self.columns]
         return f"| {self.providers[result.provider]} | {' | '.join(cells)} |"
 
 

@@ -14,7 +14,7 @@ from trl.trainer.utils import create_model_from_path
 from .errors import ConfigError
 from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
 from .hidden_losses import HiddenLosses
-from .loss_plan import plan_of, without_effect
+from .loss_plan import SKEW_ALPHA, plan_of, without_effect
 from .loss_terms import distillation_of, final_fields, moved_fields
 from .losses import Logits, LossOptions
 from .metrics import TokenMetrics
@@ -53,12 +53,12 @@ class DistillationCallback(TrainerCallback):
     def __init__(
         self, teacher: PreTrainedModel | str, *, losses: list[dict[str, Any]] | None = None, beta: float = 0.0,
         temperature: float = 1.0, scale_loss_by_temperature_squared: bool = True,
-        teacher_model_init_kwargs: dict[str, Any] | None = None, skew_alpha: float = 0.1,
+        teacher_model_init_kwargs: dict[str, Any] | None = None, skew_alpha: float = SKEW_ALPHA,
         schedules: dict[str, Any] | None = None, taid: dict[str, Any] | None = None,
     ):  # fmt: skip
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
-        for key, message in without_effect(self._plan, {}, () if skew_alpha == 0.1 else ("skew_alpha",)):
+        for key, message in without_effect(self._plan, {}, () if skew_alpha == SKEW_ALPHA else ("skew_alpha",)):
             raise ValueError(f"{key} {message}")
         if self._plan.of("uld"):
             raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import SFTConfig
 
-from .loss_plan import LossPlan, plan_of, without_effect
+from .loss_plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
 from .loss_terms import distillation_of
 from .losses import Distillation
 from .sampling_config import SamplingConfig
@@ -89,7 +89,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         metadata={"help": "Weighted losses instead of beta, e.g. [{type: forward_kl}, {type: ce, weight: 0.1}]."},
     )
     skew_alpha: float = field(
-        default=0.1,
+        default=SKEW_ALPHA,
         metadata={"limits": {"ge": 0, "lt": 1}, "help": "Share of the other side in the mixture of the skewed KLs."},
     )
     schedules: dict[str, Any] | str | None = field(

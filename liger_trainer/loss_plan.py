@@ -11,6 +11,7 @@ from .loss_types import BELOW_ONE, LOSS_TYPES, LossTerm, listed_terms
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 # what it is made of
+SKEW_ALPHA = 0.1  # where none is given
 FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
 
 
@@ -121,7 +122,7 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
 
 
 def _scalars(given: Mapping[str, Any]) -> dict[str, float]:
-    beta, alpha = given.get("beta", 0.0), given.get("skew_alpha", 0.1)
+    beta, alpha = given.get("beta", 0.0), given.get("skew_alpha", SKEW_ALPHA)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}.")
     for _, message in complaints(alpha, BELOW_ONE):

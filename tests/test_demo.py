@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from liger_trainer import demo
 from liger_trainer.demo import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
@@ -164,6 +164,15 @@ def test_saved_tokenizer_is_complete(tiny, tmp_path):
     assert tokenizer(text)["input_ids"][0] == 1
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]  # without the digit rule: x, Ġ, Ġ, 1, 2
     assert tokenizer.decode(tokenizer("naïve  12")["input_ids"]) == "naïve  12"
+
+
+def test_the_tokens_that_end_and_pad_texts_are_the_models(tiny, tmp_path):
+    """Whatever transformers makes of the file: 5.17 takes the first token for the end, and none for padding."""
+    directory = demo_model_dir("tiny", cache_dir=tmp_path)
+    tokenizer, config = AutoTokenizer.from_pretrained(directory), AutoConfig.from_pretrained(directory)
+    tokenizer.eos_token, tokenizer.pad_token = "<s>", None
+    demo._complete_tokenizer(tokenizer, config)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "</s>")
 
 
 def test_second_call_builds_nothing(tiny, tmp_path, monkeypatch):
