@@ -81,3 +81,11 @@ def nan_in_uninitialized_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others(request) -> Iterator[None]:
+    """Of tests that need much of the GPU, one runs at a time, but beside those of other processes."""
+    yield
+    if request.node.get_closest_marker("xdist_group"):
+        torch.cuda.empty_cache()

@@ -85,6 +85,7 @@ def test_host_never_waits():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("split", [True, False], ids=["split", "packed"])
 def test_offsets_beyond_32_bits(split):
     """The last rows must give what they give alone: 2^31 elements and more in each tensor that a kernel walks over."""

@@ -48,6 +48,7 @@ def test_host_never_waits(form, late, upstream, monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("name", ["jsd", "jsd-logits"])
 def test_offsets_beyond_32_bits(name):
     """The last rows of 17000 x 131072 must give what they give alone."""

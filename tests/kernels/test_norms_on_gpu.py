@@ -69,6 +69,7 @@ def test_bf16_is_rounded_where_the_models_round_it():
         assert (rms_norm(x, weight, cast_before_weight=cast) == expected).float().mean() > 0.999
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("op", NAMES, ids=lambda op: op.__name__)
 def test_offsets_beyond_32_bits(op):
     """The last rows alone must give what they give among the others."""

@@ -107,6 +107,7 @@ def test_host_never_waits(upstream):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 def test_offsets_beyond_32_bits():
     """17000 x 131072 logits in one workspace; the last rows alone must give what they give among the others."""
     n, vocab = 17000, 131072
@@ -120,6 +121,7 @@ def test_offsets_beyond_32_bits():
     assert got["loss"].isfinite() and got["d_weight"].isfinite().all()
 
 
+@pytest.mark.xdist_group("large")
 def test_divergence_offsets_beyond_32_bits():
     n, vocab = 17000, 131072
     tensors = pair(n, 64, 32, vocab, dtype=torch.bfloat16)

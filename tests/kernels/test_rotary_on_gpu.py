@@ -82,6 +82,7 @@ def test_host_never_waits():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_offsets_beyond_32_bits(heads_first):
     """The last token of a batch of more than 2^31 elements gets what it gets alone."""

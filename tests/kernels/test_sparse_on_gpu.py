@@ -60,6 +60,7 @@ def test_host_never_waits():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.xdist_group("large")
 def test_offsets_beyond_32_bits():
     """17000 x 131072 logits in one workspace; the last rows alone must give what they give among the others."""
     n, vocab = 17000, 131072
