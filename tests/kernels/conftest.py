@@ -84,8 +84,8 @@ def nan_in_uninitialized_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def memory_for_others(request) -> Iterator[None]:
-    """Of tests that need much of the GPU, one runs at a time, but beside those of other processes."""
+def memory_for_others() -> Iterator[None]:
+    """Several processes share the GPU. Tests of the group "large" run one at a time, but beside those of the others."""
     yield
-    if request.node.get_closest_marker("xdist_group"):
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence, li
 
 pytestmark = pytest.mark.gpu
 
+LARGE = pytest.mark.xdist_group("large")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
 EACH = {kind: 0.2 + 0.1 * i for i, kind in enumerate(KINDS)}
@@ -33,7 +34,9 @@ def test_cross_entropy(shape, dtype, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 64, 48, 32003), (333, 96, 128, 5001), (2048, 576, 576, 49152)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 48, 32003), (333, 96, 128, 5001), pytest.param((2048, 576, 576, 49152), marks=LARGE)], ids=str
+)
 @pytest.mark.parametrize(
     "options", [{}, {"kind": MIX, "temperature": 2.0, "softcap": 15.0, "teacher_softcap": 20.0, **CE}]
 )
@@ -107,7 +110,7 @@ def test_host_never_waits(upstream):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.xdist_group("large")
+@LARGE
 def test_offsets_beyond_32_bits():
     """17000 x 131072 logits in one workspace; the last rows alone must give what they give among the others."""
     n, vocab = 17000, 131072
@@ -121,7 +124,7 @@ def test_offsets_beyond_32_bits():
     assert got["loss"].isfinite() and got["d_weight"].isfinite().all()
 
 
-@pytest.mark.xdist_group("large")
+@LARGE
 def test_divergence_offsets_beyond_32_bits():
     n, vocab = 17000, 131072
     tensors = pair(n, 64, 32, vocab, dtype=torch.bfloat16)
