@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -58,9 +58,14 @@ ARMS = {
     "skew_kl": Arm("skew KL, alpha 0.1", ("losses=[{type: skew_kl}]",)),
     "taid": Arm("forward KL, TAID from 0.4", ("taid={start: 0.4}",)),
     "cache_top64": Arm("forward KL, cache of 64 likeliest and the rest", (), ("cache_kind=topk", "cache_entries=64")),
+    "cache_top64_32": Arm(
+        "forward KL, cache of 64 likeliest and 32 draws from the rest",
+        (),
+        ("cache_kind=topk", "cache_entries=64", "cache_tail_draws=32"),
+    ),
     "cache_12": Arm("forward KL, cache of 12 draws", (), ("cache_kind=sampled", "cache_entries=12")),
-    "on_policy_half": Arm("forward KL, half on-policy", ("lmbda=0.5", "max_completion_length=64")),
-    "on_policy": Arm("forward KL, on-policy", ("lmbda=1.0", "max_completion_length=64")),
+    "on_policy_half": Arm("forward KL, half on-policy", ("lmbda=0.5", "max_completion_length=48")),
+    "on_policy": Arm("forward KL, on-policy", ("lmbda=1.0", "max_completion_length=48")),
 }
 
 
@@ -104,13 +109,12 @@ def capture(arm: str, overrides: list[str], folder: Path) -> Cache:
         command(CONFIG, [f"teacher_cache_dir={where}", *overrides, *ARMS[arm].cache])
     index = json.loads((where / "index.json").read_text())
     size = sum(shard["bytes"] for shard in index["shards"])
+    _release()
     return Cache(str(where), size / index["tokens"], time.perf_counter() - start)
 
 
 def run(arm: str, seed: int, overrides: list[str], cache: Cache | None, folder: Path) -> Result:
     """Train one arm with one seed, and measure the student against the teacher."""
-    import torch
-
     from liger_trainer.recipes import distill
     from liger_trainer.run_config import load_run_config
 
@@ -120,10 +124,17 @@ def run(arm: str, seed: int, overrides: list[str], cache: Cache | None, folder: 
         distill.main(load_run_config(CONFIG, settings, exact=True).on_this_machine())
         metrics = json.loads((output / "metrics.json").read_text())
         held_out = metrics["after"] if cache is None else measure(output, seed, overrides)
-    gc.collect()
-    torch.cuda.empty_cache()  # other processes share the device
+    _release()
     print(f"{arm}, seed {seed}: {held_out['forward_kl']:.4f}", file=sys.stderr, flush=True)
     return Result(held_out, metrics)
+
+
+def _release() -> None:
+    """Other processes share the device."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def settings_of(arm: str, seed: int, output: Path, overrides: list[str], cache: Cache | None) -> list[str]:
@@ -155,7 +166,10 @@ def measure(student: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
 
 def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results, dict[str, Cache]]:
-    """What is done within `options.seconds`. The longest arms come first, so that none is left alone at the end."""
+    """What is done within `options.seconds`. The longest arms come first, so that none is left alone at the end.
+
+    What fails is told and left out: of twelve processes that share a device, one may be short of memory.
+    """
     context = multiprocessing.get_context("spawn")
     devices = context.Queue()
     for number in range(options.jobs):
@@ -176,19 +190,27 @@ def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results,
         }
         caches = {}
         for future in as_completed(captures):
-            arm, cache = captures[future], future.result()
-            caches[arm] = cache
-            runs |= {pool.submit(run, arm, s, overrides, cache, folder): (arm, s) for s in options.seeds}
-        wait(runs, timeout=None if math.isinf(options.seconds) else deadline - time.monotonic())
-        done = {of: future.result() for future, of in runs.items() if future.done()}
-        if len(done) < len(runs):
+            if _succeeded(future):
+                arm, cache = captures[future], future.result()
+                caches[arm] = cache
+                runs |= {pool.submit(run, arm, s, overrides, cache, folder): (arm, s) for s in options.seeds}
+        finished, rest = wait(runs, timeout=None if math.isinf(options.seconds) else deadline - time.monotonic())
+        done = {runs[future]: future.result() for future in finished if _succeeded(future)}
+        if rest:
             _stop(pool)
     found = {arm: [done[arm, seed] for seed in options.seeds if (arm, seed) in done] for arm in options.arms}
     return {arm: each for arm, each in found.items() if each}, caches
 
 
+def _succeeded(future: Future[Any]) -> bool:
+    if (error := future.exception()) is not None:
+        print(error, file=sys.stderr, flush=True)
+    return error is None
+
+
 def _take_device(devices: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(devices.get())
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
@@ -252,6 +274,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
     options, overrides = parser.parse_known_args()
     results, caches = run_all(options, overrides)
+    if not results:
+        sys.exit("No run came to its end.")
     chosen = "" if options.arms == list(ARMS) else f" --arms {' '.join(options.arms)}"
     gpus = f" --gpus {options.gpus}" if options.gpus > 1 else ""
     limit = f" --seconds {options.seconds:g}" if math.isfinite(options.seconds) else ""

@@ -62,7 +62,7 @@ from ._divergence_reference import (
     named_terms,
 )
 from ._divergence_rows import FIELDS, TERMS, DivergenceOptions, RowInputs, divergence_rows
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, vocabulary
+from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, compute_dtype, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
@@ -219,6 +219,8 @@ def linear_divergence(
     check_overwritten(overwrite_hidden, lora)
     vocab = min(vocabulary(weight, vocab_size), teacher_weight.shape[0])
     weights = divergence_weights(kind, beta, alpha)
+    if teacher_weight is weight and not weight.requires_grad:
+        weight = teacher_weight = _cast_once(weight, hidden, teacher_hidden)
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
@@ -243,6 +245,12 @@ def linear_divergence(
     selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
     pair = _pair(hidden, teacher, labels, token_weight, selected, vocab, how, options)
     return _named(*linear_loss(pair, head, recompute, reduction), kind, beta, alpha)
+
+
+def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:
+    """A frozen head of both sides, as where adapters have their own base as teacher, in the dtype of their products."""
+    dtypes = {compute_dtype(x, weight) for x in hidden}
+    return weight.to(dtypes.pop()) if len(dtypes) == 1 else weight
 
 
 def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearDivergence:

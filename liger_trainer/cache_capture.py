@@ -278,10 +278,11 @@ def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
         {
             "kind": args.cache_kind,
             "entries": args.cache_entries or {"topk": 64, "sampled": 12}[args.cache_kind],
+            "tail_draws": args.cache_tail_draws,
             "bits": args.cache_bits,
             "temperature": float(args.loss_temperature),
             "vocab_size": max(tokenizer.get_vocab().values()) + 1,
-            "seed": args.seed if args.cache_kind == "sampled" else None,
+            "seed": args.seed if args.cache_kind == "sampled" or args.cache_tail_draws else None,
             "max_length": args.max_length,
             "shard_mb": args.cache_shard_mb,
         }

@@ -295,6 +295,12 @@ CONFLICTS = (
         lambda v: "cache_bits" in v.given and v["cache_kind"] == "sampled",
         "has no effect with `cache_kind: sampled`: draws have no log-probabilities.",
     ),
+    Conflict(
+        "cache_tail_draws",
+        ("cache_tail_draws", "cache_kind"),
+        lambda v: "cache_tail_draws" in v.given and v["cache_kind"] == "sampled",
+        "are of `cache_kind: topk`, beyond its likeliest tokens; with `sampled`, cache_entries are drawn.",
+    ),
     *(
         Conflict(
             key,

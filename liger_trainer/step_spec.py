@@ -196,7 +196,7 @@ class CacheFormat:
 
     def records(self, rows: int, length: int) -> SparseTeacher:
         """Those of a batch, decoded, without data."""
-        ids = torch.empty(rows, length, self.of.entries, dtype=torch.int32)
+        ids = torch.empty(rows, length, self.of.entries + self.of.tail_draws, dtype=torch.int32)
         values = (torch.empty(rows, length) for _ in range(3))
         targets = TokenTargets(ids, torch.empty(ids.shape), ids[..., 0], *values)
         return SparseTeacher(targets, self.of.tail, self.of.vocab_size)
@@ -207,4 +207,4 @@ def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
     kind = config["cache_kind"]
     entries = config["cache_entries"] or CACHE_ENTRIES[kind]
     vocabulary = student.get_text_config(decoder=True).vocab_size
-    return CacheFormat(RecordFormat(kind, entries, config["cache_bits"], vocabulary))
+    return CacheFormat(RecordFormat(kind, entries, config["cache_bits"], vocabulary, config["cache_tail_draws"]))

@@ -41,6 +41,7 @@ class CacheSettings(_Part):
 
     kind: Literal["topk", "sampled"]
     entries: int
+    tail_draws: int = 0  # caches that were captured before there were any do not say so
     bits: Literal[8, 16]
     temperature: float
     vocab_size: int
@@ -51,7 +52,7 @@ class CacheSettings(_Part):
 
     @property
     def format(self) -> RecordFormat:
-        return RecordFormat(self.kind, self.entries, self.bits, self.vocab_size)
+        return RecordFormat(self.kind, self.entries, self.bits, self.vocab_size, self.tail_draws)
 
 
 class Fingerprints(_Part):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .cache_format import RecordFormat
+from .cache_format import Draws, RecordFormat
 from .deferred import DeferredLogits, Forward
 from .errors import ConfigError, LigerTrainerError
 from .head import Head, device_of, output_module
@@ -83,18 +83,24 @@ class TeacherReader:
             log_p = (logits / self.temperature).log_softmax(-1)
         if self.form.kind == "topk":
             values, ids = log_p.topk(self.form.entries, -1)
-            log_rest = log_p.scatter(-1, ids, -torch.inf).logsumexp(-1)
-            return self.form.encode_topk(ids, values, log_rest, label, entropy)
+            rest = log_p.scatter(-1, ids, -torch.inf)
+            draws = self._drawn(rest, uniform) if self.form.draws else None
+            return self.form.encode_topk(ids, values, rest.logsumexp(-1), label, entropy, draws)
+        return self.form.encode_draws(log_p.argmax(-1), self._drawn(log_p, uniform), label, entropy)
+
+    def _drawn(self, log_p: Tensor, uniform: Tensor) -> Draws:
+        """Of (N, V), which need not sum to 1. Without any mass, what is drawn means nothing."""
         cumulative = log_p.double().exp().cumsum(-1)
-        wanted = uniform.to(self.device) * cumulative[:, -1:]
-        draws = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
-        return self.form.encode_draws(log_p.argmax(-1), draws, log_p.gather(-1, draws), label, entropy)
+        mass = cumulative[:, -1:]
+        wanted = torch.minimum(uniform.to(self.device) * mass, mass.nextafter(torch.zeros_like(mass)))
+        ids = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
+        return Draws(ids, log_p.gather(-1, ids))
 
     def _uniform(self, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
         """(tokens, m) fp64: one number in each m-th of [0, 1)."""
-        if self.form.kind != "sampled":
+        draws = self.form.draws
+        if not draws:
             return torch.empty(sum(counts), 0)
-        draws = self.form.entries
         chance = [
             np.random.Generator(np.random.Philox(key=[self.seed, int.from_bytes(key[:8], "little")])).random((n, draws))
             for key, n in zip(keys, counts, strict=True)

@@ -1,5 +1,8 @@
 """The benchmark of ways to distil: what stands in its table, what its arms differ in, and what a failed run leaves."""
 
+import argparse
+import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,26 @@ def test_the_settings_of_every_arm_are_valid_and_differ_in_the_arm_alone(tmp_pat
 def test_a_run_that_fails_says_why(tmp_path: Path):
     with pytest.raises(RuntimeError, match="ce-0: ConfigError.*no_such_key"):
         distillation.run("ce", 0, ["no_such_key=1"], None, tmp_path)
+
+
+def test_a_run_that_fails_costs_no_other(monkeypatch, capsys):
+    """Without processes: what is run is replaced."""
+    fails = {("ce", 1), ("cache_12", None)}
+
+    def instead(of):
+        if of in fails:
+            raise RuntimeError(f"{of} failed")
+        return Cache("x", 1.0, 1.0) if of[1] is None else result_of(1.0)
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, jobs, *_):
+            super().__init__(1)
+
+    monkeypatch.setattr(distillation, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(distillation, "run", lambda arm, seed, *_: instead((arm, seed)))
+    monkeypatch.setattr(distillation, "capture", lambda arm, *_: instead((arm, None)))
+    options = argparse.Namespace(jobs=1, gpus=1, seconds=math.inf, seeds=[0, 1], arms=["ce", "cache_top64", "cache_12"])
+    results, caches = distillation.run_all(options, [])
+    assert {arm: len(each) for arm, each in results.items()} == {"ce": 1, "cache_top64": 2}
+    assert caches.keys() == {"cache_top64"}
+    assert capsys.readouterr().err.count("failed") == 2

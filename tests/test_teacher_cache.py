@@ -38,7 +38,7 @@ from liger_trainer.cache_fingerprints import (
     row_key,
     tokenizer_fingerprint,
 )
-from liger_trainer.cache_format import COARSE, FINE, RecordFormat
+from liger_trainer.cache_format import COARSE, FINE, Draws, RecordFormat, TokenTargets
 from liger_trainer.cached_teacher import RECORDS, CacheCollator
 from liger_trainer.cli import main
 from liger_trainer.deferred import MaterializedLogitsWarning
@@ -142,6 +142,8 @@ def test_bytes_a_token():
     assert RecordFormat("topk", 64, 8, 49152).bytes == 6 + 63 + 128
     assert RecordFormat("topk", 64, 16, 49152).bytes == 6 + 126 + 128 <= 300
     assert RecordFormat("topk", 64, 16, 262144).bytes <= 300  # the largest vocabularies there are
+    assert RecordFormat("topk", 64, 8, 49152, tail_draws=32).bytes == 8 + 63 + 192 <= 300
+    assert RecordFormat("topk", 64, 8, 262144, tail_draws=32).bytes <= 300
     assert RecordFormat("sampled", 12, 8, 49152).bytes == 6 + 26 <= 80
     assert RecordFormat("sampled", 12, 8, 262144).bytes <= 80
 
@@ -151,12 +153,8 @@ def test_draws_become_ids_with_counts():
     draws = torch.tensor([[7, 3, 7, 7], [5, 5, 5, 5], [9, 8, 2, 1]])
     log_p = torch.tensor([[-1.0, -2, -1, -1], [-0.1] * 4, [-3.0, -2, -1, -4]])
     top = torch.tensor([7, 5, 42])
-    got = form.decode(form.encode_draws(top, draws, log_p, torch.tensor([-1.0] * 3), torch.tensor([2.0] * 3)))
-    entries = [
-        {int(i): float(p.exp()) for i, p in zip(ids, logs, strict=True) if i >= 0 and p > -torch.inf}
-        for ids, logs in zip(got.ids, got.log_probs, strict=True)
-    ]
-    assert [{i: round(p, 5) for i, p in row.items()} for row in entries] == [
+    got = form.decode(form.encode_draws(top, Draws(draws, log_p), torch.tensor([-1.0] * 3), torch.tensor([2.0] * 3)))
+    assert entries_of(got) == [
         {3: 0.25, 7: 0.75}, {5: 1.0}, {1: 0.25, 2: 0.25, 8: 0.25, 9: 0.25},
     ]  # fmt: skip
     assert torch.equal(got.top_ids, top.int())
@@ -164,9 +162,36 @@ def test_draws_become_ids_with_counts():
     assert torch.allclose(got.unnamed, surprise + log_p.mean(-1), atol=1e-3)
 
 
-def test_zeros_have_no_entries():
-    got = RecordFormat("topk", 5, 8, 100).decode(torch.zeros(2, 3, RecordFormat("topk", 5, 8, 100).bytes).byte())
-    assert (got.log_probs == -torch.inf).all() and got.log_probs.shape == (2, 3, 5)
+def entries_of(targets: TokenTargets) -> list[dict[int, float]]:
+    return [
+        {int(i): round(float(p.exp()), 5) for i, p in zip(ids, logs, strict=True) if i >= 0 and p > -torch.inf}
+        for ids, logs in zip(targets.ids, targets.log_probs, strict=True)
+    ]
+
+
+def test_draws_from_the_tail_share_its_mass():
+    """The second token's tail is beyond what is written, the third has none: nothing was drawn there."""
+    form = RecordFormat("topk", 2, 16, 100, tail_draws=4)
+    ids, values = torch.tensor([[7, 3]] * 3), torch.tensor([0.6, 0.2]).log().expand(3, 2)
+    rest = torch.tensor([math.log(0.2), -200.0, -math.inf])
+    draws = Draws(
+        torch.tensor([[9, 4, 9, 9], [7, 7, 7, 7], [0, 99, 99, 99]]), torch.tensor([-3.0, -4, -3, -3]).repeat(3, 1)
+    )
+    got = form.decode(form.encode_topk(ids, values, rest, -torch.ones(3), torch.ones(3), draws))
+    assert entries_of(got)[0] == pytest.approx({7: 0.6, 3: 0.2, 4: 0.05, 9: 0.15}, abs=1e-4)
+    assert [row.keys() for row in entries_of(got)[1:]] == [{7, 3}] * 2
+    assert got.top_ids.tolist() == [7] * 3 and form.tail == "none"
+    # what the tail adds to the KL, sum p log p, is 0.2 * -3.25; that of the entries is taken away
+    assert got.unnamed[0].item() == pytest.approx(0.2 * -3.25 - 0.05 * math.log(0.05) - 0.15 * math.log(0.15), abs=1e-3)
+    assert (got.unnamed[1:].abs() < 1e-6).all()
+
+
+@pytest.mark.parametrize("draws", [0, 3])
+def test_zeros_have_no_entries(draws):
+    form = RecordFormat("topk", 5, 8, 100, draws)
+    got = form.decode(torch.zeros(2, 3, form.bytes).byte())
+    assert (got.log_probs[..., :5] == -torch.inf).all() and got.log_probs.shape == (2, 3, 5 + draws)
+    assert got.unnamed.isfinite().all()
 
 
 # What is captured
@@ -208,14 +233,16 @@ def test_topk_is_what_the_teacher_says(tmp_path, monkeypatch, family, temperatur
     assert seen == cache.index.tokens and len(cache) == cache.index.rows == 13
 
 
-def test_draws_are_unbiased(tmp_path):
-    """count / m is the teacher's probability on average over seeds, the label's and the rare ones' too."""
+@pytest.mark.parametrize("likeliest", [0, 5])
+def test_draws_are_unbiased(tmp_path, likeliest):
+    """count / m is the teacher's probability on average over seeds, the label's and the rare ones' too; beyond the
+    likeliest that are known, their mass times that."""
     teacher, data = tiny_model(seed=3), completions(1)
     shares, draws, seeds = 0, 6, 150
     rows = prepare_rows(config(tmp_path), tiny_tokenizer(), data)
     document = next(iter(documents(rows.datasets["train"])))
     row = torch.from_numpy(document.input_ids.copy()), torch.from_numpy(document.labels.copy())
-    form = RecordFormat("sampled", draws, 8, VOCAB)
+    form = RecordFormat("topk", likeliest, 16, VOCAB, draws) if likeliest else RecordFormat("sampled", draws, 8, VOCAB)
     for seed in range(seeds):
         reader = teacher_reader.TeacherReader(teacher, form, temperature=2.0, seed=seed)
         got = form.decode(reader.read([document.key], [row])[0])
@@ -224,6 +251,8 @@ def test_draws_are_unbiased(tmp_path):
     keep = shift_labels_of(row[1][None])[0] != -100
     truth = (logits_by_hand(teacher, row[0].tolist())[keep] / 2.0).softmax(-1).float()
     spread = (truth * (1 - truth) / (draws * seeds)).sqrt()
+    known = truth.topk(likeliest, -1).indices
+    assert ((shares - truth).gather(-1, known).abs() < 1e-3).all()
     assert ((shares - truth).abs() < 5 * spread + 1e-4).all()
     assert torch.allclose(shares.sum(-1), torch.ones(len(shares)))
 
@@ -329,12 +358,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["topk", "sampled"])
+KINDS = {"topk": {"cache_kind": "topk"}, "sampled": {"cache_kind": "sampled"}, "both": {"cache_tail_draws": 4}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_packed_or_masked_give_the_loss_of_the_sparse_target_computed_live(tmp_path, form, kind):
     """By hand: each supervised position's own entries, from the teacher's forward over that document alone."""
     rows, options = FORMS[form]
-    options = {"cache_kind": kind, "cache_entries": 6, "cache_bits": 16, **options, **STEP}
+    options = {**KINDS[kind], "cache_entries": 6, "cache_bits": 16, **options, **STEP}
     teacher, student, data = teacher_model(), tiny_model(), rows(10)
     args = captured(tmp_path / "c", data, teacher=teacher, per_device_train_batch_size=3, **options)
     trainer = trainer_of(args, data, student=student)
@@ -368,9 +400,9 @@ def loss_of_batch(trainer, batch):
         return trainer.model(**trainer._teacher_inputs(batch) | batch, fused_lm_head=True, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["topk", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_student_whose_logits_must_be_stored_has_the_same_loss(tmp_path, kind):
-    args = captured(tmp_path / "c", cache_kind=kind, cache_entries=6, temperature=1.5, **STEP)
+    args = captured(tmp_path / "c", **KINDS[kind], cache_entries=6, temperature=1.5, **STEP)
     trainer = trainer_of(args)
     batch = trainer.data_collator(list(trainer.train_dataset.select(range(7))))
     fused = loss_of_batch(trainer, dict(batch))
@@ -382,10 +414,13 @@ def test_a_student_whose_logits_must_be_stored_has_the_same_loss(tmp_path, kind)
         torch.testing.assert_close(getattr(fused, name), getattr(plain, name), rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_sampled_entries_estimate_the_kl_they_teach(tmp_path):
+@pytest.mark.parametrize(
+    "kind", [{"cache_kind": "sampled", "cache_entries": 32}, {"cache_entries": 2, "cache_tail_draws": 30}], ids=str
+)
+def test_sampled_entries_estimate_the_kl_they_teach(tmp_path, kind):
     """Per token noisy, over a data set near the truth; a student equal to its teacher has a KL of about 0."""
     data, teacher = completions(40), teacher_model()
-    args = captured(tmp_path / "c", data, data, teacher=teacher, cache_kind="sampled", cache_entries=32)
+    args = captured(tmp_path / "c", data, data, teacher=teacher, **kind)
     live = trainer_of(config(None, teacher="model"), data, data, teacher=teacher)
     truth, got = live.evaluate(), trainer_of(args, data, data).evaluate()
     assert got["eval_forward_kl"] == pytest.approx(truth["eval_forward_kl"], rel=0.1)
@@ -465,6 +500,7 @@ def interrupted(folder, monkeypatch, after=60, **options):
 CHANGES = {
     "entries": ({"cache_entries": 9}, "settings.entries: 8 there, 9 now"),
     "bits": ({"cache_bits": 16}, "settings.bits: 8 there, 16 now"),
+    "draws": ({"cache_tail_draws": 2}, "settings.tail_draws: 0 there, 2 now"),
     "kind": ({"cache_kind": "sampled"}, "settings.kind: topk there, sampled now"),
     "temperature": ({"temperature": 2.0}, "settings.temperature: 1.0 there, 2.0 now"),
     "max_length": ({"max_length": 64}, "settings.max_length: 1024 there, 64 now"),
@@ -523,6 +559,7 @@ def test_a_directory_of_something_else(tmp_path):
     [
         ({"cache_entries": VOCAB + 1}, "no more than the vocabulary's 64 tokens; got 65"),
         ({"cache_entries": 2000}, "holds 1 to 1024 entries"),
+        ({"cache_entries": 60, "cache_tail_draws": 5}, r"the vocabulary's 64 tokens; got 60 \+ 5"),
         ({"teacher": "model", "teacher_cache_dir": None}, "teacher_cache_dir says where"),
     ],
 )
@@ -739,6 +776,7 @@ def test_a_teacher_in_memory_is_compared_by_its_state(tmp_path):
         ({"cache_kind": "renormalized"}, "cache_kind must be one of topk, sampled"),
         ({"teacher": "ghost"}, "teacher must be one of model, cache"),
         ({"cache_bits": 4}, "cache_bits must be 8 or 16"),
+        ({"cache_kind": "sampled", "cache_tail_draws": 4}, "beyond the likeliest tokens of cache_kind='topk'"),
     ],
 )
 def test_losses_that_a_cache_does_not_determine(options, message):

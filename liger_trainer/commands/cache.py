@@ -119,8 +119,9 @@ def _print(path: Path, index: "CacheIndex") -> None:
 
     settings, prints, form = index.settings, index.fingerprints, index.settings.format
     done, size = sum(s.tokens for s in index.shards), sum(s.bytes for s in index.shards)
+    rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
     kinds = {
-        "topk": f"the likeliest {settings.entries} tokens with the mass of the rest, {settings.bits} bits",
+        "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",
         "sampled": f"{settings.entries} draws from the teacher, seed {settings.seed}",
     }
     teacher = f"{index.teacher.name}{f' at {index.teacher.revision}' if index.teacher.revision else ''}"

@@ -428,6 +428,25 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
 
 
+@pytest.mark.parametrize("frozen, casts", [(True, 1), (False, 2)])
+def test_a_frozen_head_that_is_its_own_teacher_is_cast_once(fp32, monkeypatch, frozen, casts):
+    seen, project = [], _head.project
+
+    def spy(x, w, out):
+        seen.append(w)  # kept, so that no other takes its place
+        return project(x, w, out)
+
+    monkeypatch.setattr(_head, "project", spy)
+    x, y, weight = (torch.randn(*shape, device=fp32.device) for shape in ((33, 16), (33, 16), (50, 16)))
+    x.requires_grad_(), weight.requires_grad_(not frozen)
+    with torch.autocast(fp32.device, torch.bfloat16):
+        losses = [linear_divergence(x, weight, y, of_teacher).loss for of_teacher in (weight, weight.detach().clone())]
+    assert len({w.data_ptr() for w in seen[:2]}) == casts and all(w.dtype == torch.bfloat16 for w in seen)
+    assert losses[0].item() == losses[1].item() > 0
+    one, two = (torch.autograd.grad(loss, x)[0] for loss in losses)
+    assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize("teacher", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("student", ["float64", "float32", "bfloat16", "float16"])
 def test_teacher_of_another_dtype(student, teacher, monkeypatch):
