@@ -354,6 +354,26 @@ def test_the_student_comes_nearer_to_the_teacher():
     assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
 
 
+@pytest.mark.parametrize("teachers", ["model", "models"])
+def test_a_fresh_trainer_measures_what_the_one_that_trained_does(tmp_path, teachers):
+    """In bf16 too, to the last bit: transformers evaluates before training with whatever accelerate has prepared."""
+    data, of_eval = completions(), completions(8, seed=8)
+    teacher, several = tiny_model("gemma2", seed=5, hidden_size=48), {}
+    if teachers == "models":
+        several = {"teachers": [{"name": "a"}, {"name": "b", "weight": 0.5}]}
+        teacher = {"a": teacher, "b": tiny_model(seed=7)}
+    trainer = make(teacher=teacher, data=data, eval_data=of_eval, bf16=True, max_steps=2, learning_rate=1e-2, **several)
+    trainer.train()
+    student = tiny_model()
+    student.load_state_dict(trainer.model.state_dict())
+    measured, again = (
+        {k: v for k, v in t.evaluate().items() if "_per_second" not in k and "time" not in k}
+        for t in (trainer, make(student, teacher, data, of_eval, bf16=True, **several))
+    )
+    changing = {"eval_num_tokens", "epoch"}
+    assert {k: measured[k] for k in measured.keys() - changing} == {k: again[k] for k in again.keys() - changing}
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
 def test_bf16_autocast_stays_near_fp32(options):
     logs = []
