@@ -57,7 +57,11 @@ ARMS = {
     "kl_ce": Arm("forward KL + 0.5 CE", ("losses=[{type: forward_kl}, {type: ce, weight: 0.5}]",)),
     "skew_kl": Arm("skew KL, alpha 0.1", ("losses=[{type: skew_kl}]",)),
     "taid": Arm("forward KL, TAID from 0.4", ("taid={start: 0.4}",)),
-    "cache_top64": Arm("forward KL, cache of 64 likeliest and the rest", (), ("cache_kind=topk", "cache_entries=64")),
+    "cache_top64": Arm(
+        "forward KL, cache of 64 likeliest and the rest",
+        (),
+        ("cache_kind=topk", "cache_entries=64", "cache_tail_draws=0"),
+    ),
     "cache_top64_32": Arm(
         "forward KL, cache of 64 likeliest and 32 draws from the rest",
         (),

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import random
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -192,16 +191,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=256, help="rows of each kind that are measured")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     jobs = [Job(w, s, options.steps, options.batch, options.rows) for s in options.seeds for w in options.weights]
     results = run_all(jobs, min(options.jobs, len(jobs)))
-    text = table(results, f"python -m benchmarks.self_teacher {shlex.join(given)}".strip())
+    text = table(results, f"python -m benchmarks.self_teacher {_told(options)}")
     name = "self-teacher-" + re.sub(r"[^a-z0-9]+", "-", results[0].device.lower()).strip("-")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"{name}.md").write_text(text)
     (options.output / f"{name}.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     print(text)
+
+
+def _told(options: argparse.Namespace) -> str:
+    """The options that the results depend on."""
+    values = {name: getattr(options, name) for name in ("seeds", "weights", "steps", "batch", "rows", "jobs")}
+    lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return " ".join(f"--{name} {' '.join(f'{x:g}' for x in each)}" for name, each in lists.items())
 
 
 if __name__ == "__main__":

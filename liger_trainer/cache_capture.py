@@ -5,6 +5,7 @@ a capture that was killed goes on with the first shard that is not in the index,
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from .cache_fingerprints import (
     template_fingerprint,
     tokenizer_fingerprint,
 )
+from .cache_format import RecordFormat
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .head import output_module
@@ -274,21 +276,18 @@ class _Capture:
 
 
 def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
-    settings = CacheSettings.model_validate(
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    kind: Any = args.cache_kind
+    form = RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocabulary)
+    return CacheSettings.model_validate(
         {
-            "kind": args.cache_kind,
-            "entries": args.cache_entries or {"topk": 64, "sampled": 12}[args.cache_kind],
-            "tail_draws": args.cache_tail_draws,
-            "bits": args.cache_bits,
+            **dataclasses.asdict(form),
             "temperature": float(args.loss_temperature),
-            "vocab_size": max(tokenizer.get_vocab().values()) + 1,
-            "seed": args.seed if args.cache_kind == "sampled" or args.cache_tail_draws else None,
+            "seed": args.seed if form.draws else None,
             "max_length": args.max_length,
             "shard_mb": args.cache_shard_mb,
         }
     )
-    settings.format  # noqa: B018 - raises what is wrong with the sizes
-    return settings
 
 
 def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:

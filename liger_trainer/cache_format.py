@@ -114,6 +114,17 @@ class RecordFormat:
         if self.vocab_size > 2**MAX_ID_BITS:
             raise ConfigError(f"A teacher cache knows up to {2**MAX_ID_BITS} tokens, got {self.vocab_size}.")
 
+    @classmethod
+    def of(
+        cls, kind: Literal["topk", "sampled"], entries: int | None, tail_draws: int | None, bits: int, vocab_size: int
+    ) -> "RecordFormat":
+        """With the defaults for None: 64 likeliest and 32 draws from the rest, if there are as many; 12 draws."""
+        entries = entries or {"topk": 64, "sampled": 12}[kind]
+        if tail_draws is None:
+            rest = min(vocab_size, MAX_ENTRIES) - entries
+            tail_draws = max(0, min(32, rest)) if kind == "topk" else 0
+        return cls(kind, entries, bits, vocab_size, tail_draws)
+
     @property
     def code(self) -> NatsCode:
         return FINE if self.bits == 16 else COARSE

@@ -24,8 +24,8 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         verify_teacher_cache: read the whole cache and compare its checksums before training.
         cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
             tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
-            likeliest, 12 drawn); of "topk", how many are drawn from the rest; bits of a log-probability, 8 or 16; MiB
-            of a shard. Training reads them out of the cache.
+            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
+            8 or 16; MiB of a shard. Training reads them out of the cache.
         teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
             a cache: the one it must have been captured from, if named.
         teacher_model_revision: its branch, tag or commit.
@@ -72,9 +72,12 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         default=None,
         metadata={"limits": {"ge": 1, "le": 1024}, "help": "Tokens captured a position: 64 likeliest, or 12 draws."},
     )
-    cache_tail_draws: int = field(
-        default=0,
-        metadata={"limits": {"ge": 0, "le": 1023}, "help": "Of topk: tokens drawn from the rest; 0: its mass alone."},
+    cache_tail_draws: int | None = field(
+        default=None,
+        metadata={
+            "limits": {"ge": 0, "le": 1023},
+            "help": "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.",
+        },
     )
     cache_bits: int = field(default=8, metadata={"choices": [8, 16], "help": "Bits of a captured log-probability."})
     cache_shard_mb: int = field(default=64, metadata={"limits": {"ge": 1}, "help": "MiB of a shard of the cache."})
@@ -138,10 +141,11 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             raise ValueError(f"cache_bits must be 8 or 16, got {self.cache_bits}.")
         if self.cache_entries is not None and self.cache_entries < 1:
             raise ValueError(f"cache_entries must be at least 1, got {self.cache_entries}.")
-        if self.cache_tail_draws < 0 or (self.cache_tail_draws and self.cache_kind == "sampled"):
+        draws = self.cache_tail_draws or 0
+        if draws < 0 or (draws and self.cache_kind == "sampled"):
             raise ValueError(
                 "cache_tail_draws are drawn beyond the likeliest tokens of cache_kind='topk', 0 or more; got "
-                f"{self.cache_tail_draws} with {self.cache_kind!r}."
+                f"{draws} with {self.cache_kind!r}."
             )
         if self.cache_shard_mb < 1:
             raise ValueError(f"cache_shard_mb must be at least 1, got {self.cache_shard_mb}.")

@@ -29,7 +29,6 @@ DEMO_CONFIG = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-CACHE_ENTRIES = {"topk": 64, "sampled": 12}
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -204,7 +203,6 @@ class CacheFormat:
 
 def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
     """That which `liger-trainer cache` would write. The tokenizer may know fewer tokens than the model."""
-    kind = config["cache_kind"]
-    entries = config["cache_entries"] or CACHE_ENTRIES[kind]
     vocabulary = student.get_text_config(decoder=True).vocab_size
-    return CacheFormat(RecordFormat(kind, entries, config["cache_bits"], vocabulary, config["cache_tail_draws"]))
+    kind, entries, draws, bits = (config[f"cache_{name}"] for name in ("kind", "entries", "tail_draws", "bits"))
+    return CacheFormat(RecordFormat.of(kind, entries, draws, bits, vocabulary))

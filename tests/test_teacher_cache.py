@@ -53,9 +53,9 @@ def teacher_model():
 
 
 def config(folder, **options) -> LigerDistillConfig:
-    return train_args(
-        LigerDistillConfig, **{"teacher": "cache", "teacher_cache_dir": folder and str(folder), **options}
-    )
+    """Without draws from the rest, unless it says so."""
+    cache = {"teacher": "cache", "teacher_cache_dir": folder and str(folder), "cache_tail_draws": 0}
+    return train_args(LigerDistillConfig, **{**cache, **options})
 
 
 def captured(folder, data=None, test=None, teacher=None, **options):
@@ -146,6 +146,23 @@ def test_bytes_a_token():
     assert RecordFormat("topk", 64, 8, 262144, tail_draws=32).bytes <= 300
     assert RecordFormat("sampled", 12, 8, 49152).bytes == 6 + 26 <= 80
     assert RecordFormat("sampled", 12, 8, 262144).bytes <= 80
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (("topk", None, None, 49152), (64, 32)),
+        (("topk", None, 0, 49152), (64, 0)),
+        (("topk", 1000, None, 49152), (1000, 24)),
+        (("topk", None, None, 64), (64, 0)),
+        (("topk", 60, None, 64), (60, 4)),
+        (("sampled", None, None, 49152), (12, 0)),
+    ],
+)
+def test_how_many_where_it_is_not_said(given, expected):
+    kind, entries, draws, vocabulary = given
+    form = RecordFormat.of(kind, entries, draws, 8, vocabulary)
+    assert (form.entries, form.tail_draws) == expected
 
 
 def test_draws_become_ids_with_counts():
