@@ -91,9 +91,10 @@ class TeacherReader:
     def _drawn(self, log_p: Tensor, uniform: Tensor) -> Draws:
         """Of (N, V), which need not sum to 1. Without any mass, what is drawn means nothing."""
         cumulative = log_p.double().exp().cumsum(-1)
-        mass = cumulative[:, -1:]
-        wanted = torch.minimum(uniform.to(self.device) * mass, mass.nextafter(torch.zeros_like(mass)))
+        wanted = uniform.to(self.device) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
+        # rounding may lead beside the mass, and to a token that is named already
+        ids = ids.where(log_p.gather(-1, ids) > -torch.inf, log_p.argmax(-1, keepdim=True))
         return Draws(ids, log_p.gather(-1, ids))
 
     def _uniform(self, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:

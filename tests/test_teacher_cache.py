@@ -165,6 +165,14 @@ def test_how_many_where_it_is_not_said(given, expected):
     assert (form.entries, form.tail_draws) == expected
 
 
+def test_a_cache_from_before_there_were_draws_from_the_rest(tmp_path):
+    captured(tmp_path / "c")
+    content = json.loads((tmp_path / "c" / INDEX).read_text())
+    del content["sha256"], content["settings"]["tail_draws"]
+    (tmp_path / "c" / INDEX).write_text(json.dumps({**content, "sha256": teacher_cache._checksum(content)}))
+    assert TeacherCache(tmp_path / "c", verify=True).format.tail == "bucket"
+
+
 def test_draws_become_ids_with_counts():
     form = RecordFormat("sampled", 4, 8, 100)
     draws = torch.tensor([[7, 3, 7, 7], [5, 5, 5, 5], [9, 8, 2, 1]])
@@ -272,6 +280,15 @@ def test_draws_are_unbiased(tmp_path, likeliest):
     assert ((shares - truth).gather(-1, known).abs() < 1e-3).all()
     assert ((shares - truth).abs() < 5 * spread + 1e-4).all()
     assert torch.allclose(shares.sum(-1), torch.ones(len(shares)))
+
+
+def test_what_has_no_mass_is_not_drawn():
+    """At the very end of the cumulative distribution, where numbers round to its sum, lie tokens that are named."""
+    reader = teacher_reader.TeacherReader(tiny_model(), RecordFormat("topk", 2, 8, VOCAB, 4))
+    log_p = torch.full((1, VOCAB), -1e4)
+    log_p[0, :2], log_p[0, -2:] = torch.tensor([0.75, 0.25]).log(), -torch.inf
+    draws = reader._drawn(log_p, torch.tensor([[0.0, 0.5, 0.8, 1.0]], dtype=torch.float64))
+    assert draws.ids.tolist() == [[0, 0, 1, 0]] and draws.log_probs.isfinite().all()
 
 
 def test_draws_depend_on_the_row_and_the_seed_alone(tmp_path):
