@@ -193,22 +193,27 @@ def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results,
             for seed in options.seeds
         }
         caches = {}
-        for future in as_completed(captures):
-            if _succeeded(future):
-                arm, cache = captures[future], future.result()
-                caches[arm] = cache
-                runs |= {pool.submit(run, arm, s, overrides, cache, folder): (arm, s) for s in options.seeds}
-        finished, rest = wait(runs, timeout=None if math.isinf(options.seconds) else deadline - time.monotonic())
-        done = {runs[future]: future.result() for future in finished if _succeeded(future)}
-        if rest:
+        with contextlib.suppress(TimeoutError):
+            for future in as_completed(captures, timeout=_left(deadline)):
+                arm = captures[future]
+                if _succeeded(future, f"capture of {arm}"):
+                    caches[arm] = cache = future.result()
+                    runs |= {pool.submit(run, arm, s, overrides, cache, folder): (arm, s) for s in options.seeds}
+        finished, rest = wait(runs, timeout=_left(deadline))
+        done = {runs[future]: future.result() for future in finished if _succeeded(future, f"{runs[future]}")}
+        if rest or not all(future.done() for future in captures):
             _stop(pool)
     found = {arm: [done[arm, seed] for seed in options.seeds if (arm, seed) in done] for arm in options.arms}
     return {arm: each for arm, each in found.items() if each}, caches
 
 
-def _succeeded(future: Future[Any]) -> bool:
+def _left(deadline: float) -> float | None:
+    return None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+
+
+def _succeeded(future: Future[Any], what: str) -> bool:
     if (error := future.exception()) is not None:
-        print(error, file=sys.stderr, flush=True)
+        print(f"{what}: {error}", file=sys.stderr, flush=True)
     return error is None
 
 
@@ -241,7 +246,7 @@ def table(results: Results, caches: dict[str, Cache], command: str) -> str:
         "",
         f"| trained with | {' | '.join(METRICS.values())} | tokens | tokens/s | peak memory, MiB | cache |",
         "|---" * (len(METRICS) + 5) + "|",
-        f"| nothing yet | {_spreads(before)} | | | | |",
+        *([f"| nothing yet | {_spreads(before)} | | | | |"] if before else []),
     ]
     live = mean(result.held_out["forward_kl"] for result in results[LIVE]) if LIVE in results else None
     seeds = max(map(len, results.values()))

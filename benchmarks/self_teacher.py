@@ -161,7 +161,7 @@ def table(results: Sequence[Result], command: str) -> str:
         f"- mean (least to most) of {len({r.job.seed for r in results})} seeds; KL in nats per token; seconds "
         "of processes that share the device",
         "",
-        "| weight of the KL to the base | " + " | ".join(METRICS.values()) + " | peak memory, MiB | seconds |",
+        "| weight of the KL to the base | " + " | ".join(METRICS.values()) + " | peak memory, MiB | seconds, longest |",
         "|---" * (len(METRICS) + 3) + "|",
     ]
     for weight in weights:

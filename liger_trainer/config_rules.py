@@ -301,6 +301,12 @@ CONFLICTS = (
         lambda v: "cache_tail_draws" in v.given and v["cache_kind"] == "sampled",
         "are of `cache_kind: topk`, beyond its likeliest tokens; with `sampled`, cache_entries are drawn.",
     ),
+    Conflict(
+        "cache_tail_draws",
+        ("cache_entries", "cache_tail_draws"),
+        lambda v: bool(v.values.get("cache_tail_draws")) and (v["cache_entries"] or 64) + v["cache_tail_draws"] > 1024,
+        "a cache holds at most 1,024 entries a token, cache_entries and cache_tail_draws together.",
+    ),
     *(
         Conflict(
             key,

@@ -84,10 +84,7 @@ class ModelTeacher(Teacher):
         if trainer.is_fsdp_enabled:
             return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
         if not stays(self._args):
-            prepared = self._accelerator.prepare_model(teacher, evaluation_mode=True)
-            # transformers would take it for the student, prepared, and evaluate without autocast before training
-            self._accelerator._models.remove(teacher)
-            return prepared
+            return self._accelerator.prepare_model(teacher, evaluation_mode=True)
         if self._args.teacher_offload:
             stream_weights(teacher, self._accelerator.device)
         return teacher

@@ -90,7 +90,7 @@ class TeacherReader:
 
     def _drawn(self, log_p: Tensor, uniform: Tensor) -> Draws:
         """Of (N, V), which need not sum to 1. Without any mass, what is drawn means nothing."""
-        cumulative = log_p.double().exp().cumsum(-1)
+        cumulative = log_p.double().exp_().cumsum_(-1)  # in place: as large as two chunks
         wanted = uniform.to(self.device) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
         # rounding may lead beside the mass, and to a token that is named already

@@ -128,6 +128,24 @@ class LigerTrainer(SFTTrainer):
         self._token_metrics[mode] = TokenMetrics()
         self._metrics[mode].clear()
 
+    def prediction_step(self, *args, **kwargs):
+        # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
+        # one yet, such as a teacher.
+        with self.accelerator.autocast():
+            return super().prediction_step(*args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        self._unprepare()
+        return super().train(*args, **kwargs)
+
+    def _unprepare(self) -> None:
+        """Undo what an evaluation before training did to the model: accelerate takes a model that was prepared for
+        evaluation for one that is ready to train, and every process would train on its own gradients."""
+        prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
+        if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # takes autocast off its forward
+            del self.model._is_accelerate_prepared
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or self._shards_sequences():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -47,7 +47,8 @@ def capture_gradients(trainer):
     return gradients
 
 
-def one_step(objective, batch, accumulation):
+def one_step(objective, batch, accumulation, evaluated=False):
+    """evaluated: before training too, which must change nothing."""
     options = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
         "optim": "sgd", "learning_rate": 0.0,
@@ -64,8 +65,10 @@ def one_step(objective, batch, accumulation):
             student, teacher = get_peft_model(student, LoraConfig(init_lora_weights=False)), None
         trainer = LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
     gradients = capture_gradients(trainer)
+    if evaluated:
+        trainer.evaluate(trainer.train_dataset)
     trainer.train()
-    logs = trainer.state.log_history[0]
+    logs = next(log for log in trainer.state.log_history if "loss" in log)
     not_compared = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
     return {
         "loss": logs["loss"], "gradients": gradients, "logs": {k: v for k, v in logs.items() if k not in not_compared},
@@ -75,7 +78,7 @@ def one_step(objective, batch, accumulation):
 if __name__ == "__main__":
     results = {}
     for name in OBJECTIVES:
-        results[name, "2x4"] = one_step(name, batch=4, accumulation=1)
+        results[name, "2x4"] = one_step(name, batch=4, accumulation=1, evaluated=True)
         results[name, "2x2x2"] = one_step(name, batch=2, accumulation=2)
     assert torch.distributed.get_world_size() == 2
     if os.environ["RANK"] == "0":

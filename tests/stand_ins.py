@@ -129,7 +129,7 @@ class StandIns:
         if config.given("max_completion_length"):
             yield "max_completion_length=4"
         if config.given("cache_entries"):
-            yield "cache_entries=16"  # with the draws, no more than there are tokens
+            yield "cache_entries=16"  # so that there is a rest to draw from
         yield from (f"~{key}" for key in LEFT_OUT if config.given(key))
 
     def _files(self, config: RunConfig, folder: Path) -> Iterator[str]:

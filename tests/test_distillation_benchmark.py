@@ -78,3 +78,4 @@ def test_a_run_that_fails_costs_no_other(monkeypatch, capsys):
     assert {arm: len(each) for arm, each in results.items()} == {"ce": 1, "cache_top64": 2}
     assert caches.keys() == {"cache_top64"}
     assert capsys.readouterr().err.count("failed") == 2
+    assert "cache of 64 likeliest" in distillation.table({"cache_top64": results["cache_top64"]}, caches, "")  # alone

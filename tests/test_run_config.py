@@ -15,6 +15,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.run_config import load_run_config
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
+CACHED = NEEDED + "teacher_model_name_or_path: t\nteacher: cache\nteacher_cache_dir: c\n"
 
 
 @pytest.fixture
@@ -159,6 +160,23 @@ def test_a_key_that_is_wrong_is_not_held_against_others(load):
 def test_a_choice_among_numbers_is_one_of_those_numbers(load):
     message = refused(load, NEEDED + "teacher_model_name_or_path: t\ncache_bits: 8.0\n")
     assert message.endswith("cache_bits: expected one of 8, 16, got 8.0 (a number). Write 8.")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("cache_kind: sampled\ncache_tail_draws: 0\n", "cache_tail_draws: are of `cache_kind: topk`"),
+        ("cache_entries: 1000\ncache_tail_draws: 25\n", "cache_tail_draws: a cache holds at most 1,024"),
+        ("cache_tail_draws: 961\n", "cache_tail_draws: a cache holds at most 1,024"),
+    ],
+)
+def test_draws_from_the_rest_that_a_cache_does_not_hold(load, settings, message):
+    assert message in refused(load, CACHED + settings)
+
+
+def test_as_many_draws_as_a_cache_holds(load):
+    load(CACHED + "cache_entries: 1000\ncache_tail_draws: 24\n")
+    load(CACHED + "cache_entries: 1024\n")
 
 
 def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
