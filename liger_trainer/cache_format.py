@@ -162,7 +162,7 @@ class RecordFormat:
 
     def encode_topk(
         self, ids: Tensor, log_probs: Tensor, log_rest: Tensor, label: Tensor, entropy: Tensor,
-        draws: "Draws | None" = None,
+        draws: Draws | None = None,
     ) -> Tensor:  # fmt: skip
         """(N, bytes) uint8.
 
@@ -178,7 +178,7 @@ class RecordFormat:
             ids, scalars = torch.cat([ids, draws.ids.sort(-1).values], -1), [*scalars, -draws.log_probs.mean(-1)]
         return torch.cat([self._scalars(*scalars), self._bytes(behind), self._pack(ids)], -1)
 
-    def encode_draws(self, top_ids: Tensor, draws: "Draws", label: Tensor, entropy: Tensor) -> Tensor:
+    def encode_draws(self, top_ids: Tensor, draws: Draws, label: Tensor, entropy: Tensor) -> Tensor:
         """(N, bytes) uint8, of the draws, the likeliest ids (N,), label and entropy."""
         ids = torch.cat([top_ids[:, None], draws.ids.sort(-1).values], -1)
         return torch.cat([self._scalars(-draws.log_probs.mean(-1), -label, entropy), self._pack(ids)], -1)

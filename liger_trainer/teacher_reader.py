@@ -84,17 +84,19 @@ class TeacherReader:
         if self.form.kind == "topk":
             values, ids = log_p.topk(self.form.entries, -1)
             rest = log_p.scatter(-1, ids, -torch.inf)
-            draws = self._drawn(rest, uniform) if self.form.draws else None
+            draws = self._drawn(rest, rest.argmax(-1), uniform) if self.form.draws else None
             return self.form.encode_topk(ids, values, rest.logsumexp(-1), label, entropy, draws)
-        return self.form.encode_draws(log_p.argmax(-1), self._drawn(log_p, uniform), label, entropy)
+        top_ids = log_p.argmax(-1)
+        return self.form.encode_draws(top_ids, self._drawn(log_p, top_ids, uniform), label, entropy)
 
-    def _drawn(self, log_p: Tensor, uniform: Tensor) -> Draws:
-        """Of (N, V), which need not sum to 1. Without any mass, what is drawn means nothing."""
+    def _drawn(self, log_p: Tensor, top_ids: Tensor, uniform: Tensor) -> Draws:
+        """Of (N, V), which need not sum to 1, and its likeliest ids (N,). Without any mass, what is drawn means
+        nothing."""
         cumulative = log_p.double().exp_().cumsum_(-1)  # in place: as large as two chunks
         wanted = uniform.to(self.device) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
         # rounding may lead beside the mass, and to a token that is named already
-        ids = ids.where(log_p.gather(-1, ids) > -torch.inf, log_p.argmax(-1, keepdim=True))
+        ids = ids.where(log_p.gather(-1, ids) > -torch.inf, top_ids[:, None])
         return Draws(ids, log_p.gather(-1, ids))
 
     def _uniform(self, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:

@@ -143,7 +143,9 @@ class LigerTrainer(SFTTrainer):
         evaluation for one that is ready to train, and every process would train on its own gradients."""
         prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
         if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # takes autocast off its forward
+            own = vars(self.model)
+            if "_original_forward" in own:  # below autocast; accelerate's unwrap_model would go on below the fused loss
+                self.model.forward = own.pop("_original_forward")
             del self.model._is_accelerate_prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -287,7 +287,7 @@ def test_what_has_no_mass_is_not_drawn():
     reader = teacher_reader.TeacherReader(tiny_model(), RecordFormat("topk", 2, 8, VOCAB, 4))
     log_p = torch.full((1, VOCAB), -1e4)
     log_p[0, :2], log_p[0, -2:] = torch.tensor([0.75, 0.25]).log(), -torch.inf
-    draws = reader._drawn(log_p, torch.tensor([[0.0, 0.5, 0.8, 1.0]], dtype=torch.float64))
+    draws = reader._drawn(log_p, log_p.argmax(-1), torch.tensor([[0.0, 0.5, 0.8, 1.0]], dtype=torch.float64))
     assert draws.ids.tolist() == [[0, 0, 1, 0]] and draws.log_probs.isfinite().all()
 
 
@@ -300,6 +300,12 @@ def test_draws_depend_on_the_row_and_the_seed_alone(tmp_path):
     same = [torch.equal(a.records(key), b.records(key)) for key in keys_of(whole)]  # type: ignore[arg-type]
     assert all(same) and len(same) == 24
     assert not all(torch.equal(a.records(key), c.records(key)) for key in keys_of(whole))  # type: ignore[arg-type]
+
+
+def test_info_says_how_many_draws_there_are(tmp_path, capsys):
+    captured(tmp_path / "c", cache_entries=8, cache_tail_draws=5, seed=7)
+    said = end_of(capsys, "cache", "info", str(tmp_path / "c"))[1]
+    assert "5 draws" in said, said
 
 
 def keys_of(args, data=None):
@@ -717,6 +723,7 @@ def test_info_says_what_is_there(whole_cache, capsys):
     assert code == 0
     for words in ("finished", "the likeliest 8 tokens", "24 with 165 supervised tokens", "19 in a record", "float32"):
         assert words in said, said
+    assert "draws" not in said
     with pytest.raises(SystemExit):
         main(["cache", "info", "--json", str(whole_cache / "c")])
     told = json.loads(capsys.readouterr().out)

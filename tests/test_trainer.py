@@ -540,3 +540,21 @@ def test_a_model_with_another_loss_is_refused():
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     with pytest.raises(ConfigError, match="has a loss of its own"):
         make(model=model)
+
+
+@pytest.mark.parametrize("what", ["one process", "fsdp", "processes"])
+def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_processes(monkeypatch, what):
+    """What accelerate did for it is undone, so that training prepares the model anew; nowhere else is there a need."""
+    args, data = train_args(SFTConfig, bf16=True, max_steps=1), completions()
+    trainer = LigerTrainer(tiny_model(), args=args, train_dataset=data, processing_class=tiny_tokenizer())
+    before = trainer.model.forward
+    trainer.evaluate(trainer.train_dataset)
+    assert trainer.model.forward != before and trainer.model._is_accelerate_prepared
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 1 if what == "one process" else 2)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", what == "fsdp")
+    trainer._unprepare()
+    undone = what == "processes"
+    assert (trainer.model.forward == before) == undone
+    assert hasattr(trainer.model, "_is_accelerate_prepared") != undone
+    monkeypatch.undo()
+    trainer.train()

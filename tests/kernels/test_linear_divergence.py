@@ -428,6 +428,14 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
 
 
+def test_a_head_of_both_sides_whose_products_differ_in_dtype(fp32):
+    """Each side in its own: fp16 hidden states beside the teacher's fp32."""
+    x, y, weight = (torch.randn(*shape, device=fp32.device) for shape in ((33, 16), (33, 16), (50, 16)))
+    x, weight = x.half().requires_grad_(), weight.half()
+    losses = [linear_divergence(x, weight, y, of_teacher).loss for of_teacher in (weight, weight.clone())]
+    assert losses[0].item() == losses[1].item() > 0
+
+
 @pytest.mark.parametrize("frozen, casts", [(True, 1), (False, 2)])
 def test_a_frozen_head_that_is_its_own_teacher_is_cast_once(fp32, monkeypatch, frozen, casts):
     seen, project = [], _head.project
