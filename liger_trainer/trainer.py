@@ -156,13 +156,16 @@ class LigerTrainer(SFTTrainer):
         teacher_inputs = self._teacher_inputs(inputs)
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        num_items = self._local(num_items_in_batch)
-        outputs = model(**inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items)
+        outputs = model(
+            **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
+            num_processes=self._averaged_over(),
+        )  # fmt: skip
         if getattr(outputs, "token_loss", None) is None:
             raise ConfigError(
                 f"The model's forward was replaced after this {type(self).__name__} was made, as by an SFTTrainer of "
                 "the same model, and does not return the fused loss. Make the other trainer when this one is done."
             )
+        outputs = outputs.in_fp32()
         self._record(inputs, outputs)
         loss = outputs.token_loss
         if self.aux_loss_enabled:
@@ -191,11 +194,11 @@ class LigerTrainer(SFTTrainer):
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         return parallelism is not None and parallelism.sp_enabled
 
-    def _local(self, num_items: Tensor | int | None) -> Tensor | float | None:
-        """The divisor of this rank's loss: DDP averages over ranks, and num_items counts the tokens of all ranks."""
-        if num_items is None or not self.args.average_tokens_across_devices:
-            return num_items
-        return num_items / (self.accelerator.num_processes // self.get_tp_size())
+    def _averaged_over(self) -> int:
+        """Of how many ranks the gradients are averaged, where num_items_in_batch counts the tokens of all."""
+        if not self.args.average_tokens_across_devices:
+            return 1
+        return self.accelerator.num_processes // self.get_tp_size()
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
