@@ -28,6 +28,10 @@ ADAPTERS = {
 }
 
 
+def device():
+    return torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def model_of(adapters, tied):
     model = tiny_model("qwen3", tie_word_embeddings=tied, vocab_size=96)
     if ADAPTERS[adapters] is not None:
@@ -50,7 +54,7 @@ def accelerated(model, precision, reshard, ram_efficient=False):
         plugin.set_mixed_precision(precision)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=None, mixed_precision=precision,
-        is_main_process=dist.get_rank() == 0, device=torch.device("cpu"), num_processes=dist.get_world_size(),
+        is_main_process=dist.get_rank() == 0, device=device(), num_processes=dist.get_world_size(),
     )  # fmt: skip
     return fsdp2_prepare_model(accelerator, model)
 
@@ -102,9 +106,12 @@ def error(got, want):
 
 
 def main(path):
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    ids = torch.randint(96, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    torch.set_default_device(device())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    ids = torch.randint(96, (ROWS, LENGTH), generator=torch.Generator(device()).manual_seed(0))
     mine = ids[rank * ROWS // size : (rank + 1) * ROWS // size]
     items = torch.tensor(ROWS * (LENGTH - 1))
     ways = {"plain": {}, "ours": {"fused_lm_head": True, "num_items_in_batch": items, "num_processes": size}}
