@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import create_model_from_path
 
 from .errors import ConfigError, DataError
 from .fused import TokenLossOutput
@@ -24,6 +25,7 @@ from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
+from .weights import load_whole
 
 
 class LigerTrainer(SFTTrainer):
@@ -43,8 +45,9 @@ class LigerTrainer(SFTTrainer):
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`; an
-            evaluation dataset that is named "train".
+        ConfigError: the model's loss cannot be replaced; a model that is given by its name has weights that its files
+            lack, and `model_init_kwargs` no `allow_missing_weights`; an unknown or impossible option in
+            `liger_kernel_config`; an evaluation dataset that is named "train".
         DataError: no row of a dataset has a supervised token.
     """
 
@@ -55,7 +58,7 @@ class LigerTrainer(SFTTrainer):
         given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
         check_names(given.get("eval_dataset"))
         options = _take_flag(given.get("args"))
-        with warnings.catch_warnings(), _adapters_on_the_head():
+        with warnings.catch_warnings(), _loading_and_adapters(given.get("args")):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
@@ -298,10 +301,17 @@ def _patch(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patch
 
 
 @contextlib.contextmanager
-def _adapters_on_the_head() -> Iterator[None]:
-    """SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So
-    while it is constructed, no layer counts as an adapter in its module, where nothing else asks for one."""
-    replacements = Replacements()
+def _loading_and_adapters(args: Any) -> Iterator[None]:
+    """What differs while SFTTrainer is constructed. A model that is given by its name has all its weights in its files.
+
+    SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So no
+    layer counts as an adapter in its module, where nothing else asks for one."""
+    replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
+
+    def load(name: str, **options: Any) -> Any:
+        return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
+
+    replacements.set(sft_trainer, "create_model_from_path", load)
     if hasattr(sft_trainer, "BaseTunerLayer"):
         replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
     try:
