@@ -12,6 +12,8 @@ from typing import Any
 from .errors import ConfigError
 
 SHOWN = 5  # names of each kind in a message
+# causal masks, which the attention of GPT-2, GPT-Neo and GPT-J once kept beside their weights
+MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
 def load_whole(
@@ -19,7 +21,8 @@ def load_whole(
 ) -> Any:
     """The model that `load(name, *args, **options)` makes of files, each of its weights being one of theirs.
 
-    Tied weights are not missing where one of them is there, nor is what the model's class says may be missing.
+    Tied weights are not missing where one of them is there, nor is what the model's class says may be missing; and what
+    it says may be left out is not unexpected.
 
     Args:
         load: a `from_pretrained` of transformers, or what hands its keywords on, as TRL's `create_model_from_path`.
@@ -80,7 +83,8 @@ def _differences(info: Mapping[str, Any], any_shape: bool) -> Iterator[str]:
         for key, there, here in info["mismatched_keys"]
         if not any_shape
     ]
-    kinds = {"missing": info["missing_keys"], "of another shape": reshaped, "not of the model": info["unexpected_keys"]}
+    strange = [key for key in info["unexpected_keys"] if not MASKS.search(key)]
+    kinds = {"missing": info["missing_keys"], "of another shape": reshaped, "not of the model": strange}
     return (f"{kind}: {_named(names)}" for kind, names in kinds.items() if names)
 
 

@@ -45,12 +45,11 @@ disable_tqdm: true
 DISTILL = SETTINGS + "recipe: distill\nteacher_model_name_or_path: teacher\nteacher_cache_dir: cache\n"
 
 
-def change(directory: Path, *lost: str, **others: torch.Tensor | None) -> None:
+def change(directory: Path, *lost: str, **others: torch.Tensor) -> None:
     """Take tensors out of the safetensors files, and put others in."""
     for file in sorted(directory.glob("*.safetensors")):
         tensors = {name: x for name, x in load_file(file).items() if name not in lost}
-        tensors.update({name: x for name, x in others.items() if x is not None})
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file({**tensors, **others}, file, metadata={"format": "pt"})
 
 
 def saved(directory: Path, *lost: str, family: str = "llama", shards: str = "1GB", **options) -> Path:
@@ -251,6 +250,12 @@ def test_nor_is_what_the_class_may_do_without(tmp_path):
     model = saved(tmp_path / "model")
     change(model, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})  # as files of old have it
     load(model)
+    neo = tmp_path / "neo"
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=64, **sizes)).save_pretrained(neo)
+    masks = {f"transformer.h.1.attn.attention.{name}": torch.zeros(1, 1, 4, 4) for name in ("bias", "masked_bias")}
+    change(neo, **masks)
+    load(neo)
     change(model, LAYER)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [r"mlp\.down_proj"])
