@@ -31,6 +31,7 @@ from .server_teacher import ServerTeacher
 from .several_teachers import SeveralTeachers
 from .teacher import per_token_values
 from .teachers import Teacher
+from .token_ids import check_ids
 from .trainer import LigerTrainer, kept_length
 from .trl_arguments import moved
 from .uld_teacher import UldTeacher
@@ -103,6 +104,9 @@ class LigerDistillTrainer(LigerTrainer):
             self._check_rows_as_they_are()
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         vocab_size = self.teaching.prepare(self)
+        check_ids(self.largest_ids, "labels", vocab_size, "the vocabulary that student and teacher share has")
+        if self.teaching.reads is not None:
+            check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
         self.progress = LossProgress(self, args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)

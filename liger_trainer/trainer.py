@@ -25,6 +25,7 @@ from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
+from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
 from .weights import load_whole
 
 
@@ -48,13 +49,14 @@ class LigerTrainer(SFTTrainer):
         ConfigError: the model's loss cannot be replaced; a model that is given by its name has weights that its files
             lack, and `model_init_kwargs` no `allow_missing_weights`; an unknown or impossible option in
             `liger_kernel_config`; an evaluation dataset that is named "train".
-        DataError: no row of a dataset has a supervised token.
+        DataError: no row of a dataset has a supervised token, or one has a token id that the model does not have.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, **kwargs):
         self.row_facts: dict[str, RowFacts] = {}
+        self.largest_ids: dict[str, LargestIds] = {}
         given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
         check_names(given.get("eval_dataset"))
         options = _take_flag(given.get("args"))
@@ -62,6 +64,7 @@ class LigerTrainer(SFTTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        self.check_ids(base_of(self.model))
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -76,12 +79,14 @@ class LigerTrainer(SFTTrainer):
         """TRL's preparation, with rows that have nothing to learn counted and left out, packed or not."""
         if not isinstance(dataset, Dataset):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        max_length, args.max_length = args.max_length, None
+        max_length, shuffles = args.max_length, args.shuffle_dataset
+        args.max_length, args.shuffle_dataset = None, False
         try:
             tokenized = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
             assert isinstance(tokenized, Dataset)
         finally:
-            args.max_length = max_length
+            args.max_length, args.shuffle_dataset = max_length, shuffles
+        self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
         kept = self._learnable(tokenized, args, packing, dataset_name)
         if not len(kept):
             raise DataError(
@@ -92,6 +97,15 @@ class LigerTrainer(SFTTrainer):
         assert isinstance(prepared, Dataset)
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
+
+    def check_ids(self, model: Any) -> None:
+        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        for name, rows in {"train": self.train_dataset, **tests}.items():  # those that were not prepared here
+            if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+                self.largest_ids[name] = LargestIds.of(rows)
+        check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
+        check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
 
     def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         """The rows with a supervised token within what truncation or packing will leave of them."""
