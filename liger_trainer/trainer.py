@@ -64,7 +64,7 @@ class LigerTrainer(SFTTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
-        self.check_ids(base_of(self.model))
+        self._check_rows()
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -97,6 +97,9 @@ class LigerTrainer(SFTTrainer):
         assert isinstance(prepared, Dataset)
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
+
+    def _check_rows(self) -> None:
+        self.check_ids(base_of(self.model))
 
     def check_ids(self, model: Any) -> None:
         """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
