@@ -71,9 +71,9 @@ def with_adapter(model: Any, directory: Path) -> Any:
         except UserWarning as error:
             missing = re.findall(r"'([^' ]+\.[^' ]+)'", str(error))
     raise ConfigError(
-        f"{directory} has no weights for some layers of its base: it was trained on another base, or on one that "
-        "dropped layers (a run that drops layers saves the merged model itself, in its output_dir), or its file is "
-        f"not whole. Missing: {_named(missing)}."
+        f"{directory} has no weights for some layers of {model.name_or_path}: it was trained on another base, or on "
+        "one that dropped layers (a run that drops layers saves the merged model itself, in its output_dir), or its "
+        f"file is not whole. Missing: {_named(missing)}."
     )
 
 

@@ -133,7 +133,7 @@ def test_an_adapter_whose_weights_are_gone(cli, tmp_path):
     change(tmp_path / "out", lost)
     for command in (("eval", "out"), ("merge", "out", "again")):
         code, err = cli(*command)
-        assert code == 2 and "out has no weights for some layers of its base" in err
+        assert code == 2 and "out has no weights for some layers of student" in err
         assert "Missing: base_model.model.model.layers.1.self_attn.q_proj.lora_B" in err
     change(tmp_path / "student", HEAD)
     code, err = cli("merge", "out", "again")
