@@ -20,6 +20,7 @@ from .loss_plan import plan_of
 from .students import drop_layers
 from .teacher_config import OF_ONE_TEACHER, entries_of
 from .vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
+from .weights import load_whole
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -179,6 +180,7 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         "device_map": _device_map(config),
+        "allow_missing_weights": config["allow_missing_weights"],
     }
     quantization = get_quantization_config(model_args)
     if quantization is not None:
@@ -188,7 +190,9 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
-        return AutoModelForCausalLM.from_pretrained(files.path, **options)
+        return load_whole(AutoModelForCausalLM.from_pretrained, files.path, **options)
+    except ConfigError as error:
+        raise config.error(files.key, str(error)) from error
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
 

@@ -8,6 +8,11 @@ def _option(default: Any, help: str, **limits: float) -> Any:
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
+ALLOW_MISSING_WEIGHTS = (
+    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
+)
+
+
 @dataclass
 class RunOptions:
     """What a run does beside training."""
@@ -34,6 +39,7 @@ class RunOptions:
     student_output_dir: str | None = _option(
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
+    allow_missing_weights: bool = _option(False, ALLOW_MISSING_WEIGHTS)
     holdout_fraction: float = _option(
         0.05, "Share of the training rows held out when the dataset has no split dataset_test_split.", gt=0, lt=1
     )

@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import create_model_from_path
 
 from .errors import ConfigError, DataError
 from .fused import TokenLossOutput
@@ -24,6 +25,8 @@ from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
+from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
+from .weights import load_whole
 
 
 class LigerTrainer(SFTTrainer):
@@ -43,22 +46,25 @@ class LigerTrainer(SFTTrainer):
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`; an
-            evaluation dataset that is named "train".
-        DataError: no row of a dataset has a supervised token.
+        ConfigError: the model's loss cannot be replaced; a model that is given by its name has weights that its files
+            lack, and `model_init_kwargs` no `allow_missing_weights`; an unknown or impossible option in
+            `liger_kernel_config`; an evaluation dataset that is named "train".
+        DataError: no row of a dataset has a supervised token, or one has a token id that the model does not have.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, **kwargs):
         self.row_facts: dict[str, RowFacts] = {}
+        self.largest_ids: dict[str, LargestIds] = {}
         given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
         check_names(given.get("eval_dataset"))
         options = _take_flag(given.get("args"))
-        with warnings.catch_warnings(), _adapters_on_the_head():
+        with warnings.catch_warnings(), _loading_and_adapters(given.get("args")):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        self._check_rows()
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -73,12 +79,14 @@ class LigerTrainer(SFTTrainer):
         """TRL's preparation, with rows that have nothing to learn counted and left out, packed or not."""
         if not isinstance(dataset, Dataset):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        max_length, args.max_length = args.max_length, None
+        max_length, shuffles = args.max_length, args.shuffle_dataset
+        args.max_length, args.shuffle_dataset = None, False
         try:
             tokenized = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
             assert isinstance(tokenized, Dataset)
         finally:
-            args.max_length = max_length
+            args.max_length, args.shuffle_dataset = max_length, shuffles
+        self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
         kept = self._learnable(tokenized, args, packing, dataset_name)
         if not len(kept):
             raise DataError(
@@ -89,6 +97,18 @@ class LigerTrainer(SFTTrainer):
         assert isinstance(prepared, Dataset)
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
+
+    def _check_rows(self) -> None:
+        self.check_ids(base_of(self.model))
+
+    def check_ids(self, model: Any) -> None:
+        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        for name, rows in {"train": self.train_dataset, **tests}.items():  # those that were not prepared here
+            if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+                self.largest_ids[name] = LargestIds.of(rows)
+        check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
+        check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
 
     def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         """The rows with a supervised token within what truncation or packing will leave of them."""
@@ -301,10 +321,17 @@ def _patch(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patch
 
 
 @contextlib.contextmanager
-def _adapters_on_the_head() -> Iterator[None]:
-    """SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So
-    while it is constructed, no layer counts as an adapter in its module, where nothing else asks for one."""
-    replacements = Replacements()
+def _loading_and_adapters(args: Any) -> Iterator[None]:
+    """What differs while SFTTrainer is constructed. A model that is given by its name has all its weights in its files.
+
+    SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So no
+    layer counts as an adapter in its module, where nothing else asks for one."""
+    replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
+
+    def load(name: str, **options: Any) -> Any:
+        return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
+
+    replacements.set(sft_trainer, "create_model_from_path", load)
     if hasattr(sft_trainer, "BaseTunerLayer"):
         replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
     try:

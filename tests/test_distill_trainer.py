@@ -518,14 +518,14 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
 
     def create_model_from_path(path, **kwargs):
         seen.update(path=path, **kwargs)
-        return tiny_model("phi")
+        return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
     make(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {
         "path": "some/teacher", "revision": "v2", "attn_implementation": "eager", "trust_remote_code": False,
-        "dtype": dtype,
+        "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True,
     }  # fmt: skip
 
 
