@@ -80,9 +80,9 @@ def _messages(row: dict[str, Any]) -> dict[str, Any]:
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     names = ("from", "value") if "from" in message else ("role", "content")
-    role, content = (message[name] for name in names)
+    role: str = message[names[0]]
     rest = {key: value for key, value in message.items() if key not in names}
-    return {**_message(ROLES.get(role, role), content), **rest}
+    return {**_message(ROLES.get(role, role), message[names[1]]), **rest}
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:
@@ -111,8 +111,9 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
     """
     if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
         return
+    columns = [column for column in _READ if column in dataset.column_names]
     known, seen = None, set()
-    for index, row in enumerate(dataset.select_columns([c for c in _READ if c in dataset.column_names])):
+    for index, row in enumerate(dataset.select_columns(columns) if columns else ()):
         messages = _all_messages(row)
         if messages is None:
             return
