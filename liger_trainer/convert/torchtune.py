@@ -114,8 +114,8 @@ def _supervised(name: str, source: Source) -> Settings:
 
 
 def _differences(source: Source) -> Iterator[str]:
-    name = _component(source.get("dataset._component_"))
-    if name in _TEXTS:
+    name = _component(source.get("dataset._component_", ""))
+    if not name or name in _TEXTS:
         return
     if not source.get("dataset.train_on_input", name in _ALPACA):
         yield "torchtune supervises the header before an answer too, such as <|im_start|>assistant; here it is context."
