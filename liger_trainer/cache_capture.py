@@ -27,6 +27,7 @@ from .cache_fingerprints import (
     tokenizer_fingerprint,
 )
 from .cache_format import RecordFormat
+from .chat_rows import datasets_in_messages
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .head import output_module
@@ -73,7 +74,7 @@ class Preparation(LigerTrainer):
         vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
-        SFTTrainer.__init__(self, stand_in, args, **kwargs)
+        SFTTrainer.__init__(self, stand_in, args, **{**kwargs, **datasets_in_messages(kwargs, args)})
 
 
 def prepare_rows(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from .cached_teacher import CachedTeacher
+from .chat_rows import check_chats
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
@@ -161,6 +162,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and prompts_alone(dataset):
+            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):

@@ -44,6 +44,9 @@ class RunOptions:
         0.05, "Share of the training rows held out when the dataset has no split dataset_test_split.", gt=0, lt=1
     )
     max_eval_rows: int | None = _option(None, "Evaluate on the first so many held-out rows instead of all.", ge=1)
+    last_turn_only: bool = _option(
+        False, "Learn the last message of a chat alone; all before it is the prompt. No change to rows with a prompt."
+    )
     num_sample_completions: int = _option(
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
     )

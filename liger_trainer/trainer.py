@@ -17,6 +17,7 @@ from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import create_model_from_path
 
+from .chat_rows import check_chats, datasets_in_messages
 from .errors import ConfigError, DataError
 from .fused import TokenLossOutput
 from .losses import LossOptions
@@ -49,7 +50,8 @@ class LigerTrainer(SFTTrainer):
         ConfigError: the model's loss cannot be replaced; a model that is given by its name has weights that its files
             lack, and `model_init_kwargs` no `allow_missing_weights`; an unknown or impossible option in
             `liger_kernel_config`; an evaluation dataset that is named "train".
-        DataError: no row of a dataset has a supervised token, or one has a token id that the model does not have.
+        DataError: no row of a dataset has a supervised token; one has a token id that the model does not have, or a
+            role that the chat template does not know.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
@@ -57,13 +59,15 @@ class LigerTrainer(SFTTrainer):
     def __init__(self, *args, **kwargs):
         self.row_facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
-        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
+        given = bound.arguments
         check_names(given.get("eval_dataset"))
         options = _take_flag(given.get("args"))
+        given.update(datasets_in_messages(given, given.get("args")))
         with warnings.catch_warnings(), _loading_and_adapters(given.get("args")):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
-            super().__init__(*args, **kwargs)
+            super().__init__(*bound.args, **bound.kwargs)
         self._check_rows()
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
@@ -76,7 +80,10 @@ class LigerTrainer(SFTTrainer):
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        """TRL's preparation, with rows that have nothing to learn counted and left out, packed or not."""
+        """TRL's preparation, with the roles of chats checked, and with rows that have nothing to learn counted and left
+        out, packed or not."""
+        if formatting_func is None:
+            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
         if not isinstance(dataset, Dataset):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         max_length, shuffles = args.max_length, args.shuffle_dataset
