@@ -22,6 +22,7 @@ from .losses import LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
+from .resume_check import ResumeCheck
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
 
@@ -59,6 +60,7 @@ class LigerTrainer(SFTTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        self._resume_check = ResumeCheck(self)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -134,9 +136,18 @@ class LigerTrainer(SFTTrainer):
         with self.accelerator.autocast():
             return super().prediction_step(*args, **kwargs)
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
+        """As of `trl.SFTTrainer`. A checkpoint whose training was begun with other data, another tokenizer, student or
+        teacher is refused with a ConfigError that says what differs; `force_resume` goes on from it with a warning."""
+        self._resume_check.begin(resume_from_checkpoint, force_resume)
         self._unprepare()
-        return super().train(*args, **kwargs)
+        return super().train(
+            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+        )
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        """What a teacher is known by in checkpoints, under "teacher"; empty without one."""
+        return {}
 
     def _unprepare(self) -> None:
         """Undo what an evaluation before training did to the model: accelerate takes a model that was prepared for
@@ -182,6 +193,7 @@ class LigerTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model, trial):
         remember_tokens(self.state, self.tokens_trained)
+        self._resume_check.remember()
         super()._save_checkpoint(model, trial)
 
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
