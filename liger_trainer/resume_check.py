@@ -124,8 +124,9 @@ class ResumeCheck:
             states.setdefault(NAME, {})[KEY] = self._now()
 
     def _now(self) -> dict[str, Any]:
+        """Computed when a checkpoint asks for it, since reading the rows takes seconds for each GB of them."""
         if self._known is None:
-            self._known = json.loads(json.dumps({**self._of_data(), **self._of_models()}))
+            self._known = {**self._of_data(), **self._of_models()}
         return self._known
 
     def _of_models(self) -> dict[str, Any]:
