@@ -15,7 +15,7 @@ from .cache_fingerprints import row_key, spans, supervised_tokens, teacher_finge
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .sparse_teacher import SparseTeacher
-from .teacher_cache import TeacherCache
+from .teacher_cache import TeacherCache, sha256
 from .teachers import Teacher
 from .vocabulary import check_student_vocabulary
 
@@ -45,6 +45,11 @@ class CachedTeacher(Teacher):
         self.cache.check_settings(args.max_length, args.loss_temperature)
         if teacher is not None:
             self._check_teacher(teacher, args)
+
+    def fingerprints(self) -> dict[str, Any]:
+        index = self.cache.index
+        parts = index.model_dump(mode="json", include={"settings", "fingerprints"})
+        return {"name": str(self.cache.path), **parts, "shards": sha256(repr(index.shards).encode())}
 
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         return check_student_vocabulary(trainer.student, self.cache.index.settings.vocab_size)

@@ -82,13 +82,16 @@ def _safetensors_damage(path: Path) -> Iterator[str]:
         yield f"{path.name} has {size} bytes instead of {expected}"
 
 
-def resumption(run_dir: Path, checkpoint: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+def resumption(
+    run_dir: Path, checkpoint: str | None, overrides: list[str], force: bool = False
+) -> tuple[str, list[str]]:
     """The configuration and the settings that continue the run in `run_dir`.
 
     Args:
         run_dir: the output_dir of the run.
         checkpoint: name of the checkpoint to go on from; None is the newest.
         overrides: settings that go before those the run was started with.
+        force: whether to go on though data or models have changed since.
 
     Raises:
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.
@@ -103,7 +106,8 @@ def resumption(run_dir: Path, checkpoint: str | None, overrides: list[str]) -> t
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
     chosen = _chosen(run_dir, checkpoint)
-    return str(config), [f"output_dir={run_dir}", *overrides, f"resume_from_checkpoint={chosen}"]
+    forced = ["force_resume=true"] if force else []
+    return str(config), [f"output_dir={run_dir}", *overrides, f"resume_from_checkpoint={chosen}", *forced]
 
 
 def _chosen(run_dir: Path, name: str | None) -> Path:

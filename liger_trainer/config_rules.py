@@ -131,6 +131,7 @@ CONFLICTS = (
         for key in ("load_in_4bit", "load_in_8bit")
     ),
     *(_without(key, "load_in_4bit") for key in _BITSANDBYTES),
+    _without("force_resume", "resume_from_checkpoint"),
     Conflict(
         "load_in_8bit",
         ("load_in_8bit", "load_in_4bit"),

@@ -101,6 +101,8 @@ def load_run_datasets(config: "RunConfig") -> RunData:
         test_rows_repeated=len(hashes) - len(set(hashes)),
         blank_lines_skipped=source.blank_lines,
     )
+    for rows in (train, test):
+        rows.info.dataset_name = facts.name  # for messages, wherever the rows go
     return RunData(train, test, facts, place)
 
 

@@ -128,6 +128,9 @@ class LigerDistillTrainer(LigerTrainer):
     def tokenizer(self) -> Any:
         return self._tokenizer
 
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
+
     @property
     def teacher(self) -> Any:
         return self.teaching.model

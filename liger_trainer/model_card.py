@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
 NAME = "README.md"
 _DEMO = "demo:"
-_OF_THE_PLACE = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "env", "hub_token", "recipe")
+_OF_THE_PLACE = (
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "force_resume",
+    "env",
+    "hub_token",
+    "recipe",
+)
 """Keys that say nothing about the model."""
 _PLAIN = ("temperature", 1.0)
 

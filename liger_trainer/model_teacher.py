@@ -13,6 +13,7 @@ from .distill_config import LigerDistillConfig
 from .head import device_of
 from .losses import Logits
 from .patching import announce
+from .resume_check import frozen_fingerprints
 from .teacher import check_apart, patch_layers, teacher_logits
 from .teacher_placement import Carrier, check_processes, load_teacher, stays, stream_weights
 from .teachers import Teacher, without_labels
@@ -38,6 +39,7 @@ class ModelTeacher(Teacher):
         self._carry = Carrier()
         self._vocabulary: Vocabulary | None = None
         self._padding_is_beyond = False
+        self._fingerprints: dict[str, Any] = {}
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         self._shared(tokenizer).check_rows(dataset, name)
@@ -48,6 +50,7 @@ class ModelTeacher(Teacher):
         check_processes(self._args, self._accelerator.num_processes, sharded)
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
+        self._fingerprints = frozen_fingerprints(teacher)  # before its weights are sharded or streamed
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
         else:
@@ -56,6 +59,9 @@ class ModelTeacher(Teacher):
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
         return vocab_size
+
+    def fingerprints(self) -> dict[str, Any]:
+        return self._fingerprints
 
     def vocabulary_size(self, trainer: "LigerDistillTrainer", teacher: Any) -> int:
         """Of the tokens that student and teacher share."""

@@ -148,7 +148,7 @@ class RunConfig:
         How this start of the run came about is left out: the checkpoint it went on from, and leave to overwrite.
         """
         keys = self.schema.of(self.recipe).keys
-        of_this_start = ("resume_from_checkpoint", "overwrite_output_dir")
+        of_this_start = ("resume_from_checkpoint", "force_resume", "overwrite_output_dir")
         chosen = {k: self.shown(k) for k in self.settings if k not in of_this_start}
         chosen["recipe"] = self.recipe
         rest = {k: self.shown(k) for k, v in self.values.items() if k not in chosen and keys[k].default == v}

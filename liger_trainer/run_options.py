@@ -54,6 +54,9 @@ class RunOptions:
     overwrite_output_dir: bool = _option(
         False, "Allow an output_dir that holds an earlier run: its results and checkpoints are removed."
     )
+    force_resume: bool = _option(
+        False, "Resume from a checkpoint though data, tokenizer, model or teacher are not those that it was saved with."
+    )
     env: dict[str, Any] | None = _option(None, "Environment variables of the run, set before anything is imported.")
 
 

@@ -64,6 +64,10 @@ class ServerTeacher(Teacher):
             ids = first.input_ids[:PROBED].tolist()
             self._check_ids(self.server.ask([Question(ids, list(range(1, len(ids))))])[0])
 
+    def fingerprints(self) -> dict[str, Any]:
+        """A server tells its model's name, and no more of it."""
+        return {"model": self.server.options.model}
+
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         size = self._shared(trainer.tokenizer).size
         if self.server.options.top_k > size:

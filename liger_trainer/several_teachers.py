@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
-from .cache_fingerprints import documents, row_key, spans, supervised_tokens
+from .cache_fingerprints import data_fingerprint, documents, row_key, spans, supervised_tokens
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .losses import IGNORE_INDEX
@@ -95,6 +95,14 @@ class SeveralTeachers(Teacher):
                     f"twice, with different values in {self._column!r}: one is taught by {names[route]}, the other by "
                     f"{names[self._routes[row_key(ids, labels)]]}. Equal rows need one teacher."
                 )
+
+    def fingerprints(self) -> dict[str, Any]:
+        names = list(self.entries)
+        return {
+            "teachers": ", ".join(sorted(names)),
+            "rows of each": data_fingerprint(key + names[route].encode() for key, route in self._routes.items()),
+            **{f"teacher {name}": teacher.fingerprints() for name, teacher in self.teachers.items()},
+        }
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         for teacher in self.teachers.values():

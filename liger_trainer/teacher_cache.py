@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .cache_fingerprints import KEY_BYTES, documents, template_fingerprint, tokenizer_fingerprint
+from .cache_fingerprints import KEY_BYTES, documents, shortened, template_fingerprint, tokenizer_fingerprint
 from .cache_format import RecordFormat
 from .errors import ConfigError, CorruptError
 
@@ -99,7 +99,7 @@ class CacheIndex(_Part):
             {"teacher": i.teacher, "settings": i.settings, "fingerprints": i.fingerprints} for i in (self, other)
         )
         return [
-            f"{part}.{name}: {_short(value)} there, {_short(getattr(theirs[part], name))} now"
+            f"{part}.{name}: {shortened(value)} there, {shortened(getattr(theirs[part], name))} now"
             for part, model in ours.items()
             for name, value in model
             if value != getattr(theirs[part], name)
@@ -161,11 +161,6 @@ def sha256(content: bytes) -> str:
 
 def _checksum(content: dict[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode())
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return f"{text[:12]}..." if len(text) == 64 else text
 
 
 class TeacherCache:

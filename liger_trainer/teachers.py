@@ -61,6 +61,10 @@ class Teacher(ABC):
         """The trainer's collator, with what the answers need beside it."""
         return collator
 
+    def fingerprints(self) -> dict[str, Any]:
+        """What it is known by in checkpoints, once it is prepared: by name, text or again a dictionary."""
+        return {}
+
     @abstractmethod
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         """Take the place beside the student. Returns the size of the vocabulary that both share."""

@@ -24,7 +24,7 @@ def tokens_before(state: TrainerState) -> int:
 def remember_tokens(state: TrainerState, tokens: int) -> None:
     """For a checkpoint of this state."""
     states: Any = state.stateful_callbacks
-    states[NAME] = {"num_tokens": tokens}
+    states.setdefault(NAME, {})["num_tokens"] = tokens
 
 
 class TokenCount(TrainerCallback):

@@ -24,6 +24,7 @@ from .losses import LossOptions
 from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
+from .resume_check import ResumeCheck
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
 from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
@@ -69,6 +70,7 @@ class LigerTrainer(SFTTrainer):
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*bound.args, **bound.kwargs)
         self._check_rows()
+        self._resume_check = ResumeCheck(self)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -161,9 +163,18 @@ class LigerTrainer(SFTTrainer):
         with self.accelerator.autocast():
             return super().prediction_step(*args, **kwargs)
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
+        """As of `trl.SFTTrainer`. A checkpoint whose training was begun with other data, another tokenizer, student or
+        teacher is refused with a ConfigError that says what differs; `force_resume` goes on from it with a warning."""
+        self._resume_check.begin(resume_from_checkpoint, force_resume)
         self._unprepare()
-        return super().train(*args, **kwargs)
+        return super().train(
+            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+        )
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        """What a teacher is known by in checkpoints, under "teacher"; empty without one."""
+        return {}
 
     def _unprepare(self) -> None:
         """Undo what an evaluation before training did to the model: accelerate takes a model that was prepared for
@@ -212,6 +223,7 @@ class LigerTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model, trial):
         remember_tokens(self.state, self.tokens_trained)
+        self._resume_check.remember()
         super()._save_checkpoint(model, trial)
 
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

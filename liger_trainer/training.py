@@ -228,8 +228,8 @@ def train(
     """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
 
     Raises:
-        ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already;
-            metric_for_best_model is none of the metrics.
+        ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
+            with other data or models; metric_for_best_model is none of the metrics.
         Interrupted: a signal came; the checkpoint to go on from is named.
         NonFiniteError: a logged loss is NaN or infinite.
     """
@@ -243,7 +243,7 @@ def train(
         trainer.add_callback(ProgressBar)
     _check_optimizer(trainer, config)
     with stop.listening() if trainer.args.world_size == 1 else nullcontext():
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint, force_resume=config["force_resume"])
     seconds = time.perf_counter() - first.ended
     clock.seconds["train"] = round(seconds, 2)
     if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:

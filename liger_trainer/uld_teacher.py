@@ -23,6 +23,7 @@ from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .model_teacher import ModelTeacher
 from .patching import announce
+from .resume_check import tokenizer_fingerprints
 from .text_alignment import aligned, partners, runs
 from .uld_loss import UldAnswer
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
@@ -63,6 +64,9 @@ class UldTeacher(ModelTeacher):
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         return None
+
+    def fingerprints(self) -> dict[str, Any]:
+        return {**super().fingerprints(), "tokenizer": tokenizer_fingerprints(self.tokenizer, self.tokenizer)}
 
     def prepare_dataset(
         self, prepare: PrepareRows, dataset: Any, packing: bool, name: str, *, tokenizer: Any, formatting_func: Any

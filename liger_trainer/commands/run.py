@@ -30,11 +30,14 @@ def resume(
     checkpoint: Annotated[
         str | None, typer.Option(metavar="NAME", help="Go on from this checkpoint instead of the newest.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on though data, tokenizer, model or teacher have changed since.")
+    ] = False,
 ) -> None:
     """Go on with an interrupted run from its newest checkpoint, with the settings it was started with."""
     from ..checkpoints import resumption
 
-    config, settings = resumption(run_dir, checkpoint, overrides or [])
+    config, settings = resumption(run_dir, checkpoint, overrides or [], force)
     start(config, settings, ["run", config, *settings], context.obj or [])
 
 

@@ -1,0 +1,416 @@
+"""A training goes on from a checkpoint with the data, tokenizer, model and teacher it was begun with, unless forced."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from peft import LoraConfig
+from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.cache_capture import capture
+from liger_trainer.cache_fingerprints import rows_fingerprint, sampled_fingerprint
+from liger_trainer.checkpoints import STATE, checkpoints_in
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError
+from liger_trainer.resume_check import KEY
+from liger_trainer.token_count import NAME
+
+RUN = """
+model_name_or_path: student
+dataset_name: rows.jsonl
+max_steps: 4
+save_strategy: steps
+save_steps: 2
+per_device_train_batch_size: 4
+learning_rate: 1e-2
+logging_steps: 1
+gradient_checkpointing: false
+max_length: 32
+holdout_fraction: 0.2
+num_sample_completions: 0
+use_cpu: true
+"""
+KINDS = {
+    "full": "output_dir: full\n",
+    "lora": "output_dir: lora\nuse_peft: true\nlora_r: 2\nlora_target_modules: [q_proj, v_proj]\n",
+    "distill": "output_dir: distill\nteacher_model_name_or_path: teacher\n",
+}
+
+
+def row(i: int) -> dict:
+    return {"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}, {"role": "assistant", "content": f"w{i + 2}"}]}
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+def cli(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three runs, of 4 steps each, with their models and rows."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    write_rows(folder / "rows.jsonl", [row(i) for i in range(20)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+        for name, settings in KINDS.items():
+            Path(f"{name}.yaml").write_text(RUN + settings)
+            assert cli("run", f"{name}.yaml") == 0
+    return folder
+
+
+@pytest.fixture
+def place(runs, tmp_path, monkeypatch):
+    """A copy of the folder, with the runs as they were when they were interrupted after step 2."""
+    folder = tmp_path / "place"
+    shutil.copytree(runs, folder)
+    for name in KINDS:
+        shutil.move(folder / name / "metrics.json", folder / f"{name}.json")
+        shutil.rmtree(folder / name / "checkpoint-4")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+    return folder
+
+
+def reverse():
+    lines = Path("rows.jsonl").read_text().splitlines()
+    Path("rows.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+
+
+def edit():
+    rows = [row(i) for i in range(20)]
+    rows[3]["messages"][1]["content"] = "w50"
+    write_rows(Path("rows.jsonl"), rows)
+
+
+def reword():
+    """Another template, which gives the same tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{# the same #}" + CHAT_TEMPLATE
+    tokenizer.save_pretrained("student")
+
+
+def swap_tokens():
+    file = Path("student/tokenizer.json")
+    table = json.loads(file.read_text())
+    vocabulary = table["model"]["vocab"]
+    vocabulary["w55"], vocabulary["w56"] = vocabulary["w56"], vocabulary["w55"]  # of which the rows have none
+    file.write_text(json.dumps(table))
+
+
+def replace(name: str, **changes):
+    def change():
+        shutil.rmtree(name)
+        tiny_model("llama_tied", **{"seed": 7, **changes}).save_pretrained(name)
+        tiny_tokenizer().save_pretrained(name)
+
+    return change
+
+
+CHANGES = {  # the run, what is done to it, and what is said of it
+    "reversed": ("full", reverse, [], ["train dataset (rows.jsonl): sha256 ", "eval dataset (rows.jsonl)"]),
+    "edited": ("lora", edit, [], ["train dataset (rows.jsonl): sha256 "]),
+    "template": ("full", reword, [], ["tokenizer: chat template "]),
+    "vocabulary": ("full", swap_tokens, [], ["tokenizer: vocabulary "]),
+    "model": ("full", replace("student"), [], ["model (student): weights before training "]),
+    "base": ("lora", replace("student"), [], ["model (student): frozen weights "]),
+    "name": ("full", list, ["model_name_or_path=teacher"], ["model (student, now teacher): weights before training "]),
+    "rope": ("full", replace("student", seed=0, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), [],
+             ["model (student): config.rope_parameters.rope_theta 10000.0 there, 500000.0 now\n"]),
+    "alpha": ("lora", list, ["lora_alpha=99"], ["model (student): adapter default.lora_alpha 32 there, 99 now\n"]),
+    "teacher": ("distill", replace("teacher"), [], ["teacher (teacher): weights "]),
+    "kind": ("distill", list, ["~teacher_model_name_or_path", "teacher=self", "use_peft=true"], ["teacher (teacher): "
+             "kind model there, self now"]),
+    "length": ("full", list, ["max_length=4"], ["train dataset (rows.jsonl): sha256 "]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_has_changed_is_named_and_refused(place, capsys, name):
+    run, change, settings, said = CHANGES[name]
+    change()
+    assert cli("resume", run, *settings) == 2
+    err = capsys.readouterr().err
+    assert f"{run}/checkpoint-2 was saved by a training that was begun with something else:" in err
+    assert all(f"\n  {line}" in err for line in said), err
+    parts = [line for line in err.splitlines() if line.startswith("  ")]
+    assert len(parts) == len(said) or name in ("edited", "length", "kind"), parts
+    assert f"liger-trainer resume {run} --checkpoint checkpoint-2 --force" in err
+    assert [path.name for path in checkpoints_in(place / run)] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("name", ["reversed", "template", "base", "teacher"])
+def test_a_forced_run_goes_on_and_is_then_a_run_of_what_it_went_on_with(place, capsys, name):
+    run, change, settings, said = CHANGES[name]
+    change()
+    with pytest.warns(UserWarning, match="with something else") as caught:
+        assert cli("resume", run, "--force", "max_steps=3", *settings) == 0
+    assert said[0] in str([w.message for w in caught])
+    assert "force_resume: " not in (place / run / "config.yaml").read_text().partition("# Defaults")[0]
+    capsys.readouterr()
+    assert cli("resume", run, "max_steps=4", *settings) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", KINDS)
+def test_what_is_untouched_goes_on_to_the_same_weights(place, runs, run):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(something else|does not say)")
+        assert cli("run", f"{run}.yaml", "resume_from_checkpoint=true") == 0
+    name = "adapter_model.safetensors" if run == "lora" else "model.safetensors"
+    assert (place / run / name).read_bytes() == (runs / run / name).read_bytes()
+    states = [json.loads((folder / run / "checkpoint-4" / STATE).read_text()) for folder in (place, runs)]
+    assert states[0]["stateful_callbacks"][NAME] == states[1]["stateful_callbacks"][NAME]
+
+
+def test_what_may_change_is_no_difference(place, capsys):
+    shutil.move("student", "moved")
+    shutil.move("rows.jsonl", "elsewhere.jsonl")
+    settings = ("max_steps=6", "logging_steps=2", "learning_rate=1e-3", "weight_decay=0.1", "eval_strategy=steps",
+                "per_device_train_batch_size=2", "gradient_accumulation_steps=2", "attn_implementation=eager",
+                "dtype=bfloat16", "model_name_or_path=moved", "dataset_name=elsewhere.jsonl")  # fmt: skip
+    assert cli("resume", "full", *settings) == 0, capsys.readouterr().err
+    assert cli("resume", "distill", *settings, "teacher_dtype=bfloat16") == 0, capsys.readouterr().err
+
+
+def test_force_needs_something_to_resume(place, capsys):
+    assert cli("validate", "full.yaml", "force_resume=true") == 2
+    assert "force_resume: has no effect without `resume_from_checkpoint: true`" in capsys.readouterr().err
+
+
+def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
+    file = place / "full" / "checkpoint-2" / STATE
+    state = json.loads(file.read_text())
+    del state["stateful_callbacks"][NAME][KEY]
+    file.write_text(json.dumps(state))
+    reverse()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cli("resume", "full") == 0, capsys.readouterr().err
+    assert sum("does not say what its training was begun with" in str(w.message) for w in caught) == 1
+
+
+# In Python
+
+
+def make(tmp_path, model=None, data=None, **arguments) -> Any:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+    return LigerTrainer(
+        model or tiny_model(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
+        processing_class=arguments.pop("tokenizer", None) or tiny_tokenizer(), **arguments,
+    )  # fmt: skip
+
+
+def resumed(trainer, tmp_path, **options):
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"), **options)
+    return trainer.model.state_dict()
+
+
+def test_a_trainer_refuses_other_rows_unless_forced(tmp_path):
+    first = make(tmp_path)
+    first.train()
+    rows = completions()
+    with pytest.raises(ConfigError, match=r"(?s)train dataset: sha256 \w+... there, .*force_resume=True") as refused:
+        resumed(make(tmp_path, data=rows.select(range(23, -1, -1))), tmp_path)
+    assert "liger-trainer resume" not in str(refused.value)
+    with pytest.raises(ConfigError, match="train dataset: rows 24 there, 23 now"):
+        make(tmp_path, data=rows.select(range(23))).train(True)  # the newest
+    with pytest.warns(UserWarning, match="with something else: train dataset: rows 24 there, 23 now"):
+        resumed(make(tmp_path, data=rows.select(range(23))), tmp_path, force_resume=True)
+
+
+def test_evaluation_rows_are_compared_by_name(tmp_path):
+    tests = {"easy": completions(4, seed=1), "hard": completions(4, seed=2)}
+    make(tmp_path, eval_dataset=tests).train()
+    with pytest.raises(ConfigError, match="hard dataset: sha256") as refused:
+        resumed(make(tmp_path, eval_dataset={**tests, "hard": tests["easy"]}), tmp_path)
+    assert "easy" not in str(refused.value)
+    resumed(make(tmp_path, eval_dataset={**tests, "new": completions(4, seed=3)}), tmp_path)
+    resumed(make(tmp_path), tmp_path)
+
+
+def test_a_model_that_trained_in_this_process_is_the_one_it_was(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trainer = make(tmp_path, model)
+    trainer.train()
+    want = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    again = [make(tmp_path, model), trainer, make(tmp_path, str(tmp_path / "model"))]
+    for each in again:
+        got = resumed(each, tmp_path)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    tiny_model(seed=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="weights before training"):
+        resumed(make(tmp_path, str(tmp_path / "model")), tmp_path)
+
+
+def test_what_is_drawn_at_random_and_is_in_the_checkpoint_may_differ(tmp_path):
+    """A model made from its configuration, and the rows of new tokens; but not what adapters are trained on."""
+    make(tmp_path / "a").train()
+    resumed(make(tmp_path / "a", tiny_model(seed=1)), tmp_path / "a")
+
+    tiny_model().save_pretrained(tmp_path / "model")
+    for folder, peft in (("b", None), ("c", LoraConfig(target_modules=["q_proj"], r=2))):
+        for train in (lambda t: t.train(), lambda t, folder=folder: resumed(t, tmp_path / folder)):
+            model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            model.resize_token_embeddings(70)
+            train(make(tmp_path / folder, model, peft_config=peft))
+    with pytest.raises(ConfigError, match="frozen weights"):
+        model = tiny_model(seed=1, vocab_size=70)
+        resumed(make(tmp_path / "c", model, peft_config=LoraConfig(target_modules=["q_proj"], r=2)), tmp_path / "c")
+
+
+def test_of_a_stream_everything_but_its_rows_is_compared(tmp_path):
+    make(tmp_path, data=texts().to_iterable_dataset()).train()
+    resumed(make(tmp_path, data=texts(seed=1).to_iterable_dataset()), tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="chat template .* there, none now"):
+        resumed(make(tmp_path, data=texts().to_iterable_dataset(), tokenizer=tokenizer), tmp_path)
+
+
+def distill(tmp_path, teacher=None, kind="model", **options) -> Any:
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+    args = train_args(LigerDistillConfig, teacher=kind, **saving, **options)
+    data = completions().add_column("who", ["a", "b"] * 12)
+    return LigerDistillTrainer(
+        tiny_model(), args=args, teacher_model=teacher, train_dataset=data, processing_class=tiny_tokenizer()
+    )
+
+
+def test_teachers_of_every_kind(tmp_path):
+    one, other = (tiny_model(seed=seed) for seed in (5, 6))
+    column = {"teacher_column": "who"}
+    swapped = {"a": other, "b": one}
+    distill(tmp_path, {"a": one, "b": other}, **column).train()
+    resumed(distill(tmp_path, {"a": one, "b": other}, **column), tmp_path)
+    with pytest.raises(ConfigError, match="teacher: teacher a.weights .* now, teacher b.weights .* now"):
+        resumed(distill(tmp_path, swapped, **column), tmp_path)
+    with pytest.raises(ConfigError, match="teacher: teachers a, b there, b, c now"):
+        resumed(distill(tmp_path, {"b": other, "c": one}), tmp_path)
+
+
+def test_another_cache(tmp_path):
+    def options(name):
+        return {"kind": "cache", "teacher_cache_dir": str(tmp_path / name)}
+
+    for seed, name in ((5, "one"), (6, "other")):
+        args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / name))
+        capture(tiny_model(seed=seed), args, tiny_tokenizer(), completions())
+    distill(tmp_path, **options("one")).train()
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    resumed(distill(tmp_path, **options("moved")), tmp_path)
+    with pytest.raises(ConfigError, match=r"teacher \(.*one, now .*other\): fingerprints.teacher \w+... there"):
+        resumed(distill(tmp_path, **options("other")), tmp_path)
+
+
+TWO = """
+import sys
+from pathlib import Path
+from test_resume_check import *
+
+folder = Path(sys.argv[1])
+make(folder).train()
+trainer = make(folder)
+if trainer.is_world_process_zero():
+    trainer.train_dataset = trainer.train_dataset.select(range(23, -1, -1))
+try:
+    resumed(trainer, folder)
+except ConfigError as error:
+    (folder / f"refused{trainer.args.process_index}").write_text(str(error))
+"""
+
+
+def test_all_processes_refuse_together(tmp_path):
+    """What the first one finds; the other would wait for it."""
+    (tmp_path / "two.py").write_text(TWO)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}:{root / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    done = subprocess.run([*command, tmp_path / "two.py", tmp_path], env=environment, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr.decode()
+    said = [(tmp_path / f"refused{rank}").read_text() for rank in (0, 1)]
+    assert said[0] == said[1] and "train dataset: sha256" in said[0]
+
+
+# The fingerprints
+
+
+def test_rows_are_known_by_their_content_and_order_however_they_lie(tmp_path):
+    def rows(numbers):
+        ids = [list(range(n, n + n % 7 + 1)) for n in numbers]
+        return Dataset.from_dict({"input_ids": ids, "labels": ids, "text": [f"{n}" for n in numbers]})
+
+    whole, want = rows(range(3000)), rows_fingerprint(rows(range(3000)))
+    whole.save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    same = {
+        "indices": rows(range(2999, -1, -1)).select(range(2999, -1, -1)),
+        "a slice": rows(range(-50, 3050)).select(range(50, 3050)),
+        "chunks": concatenate_datasets([rows(range(i, i + 100)) for i in range(0, 3000, 100)]),
+        "files": Dataset.load_from_disk(str(tmp_path / "saved")),
+        "columns": whole.select_columns(["text", "labels", "input_ids"]),
+    }
+    assert {name: rows_fingerprint(dataset) for name, dataset in same.items()} == dict.fromkeys(same, want)
+    other = {
+        "reversed": whole.select(range(2999, -1, -1)),
+        "two exchanged": whole.select([1, 0, *range(2, 3000)]),
+        "fewer": whole.select(range(2999)),
+        "a text": concatenate_datasets([whole.select(range(2999)), rows([2999]).map(lambda row: {"text": "x"})]),
+        "no text": whole.remove_columns("text"),
+        "a token": whole.map(lambda row, i: {"input_ids": [6] * 6} if i == 5 else {}, with_indices=True),
+        "a null": whole.map(lambda row, i: {"labels": None} if i == 5 else {}, with_indices=True),
+    }
+    found = {rows_fingerprint(dataset) for dataset in other.values()}
+    assert len(found) == len(other) and want not in found
+    borders = [Dataset.from_dict({"input_ids": ids}) for ids in ([[1, 2], [3]], [[1], [2, 3]])]
+    assert rows_fingerprint(borders[0]) != rows_fingerprint(borders[1])
+
+
+def test_weights_are_known_in_every_dtype_and_not_where_they_are_not():
+    weights = {"a": torch.randn(70, 64), "b": torch.randn(5), "count": torch.arange(9)}
+    want = sampled_fingerprint(weights.items())
+    assert want == sampled_fingerprint({**weights, "a": weights["a"].bfloat16()}.items())
+    assert want == sampled_fingerprint({**weights, "a": weights["a"].T.contiguous().T}.items())
+    tuned = weights["a"] * (1 + 1e-3 * torch.randn(70, 64))
+    for name, other in (("a", tuned), ("a", weights["a"].view(64, 70)), ("b", -weights["b"]), ("c", torch.ones(1))):
+        assert sampled_fingerprint({**weights, name: other}.items()) != want
+    assert sampled_fingerprint([("a", torch.empty(3, device="meta"))]) is None
+    assert sampled_fingerprint([("a", torch.empty(0))]) is sampled_fingerprint([]) is None  # ZeRO-3's; none at all
+
+
+def test_a_large_weight_is_sampled_over_its_rows_and_columns():
+    weight = torch.randn(4096, 1024)
+    want = sampled_fingerprint([("a", weight)])
+    for part in (weight[:64], weight[-64:], weight[:, :16], weight[:, -16:], weight[1::2], weight[:, 1::2]):
+        part.neg_()
+        assert sampled_fingerprint([("a", weight)]) != want
+        part.neg_()
+    assert sampled_fingerprint([("a", weight)]) == want
