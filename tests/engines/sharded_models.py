@@ -108,17 +108,16 @@ def error(got, want):
 def main(path):
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.set_default_device(device())
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
-    ids = torch.randint(96, (ROWS, LENGTH), generator=torch.Generator(device()).manual_seed(0))
+    ids = torch.randint(96, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device())
     mine = ids[rank * ROWS // size : (rank + 1) * ROWS // size]
     items = torch.tensor(ROWS * (LENGTH - 1))
     ways = {"plain": {}, "ours": {"fused_lm_head": True, "num_items_in_batch": items, "num_processes": size}}
     results = {}
     for case in cases():
         precision, placement, adapters, tied, reshard = case
-        plain = model_of(adapters, tied)
+        plain = model_of(adapters, tied).to(device())
         loss, want = gradients(copy.deepcopy(plain), ids)
         results[case] = {"loss": loss}
         for name, kwargs in ways.items():
@@ -129,7 +128,7 @@ def main(path):
             with torch.no_grad():  # an evaluation before leaves nothing behind
                 model.eval()(input_ids=mine, labels=mine)
             loss, got = gradients(model, mine, **kwargs)
-            total = torch.tensor(loss)
+            total = torch.tensor(loss, device=device())
             dist.all_reduce(total)
             results[case][name] = {"loss": total.item() / size, "error": error(got, want)}
     if rank == 0:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from engines.sharded_models import cases
+from engines.twenty_steps import save_models
 from processes import HERE, run_on
 
 pytestmark = [
@@ -33,25 +34,41 @@ def test_gradients_of_a_sharded_model(gradients, case):
     assert result["ours"]["error"] < limit and result["plain"]["error"] < 0.1
 
 
-def launched(path, engine, processes, *arms):
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    save_models(directory)
+    return directory
+
+
+def launched(directory, engine, processes, *arms):
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{engine}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", str(processes), str(HERE / "engines" / "twenty_steps.py"), str(path), *arms]
+    command += ["--num_processes", str(processes), str(HERE / "engines" / "twenty_steps.py"), str(directory), engine]
     paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=280
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([*command, *arms], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(path.read_text())
+    return json.loads((directory / f"{engine}.json").read_text())
 
 
-def test_twenty_steps_are_those_of_sfttrainer_and_of_one_gpu(tmp_path):
-    two = launched(tmp_path / "two.json", "fsdp2", 2, "sft", "liger", "sft lora", "liger lora", "kd", "kd lora")
-    one = launched(tmp_path / "one.json", "single_gpu", 1, "liger", "liger lora", "kd", "kd lora")
+def assert_same_steps(got, want):
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-3)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
+
+
+def test_fsdp2_steps_are_those_of_sfttrainer_and_of_one_gpu(models):
+    arms = ("liger", "liger tied", "liger lora", "kd", "kd lora")
+    two = launched(models, "fsdp2", 2, "sft", "sft tied", "sft lora", *arms)
+    one = launched(models, "single_gpu", 1, *arms)
     assert all("FSDP" in run["engine"] for run in two.values())
-    assert not any("FSDP" in run["engine"] for run in one.values())
-    pairs = [(two["liger"], two["sft"]), (two["liger lora"], two["sft lora"])]
-    pairs += [(two[name], run) for name, run in one.items()]
-    for got, want in pairs:
-        assert got["loss"] == pytest.approx(want["loss"], rel=1e-3)
-        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
+    for kind in ("", " tied", " lora"):
+        assert_same_steps(two[f"liger{kind}"], two[f"sft{kind}"])
+    for name, run in one.items():
+        assert_same_steps(two[name], run)
+
+
+def test_fsdp1_steps_are_those_of_sfttrainer(models):
+    runs = launched(models, "fsdp1", 2, "sft", "sft tied", "liger", "liger tied")
+    assert_same_steps(runs["liger"], runs["sft"])
+    assert_same_steps(runs["liger tied"], runs["sft tied"])

@@ -1,14 +1,16 @@
 """Twenty steps of a small Qwen3 in bf16 on whatever engine `accelerate launch` has chosen: losses and gradient norms.
 
-    accelerate launch --config_file fsdp2.yaml tests/engines/twenty_steps.py PATH ARM...
+    accelerate launch --config_file fsdp2.yaml tests/engines/twenty_steps.py DIRECTORY NAME ARM...
 
-An arm is "sft", "liger" or "kd", with " lora" behind it for adapters; PATH gets the logs of each as JSON.
+DIRECTORY holds what `save_models` puts there, and gets the logs of each arm in NAME.json. An arm is "sft", "liger" or
+"kd"; "lora" behind it is for adapters, "tied" for tied embeddings.
 """
 
 import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -23,12 +25,12 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 ROWS, LENGTH, STEPS, VOCAB = 8, 512, 20, 32_000
 
 
-def model(seed, layers):
-    torch.manual_seed(seed)
+def save_models(directory):
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
-    return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=False, head_dim=64, **sizes)
-    ).to(torch.bfloat16)
+    for name, layers, tied in (("student", 4, False), ("student tied", 4, True), ("teacher", 6, False)):
+        torch.manual_seed(layers)
+        config = Qwen3Config(vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=tied, head_dim=64, **sizes)
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory / name)
 
 
 def rows():
@@ -39,37 +41,38 @@ def rows():
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
 
 
-def run(arm):
-    name, *adapters = arm.split()
+def run(directory, arm):
+    name, *how = arm.split()
+    student = str(directory / ("student tied" if "tied" in how else "student"))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     options = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": ROWS // processes, "max_steps": STEPS,
         "bf16": True, "learning_rate": 3e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "save_strategy": "no", "disable_tqdm": True, "max_length": LENGTH, "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True}, "seed": 7,
+        "model_init_kwargs": {"dtype": "bfloat16"},
     }  # fmt: skip
     common = {"train_dataset": rows(), "processing_class": tiny_tokenizer()}
-    if adapters:
+    if "lora" in how:
         common["peft_config"] = LoraConfig(r=16, target_modules="all-linear")
     if name == "kd":
         args = LigerDistillConfig(**options, losses=[{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}])
-        trainer = LigerDistillTrainer(model(0, 4), teacher_model=model(1, 6), args=args, **common)
+        trainer = LigerDistillTrainer(student, teacher_model=str(directory / "teacher"), args=args, **common)
     else:
-        trainer = (SFTTrainer if name == "sft" else LigerTrainer)(model(0, 4), args=SFTConfig(**options), **common)
+        trainer = (SFTTrainer if name == "sft" else LigerTrainer)(student, args=SFTConfig(**options), **common)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     engine = str(trainer.accelerator.distributed_type)
     return {"engine": engine, **{key: [log[key] for log in logs] for key in ("loss", "grad_norm")}}
 
 
-def main(path, *arms):
+def main(directory, name, *arms):
     results = {}
     for arm in arms:
         forget()
-        results[arm] = run(arm)
+        results[arm] = run(Path(directory), arm)
     if int(os.environ.get("RANK", 0)) == 0:
-        with open(path, "w") as file:
-            json.dump(results, file)
+        (Path(directory) / f"{name}.json").write_text(json.dumps(results))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
