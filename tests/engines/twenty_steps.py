@@ -52,6 +52,7 @@ def run(directory, arm):
         "dataset_kwargs": {"skip_prepare_dataset": True}, "seed": 7,
         "model_init_kwargs": {"dtype": "bfloat16"},
     }  # fmt: skip
+    torch.manual_seed(7)  # of the adapters
     common = {"train_dataset": rows(), "processing_class": tiny_tokenizer()}
     if "lora" in how:
         common["peft_config"] = LoraConfig(r=16, target_modules="all-linear")
