@@ -16,8 +16,9 @@ import torch
 from datasets import Dataset
 from engines.fsdp2_on_cpu import forget
 from peft import LoraConfig
-from tiny import tiny_tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -31,6 +32,11 @@ def save_models(directory):
         torch.manual_seed(layers)
         config = Qwen3Config(vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=tied, head_dim=64, **sizes)
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory / name)
+
+
+def tokenizer():
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
 
 
 def rows():
@@ -47,13 +53,13 @@ def run(directory, arm):
     processes = int(os.environ.get("WORLD_SIZE", 1))
     options = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": ROWS // processes, "max_steps": STEPS,
-        "bf16": True, "learning_rate": 3e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
+        "bf16": True, "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "save_strategy": "no", "disable_tqdm": True, "max_length": LENGTH, "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True}, "seed": 7,
         "model_init_kwargs": {"dtype": "bfloat16"},
     }  # fmt: skip
     torch.manual_seed(7)  # of the adapters
-    common = {"train_dataset": rows(), "processing_class": tiny_tokenizer()}
+    common = {"train_dataset": rows(), "processing_class": tokenizer()}
     if "lora" in how:
         common["peft_config"] = LoraConfig(r=16, target_modules="all-linear")
     if name == "kd":
