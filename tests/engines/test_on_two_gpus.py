@@ -47,13 +47,15 @@ def launched(directory, engine, processes, *arms):
     command += ["--num_processes", str(processes), str(HERE / "engines" / "twenty_steps.py"), str(directory), engine]
     paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     done = subprocess.run([*command, *arms], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads((directory / f"{engine}.json").read_text())
 
 
-def assert_same_steps(got, want):
-    assert got["loss"] == pytest.approx(want["loss"], rel=1e-3)
+def assert_same_steps(got, want, rounded=False):
+    """rounded: FSDP2 has rounded the wanted losses to bf16."""
+    assert got["loss"] == pytest.approx(want["loss"], rel=5e-3 if rounded else 1e-3)
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
 
 
@@ -63,7 +65,7 @@ def test_fsdp2_steps_are_those_of_sfttrainer_and_of_one_gpu(models):
     one = launched(models, "single_gpu", 1, *arms)
     assert all("FSDP" in run["engine"] for run in two.values())
     for kind in ("", " tied", " lora"):
-        assert_same_steps(two[f"liger{kind}"], two[f"sft{kind}"])
+        assert_same_steps(two[f"liger{kind}"], two[f"sft{kind}"], rounded=True)
     for name, run in one.items():
         assert_same_steps(two[name], run)
 
