@@ -201,8 +201,6 @@ class EvaluationOfEachRow(SFTTrainer):
         if self._loss_only:  # for transformers' mean of the batches' losses, which is not the one that is logged
             return accelerator.gather(data)
         own: Any = recursively_apply(lambda x: x[: self.evaluated_rows], data)
-        if self.args.eval_use_gather_object:
-            return accelerator.gather_for_metrics(own, use_gather_object=True)
         counts: Any = accelerator.gather(torch.tensor([self.evaluated_rows], device=accelerator.device))
         ends = list(enumerate(counts.tolist()))
         padded = accelerator.gather(accelerator.pad_across_processes(own, dim=0, pad_index=-100))

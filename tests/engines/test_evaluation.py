@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce",
 KD = {"losses": LOSSES, "beta": 0.3, "temperature": 2.0}
 OF_A_TEACHER = ("kd_loss", "ce_loss", "_kl", "agreement_at_1", "student_perplexity", "teacher_perplexity",
                 "teacher_entropy", "loss/jsd")  # fmt: skip
+HIDDEN = {"type": "hidden_mse", "weight": 0.3, "layers": "last"}
 TIMES = ("runtime", "per_second", "preparation_time")
 
 
@@ -62,13 +64,13 @@ def distill(model=None, rows=rows_of, **options):
     )  # fmt: skip
 
 
-def evaluated(trainer):
-    return trainer.evaluate()
-
-
 def routed(**options):
     entries = [{"name": name, "weight": 1.0} for name in ("math", "code")]
     return distill({"math": teacher(), "code": teacher(7)}, teachers=entries, teacher_column="domain", **options)
+
+
+def prompts(n):
+    return rows_of(n).remove_columns(["completion", "domain"])
 
 
 def streamed(rows):
@@ -82,12 +84,11 @@ def loss_of_logits(outputs, labels, num_items_in_batch=None):
 def accuracy(prediction):
     hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
     return {"rows": len(hits), "accuracy": hits[prediction.label_ids[:, 1:] != -100].mean(),
-            "tokens": (prediction.inputs != -100).sum(), "order": (np.arange(len(hits)) * prediction.inputs[:, 0]).sum()}  # fmt: skip
+            "in_order": (np.arange(len(hits)) * prediction.inputs[:, 0]).sum()}  # fmt: skip
 
 
 def with_logits(**options):
-    given = {"compute_metrics": accuracy}
-    return sft(given=given, include_for_metrics=["inputs"], eval_do_concat_batches=True, **options)
+    return sft(given={"compute_metrics": accuracy}, include_for_metrics=["inputs"], **options)
 
 
 def predicted(trainer):
@@ -101,122 +102,141 @@ def predicted(trainer):
     return found
 
 
-def while_training(trainer):
-    """What an evaluation in training logs, of a callback."""
-    trainer.train()
-    metrics = {k: v for log in trainer.state.log_history for k, v in log.items() if k.startswith("eval_")}
-    # the trainer's own, over batches and over what accelerate repeats
-    return {k: v for k, v in metrics.items() if k.endswith(OF_A_TEACHER)}
-
-
 def called_back(cls, config, rows, **options):
+    """What an evaluation in training adds to the log. The rest is the trainer's own, with what is repeated."""
     args = {"max_steps": 1, "learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1,
             "per_device_eval_batch_size": BATCH, **options}  # fmt: skip
-    return cls(
+    trainer = cls(
         tiny_model(), args=train_args(config, **args), train_dataset=rows(24), processing_class=tiny_tokenizer(),
         eval_dataset={str(n): rows(n) for n in ROWS}, callbacks=[DistillationCallback(teacher(), **KD)],
         data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()) if cls is Trainer else None,
     )  # fmt: skip
+    trainer.train()
+    logged = {name: x for log in trainer.state.log_history for name, x in log.items() if name.startswith("eval_")}
+    return {name: x for name, x in logged.items() if name.endswith(OF_A_TEACHER)}
+
+
+def warned_of_unknown_rows():
+    """Whether the callback says that it cannot tell which rows are repeated."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        called_back(SFTTrainer, SFTConfig, rows_of, padding_free=True, max_length=None,
+                    train_sampling_strategy="group_by_length")  # fmt: skip
+    return {"warned": any("accelerate fills" in str(warning.message) for warning in caught)}  # fmt: skip
 
 
 def tokenized(n):
     return distill(rows=lambda _: rows_of(n)).train_dataset.select_columns(["input_ids", "labels"])
 
 
-HOW = "accelerator_config"
+SPLIT, UNEVEN, DISPATCHED, SHARDED = (
+    {"accelerator_config": {name: value}}
+    for name, value in (
+        ("split_batches", True), ("even_batches", False), ("dispatch_batches", True), ("dispatch_batches", False),
+    )
+)  # fmt: skip
+PADDING_FREE = {"padding_free": True, "max_length": None}
 CASES = {
-    "sft": lambda: evaluated(sft()),
-    "padding_free": lambda: evaluated(sft(padding_free=True, max_length=None)),
-    "packing": lambda: evaluated(sft(packing=True, max_length=24)),
-    "label_smoothing": lambda: evaluated(sft(label_smoothing_factor=0.1)),
-    "moe": lambda: evaluated(sft(tiny_model("mixtral"))),
-    "compute_loss_func": lambda: evaluated(sft(tiny_model("mixtral"), given={"compute_loss_func": loss_of_logits})),
-    "group_by_length": lambda: evaluated(sft(train_sampling_strategy="group_by_length")),
-    "workers": lambda: evaluated(sft(dataloader_num_workers=2)),
-    "split_batches": lambda: evaluated(sft(per_device_eval_batch_size=12, **{HOW: {"split_batches": True}})),
-    "even_batches": lambda: evaluated(sft(**{HOW: {"even_batches": False}})),
-    "dispatch_batches": lambda: evaluated(sft(rows=even_rows, **{HOW: {"dispatch_batches": True}})),
-    "stream": lambda: evaluated(sft(wrap=streamed, **{HOW: {"dispatch_batches": False}}, max_steps=1)),
-    "stream_dispatched": lambda: evaluated(sft(rows=even_rows, wrap=streamed, max_steps=1)),
-    "compute_metrics": lambda: evaluated(with_logits()),
-    "compute_metrics_dispatched": lambda: evaluated(with_logits(rows=even_rows, **{HOW: {"dispatch_batches": True}})),
+    # LigerTrainer, and how rows come into batches
+    "padded": lambda: sft().evaluate(),
+    "padding_free": lambda: sft(**PADDING_FREE).evaluate(),
+    "packing": lambda: sft(packing=True, max_length=24).evaluate(),
+    "group_by_length": lambda: sft(train_sampling_strategy="group_by_length").evaluate(),
+    "workers": lambda: sft(dataloader_num_workers=2).evaluate(),
+    "split_batches": lambda: sft(per_device_eval_batch_size=12, **SPLIT).evaluate(),
+    "even_batches": lambda: sft(**UNEVEN).evaluate(),
+    "dispatch_batches": lambda: sft(rows=even_rows, **DISPATCHED).evaluate(),
+    "stream": lambda: sft(wrap=streamed, max_steps=1, **SHARDED).evaluate(),
+    "stream_dispatched": lambda: sft(rows=even_rows, wrap=streamed, max_steps=1).evaluate(),
+    # whatever is measured
+    "aux_loss": lambda: sft(tiny_model("mixtral")).evaluate(),
+    "label_smoothing": lambda: sft(label_smoothing_factor=0.1).evaluate(),
+    "compute_loss_func": lambda: sft(tiny_model("mixtral"), given={"compute_loss_func": loss_of_logits}).evaluate(),
+    "compute_metrics": lambda: with_logits().evaluate(),
+    "compute_metrics_dispatched": lambda: with_logits(rows=even_rows, **DISPATCHED).evaluate(),
     "predict": lambda: predicted(sft()),
-    "kd": lambda: evaluated(distill()),
-    "kd_padding_free": lambda: evaluated(distill(padding_free=True, max_length=None)),
-    "hidden": lambda: evaluated(distill(losses=[*LOSSES, {"type": "hidden_mse", "weight": 0.3, "layers": "last"}])),
-    "teachers": lambda: evaluated(routed()),
-    "on_policy": lambda: evaluated(distill(rows=prompts, lmbda=1.0, max_completion_length=6,
-                                           generation_kwargs={"do_sample": False})),
-    "callback_sft": lambda: while_training(called_back(SFTTrainer, SFTConfig, rows_of)),
-    "callback_padding_free": lambda: while_training(
-        called_back(SFTTrainer, SFTConfig, rows_of, padding_free=True, max_length=None)
+    # a teacher's
+    "kd": lambda: distill().evaluate(),
+    "kd_padding_free": lambda: distill(**PADDING_FREE).evaluate(),
+    "hidden": lambda: distill(losses=[*LOSSES, HIDDEN]).evaluate(),
+    "by_teacher": lambda: routed().evaluate(),
+    "sampled": lambda: distill(rows=prompts, lmbda=1.0, max_completion_length=6).evaluate(),
+    # a callback's, in trainers that repeat rows
+    "callback": lambda: called_back(SFTTrainer, SFTConfig, rows_of),
+    "callback_in_trainer": lambda: called_back(Trainer, TrainingArguments, tokenized),
+    "callback_padding_free": lambda: called_back(SFTTrainer, SFTConfig, rows_of, **PADDING_FREE),
+    "callback_packing": lambda: called_back(SFTTrainer, SFTConfig, rows_of, packing=True, max_length=24),
+    "callback_dispatched": lambda: called_back(SFTTrainer, SFTConfig, even_rows, **DISPATCHED),
+    "callback_split": lambda: called_back(
+        SFTTrainer, SFTConfig, rows_of, per_device_train_batch_size=12, per_device_eval_batch_size=12, **SPLIT
     ),
-    "callback_packing": lambda: while_training(
-        called_back(SFTTrainer, SFTConfig, rows_of, packing=True, max_length=24)
-    ),
-    "callback_dispatched": lambda: while_training(
-        called_back(SFTTrainer, SFTConfig, even_rows, **{HOW: {"dispatch_batches": True}})
-    ),
-    "callback_split": lambda: while_training(
-        called_back(SFTTrainer, SFTConfig, rows_of, per_device_eval_batch_size=12, per_device_train_batch_size=12,
-                    **{HOW: {"split_batches": True}})
-    ),
-    "callback_trainer": lambda: while_training(called_back(Trainer, TrainingArguments, tokenized)),
-}  # fmt: skip
+}
+UNKNOWN = "callback_unknown"
 
 
-def prompts(n):
-    return rows_of(n).remove_columns(["completion", "domain"])
+def results(cases):
+    """Of each case the metrics, without times."""
+    return {
+        name: {metric: x for metric, x in case().items() if metric != "epoch" and not metric.endswith(TIMES)}
+        for name, case in cases.items()
+    }
 
 
-def results():
-    found = {}
-    for name, case in CASES.items():
-        metrics = case()
-        found[name] = {k: v for k, v in metrics.items() if not k.endswith(TIMES) and k != "epoch"}
-    return found
+@pytest.fixture(scope="module")
+def one():
+    return results({**CASES, UNKNOWN: warned_of_unknown_rows})
 
 
-def launch(processes: int, out: Path) -> list[dict]:
-    """What each of several processes found."""
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Of 2 and of 3 processes what each of them has found; all at a time, since most of it is imports."""
+    started = {count: start(count, tmp_path_factory.mktemp(f"{count}")) for count in (2, 3)}
+    processes = [process for group in started.values() for process, _ in group]
+    try:
+        codes = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [file.with_suffix(".log").read_text()[-4000:] for group in started.values() for _, file in group]
+    assert not any(codes), "\n".join(logs)
+    return {count: [torch.load(file) for _, file in group] for count, group in started.items()}
+
+
+def start(count: int, folder: Path) -> list[tuple[subprocess.Popen, Path]]:
+    """Processes that find each other, and the file that each of them writes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    tests = Path(__file__).parents[1]
+    tests, begun = Path(__file__).parents[1], []
     common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1",
-        "LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
     }  # fmt: skip
-    files = [out / f"{rank}.pt" for rank in range(processes)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(file)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, file in enumerate(files)
-    ]  # fmt: skip
-    try:
-        output = [process.communicate(timeout=400)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(output)
-    return [torch.load(file) for file in files]
+    for rank in range(count):
+        file, environment = folder / f"{rank}.pt", {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with file.with_suffix(".log").open("w") as log:
+            command = [sys.executable, __file__, str(file)]
+            begun.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment), file))
+    return begun
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_of_one_process(one, several, case, count):
+    want = one[case]
+    assert {name.split("_")[0 if case == "predict" else 1] for name in want} == {str(n) for n in ROWS}
+    for got in several[count]:
+        assert got[case].keys() == want.keys()
+        for name, value in want.items():
+            assert got[case][name] == (value if isinstance(value, list) else pytest.approx(value, rel=1e-6)), name
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_callback_says_where_it_counts_rows_twice(one, several, count):
+    assert not one[UNKNOWN]["warned"] and all(got[UNKNOWN]["warned"] for got in several[count])
 
 
 if __name__ == "__main__":
-    import traceback
-    found = {}
-    only = sys.argv[2:] 
-    for name, case in CASES.items():
-        if only and name not in only: continue
-        try:
-            found[name] = {k: v for k, v in case().items() if not k.endswith(TIMES) and k != "epoch"}
-        except BaseException:
-            print("FAILED", name, flush=True)
-            traceback.print_exc()
-    torch.save(found, sys.argv[1])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    torch.save(results({**CASES, UNKNOWN: warned_of_unknown_rows}), sys.argv[1])
+    torch.distributed.destroy_process_group()
