@@ -109,7 +109,9 @@ def rows_that_count(rows: int) -> int:
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
         return rows
-    return min(max(state.remainder - PartialState().process_index * rows, 0), rows)
+    shard = getattr(state.active_dataloader, "batch_sampler", None)
+    index = getattr(shard, "process_index", PartialState().process_index)  # less where processes share a batch
+    return min(max(state.remainder - index * rows, 0), rows)
 
 
 def tokens_that_count(mask: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class EvaluationOfEachRow(SFTTrainer):
                 dataset = self._remove_unused_columns(dataset, description=description)
             sampler = (sampler_fn and sampler_fn(dataset)) or SequentialSampler(dataset)
             rows = FilledRows(dataset, multiple)
-            loader = make(rows, description, batch_size, lambda rows: FilledSampler(sampler, rows), **kwargs)
+            loader = make(rows, description, batch_size, lambda _: FilledSampler(sampler, rows), **kwargs)
         loader.base_dataloader.collate_fn = CollatorOfEachOnce(loader.base_dataloader.collate_fn)
         return loader
 
@@ -182,18 +184,25 @@ class EvaluationOfEachRow(SFTTrainer):
         return parallelism is not None and parallelism.sp_enabled
 
     def evaluation_loop(self, *args, **kwargs):
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1 and not self._shards_sequences():
             self.gather_function = self._gather_once
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
         self._loss_only = prediction_loss_only
-        rows = len(inputs["labels"])
-        self.evaluated_rows = 0 if inputs.pop(REPEATED, False) else rows_that_count(rows)
-        if 0 < self.evaluated_rows < rows:
-            inputs = {**inputs, "labels": inputs["labels"].clone()}
-            inputs["labels"][self.evaluated_rows :] = -100
+        if not self._shards_sequences():  # whose batches are parts of rows
+            inputs = self._without_repeated(inputs)
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _without_repeated(self, inputs: Any) -> Any:
+        """The batch with nothing to learn in rows that are repeated. Where all are, none counts: it stays as it is."""
+        labels = inputs["labels"]
+        self.evaluated_rows = 0 if inputs.pop(REPEATED, False) else rows_that_count(len(labels))
+        if self.evaluated_rows in (0, len(labels)):
+            return inputs
+        labels = labels.clone()
+        labels[self.evaluated_rows :] = -100
+        return {**inputs, "labels": labels}
 
     def _gather_once(self, data: Any) -> Any:
         """The rows of all processes that count."""

@@ -158,8 +158,7 @@ class OnPolicy:
         if writer == STUDENT and self._vllm is not None:
             completions = self._vllm.sample(flat, step)
         else:
-            rank = 0 if evaluation else self._trainer.accelerator.process_index
-            seed = self._seed(rank, step, writer == TEACHER, evaluation)
+            seed = self._seed(step, writer == TEACHER, evaluation)
             if writer == STUDENT:
                 completions = self._sampler.sample(self._trainer.student, flat, seed)
             else:
@@ -177,9 +176,11 @@ class OnPolicy:
         made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
         return {**batch, **made}
 
-    def _seed(self, *which: int) -> int:
+    def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
         """Of the draws of one call; in training each rank's own."""
-        return int(np.random.SeedSequence((self._args.seed, *which)).generate_state(1)[0])
+        rank = 0 if evaluation else self._trainer.accelerator.process_index
+        entropy = (self._args.seed, rank, step, of_teacher, evaluation)
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     def _count(self, batches: list[Batch], seconds: float) -> None:
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)

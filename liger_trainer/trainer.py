@@ -31,7 +31,8 @@ class LigerTrainer(EvaluationOfEachRow):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
-    and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
+    and perplexity; in evaluation each is a mean over tokens, equal on any number of processes, where TRL's are over
+    batches. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
     logits from a second forward. `compute_loss_func` gets them too, and takes the place of the fused loss.
 
     The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
