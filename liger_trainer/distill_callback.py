@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from trl.trainer.utils import create_model_from_path
 
 from .errors import ConfigError
+from .evaluation_rows import tokens_that_count
 from .fused import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
 from .hidden_losses import HiddenLosses
 from .loss_plan import SKEW_ALPHA, plan_of, without_effect
@@ -179,8 +180,10 @@ class DistillationCallback(TrainerCallback):
             return teacher_logits(self.teacher, self.teacher, *args, **{**inputs, "use_cache": False})
 
     def _record(self, mode: str, outputs: TokenLossOutput) -> None:
-        sums = {name: value.sum(dtype=torch.float64) for name, value in per_token_values(outputs).items()}
-        self._metrics[mode].add(sums, outputs.label_mask.sum(dtype=torch.float64))
+        counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
+        values = per_token_values(outputs).items()
+        sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
+        self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))
 
 
 class _DistillationLoss(FusedLoss):

@@ -140,8 +140,11 @@ class OnPolicy:
         return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
 
     def replace_in_eval(self, batch: Batch, index: int) -> Batch:
-        """An evaluation's batch of prompts alone, completed by the student."""
-        return self._sampled([batch], STUDENT, self._trainer.state.global_step, 1 + index)[0]
+        """An evaluation's batch of prompts alone, completed by the student: the `index`th of this process, from 1. Its
+        place among those of all processes decides what is drawn, so that it is what one process draws."""
+        accelerator = self._trainer.accelerator
+        place = (index - 1) * accelerator.num_processes + accelerator.process_index
+        return self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)[0]
 
     def figures(self) -> dict[str, float]:
         """What was sampled since the last call, over all ranks, for the logs."""
@@ -178,10 +181,11 @@ class OnPolicy:
         made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
         return {**batch, **made}
 
-    def _seed(self, *which: int) -> int:
-        """Of the draws of one call, each rank's own."""
-        rank = self._trainer.accelerator.process_index
-        return int(np.random.SeedSequence((self._args.seed, rank, *which)).generate_state(1)[0])
+    def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
+        """Of the draws of one call; in training each rank's own."""
+        rank = 0 if evaluation else self._trainer.accelerator.process_index
+        entropy = (self._args.seed, rank, step, of_teacher, evaluation)
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     def _count(self, batches: list[Batch], seconds: float) -> None:
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)

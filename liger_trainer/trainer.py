@@ -19,6 +19,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .chat_rows import check_chats, datasets_in_messages
 from .errors import ConfigError, DataError
+from .evaluation_rows import EvaluationOfEachRow
 from .fused import TokenLossOutput
 from .losses import LossOptions
 from .metrics import TokenMetrics
@@ -31,11 +32,12 @@ from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
 from .weights import load_whole
 
 
-class LigerTrainer(SFTTrainer):
+class LigerTrainer(EvaluationOfEachRow):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
-    and perplexity. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
+    and perplexity; in evaluation each is a mean over tokens, equal on any number of processes, where TRL's are over
+    batches. `label_smoothing_factor` and `loss_type="dft"` are part of the fused loss. `compute_metrics` gets
     logits from a second forward. `compute_loss_func` gets them too, and takes the place of the fused loss.
 
     The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
@@ -187,13 +189,15 @@ class LigerTrainer(SFTTrainer):
             del self.model._is_accelerate_prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.compute_loss_func is not None or self._shards_sequences():
+        if self._shards_sequences() or (self.compute_loss_func is not None and self.model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._own_loss()
         inputs["use_cache"] = False
-        teacher_inputs = self._teacher_inputs(inputs)
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
+        if self.compute_loss_func is not None:
+            return self._evaluate_given_loss(model, inputs, return_outputs, num_items_in_batch)
+        teacher_inputs = self._teacher_inputs(inputs)
         outputs = model(
             **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
             num_processes=self._averaged_over(),
@@ -204,7 +208,7 @@ class LigerTrainer(SFTTrainer):
                 "the same model, and does not return the fused loss. Make the other trainer when this one is done."
             )
         outputs = outputs.in_fp32()
-        self._record(inputs, outputs)
+        self._record(inputs, outputs, num_items_in_batch)
         loss = outputs.token_loss
         if self.aux_loss_enabled:
             # A mean over the micro-batch, where the tokens' loss is already a share of the whole batch.
@@ -229,31 +233,56 @@ class LigerTrainer(SFTTrainer):
     def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    def _shards_sequences(self) -> bool:
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.sp_enabled
-
     def _averaged_over(self) -> int:
         """Of how many ranks the gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // self.get_tp_size()
 
-    def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput) -> None:
+    def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
-        mode = "train" if self.model.training else "eval"
         sums = {name: value.sum(dtype=torch.float64) for name, value in self._per_token(outputs).items()}
-        local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), _num_tokens(inputs)])
+        if not self.model.training:
+            return self._record_evaluated(outputs, sums, num_items)
+        read = _num_tokens(inputs).to(outputs.label_mask.device)  # a model spread over devices ends on another
+        local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
-        self._add(mode, dict(zip(sums, totals, strict=True)), tokens)
+        self._add("train", dict(zip(sums, totals, strict=True)), tokens)
         entropy = totals[list(sums).index("entropy")]
-        self._metrics[mode]["entropy"].append(entropy / tokens.clamp(min=1))
-        self._metrics[mode]["mean_token_accuracy"].append(correct / tokens.clamp(min=1))
-        if mode == "train":
-            self._total_train_tokens = self._total_train_tokens + seen / self._tp_size
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        self._metrics["train"]["entropy"].append(entropy / tokens.clamp(min=1))
+        self._metrics["train"]["mean_token_accuracy"].append(correct / tokens.clamp(min=1))
+        self._total_train_tokens = self._total_train_tokens + seen / self._tp_size
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
-            self._metrics[mode]["aux_loss"].append(self.accelerator.reduce(outputs.aux_loss.detach(), "mean"))
+            self._metrics["train"]["aux_loss"].append(self.accelerator.reduce(outputs.aux_loss.detach(), "mean"))
+
+    def _record_evaluated(
+        self, outputs: TokenLossOutput, sums: dict[str, Tensor], num_items: Tensor | float | None
+    ) -> None:
+        """In evaluation everything is a mean over tokens, so that it does not depend on how rows are batched: the loss
+        too, and the auxiliary loss of a micro-batch counts as often as it has tokens."""
+        tokens = _count(outputs.label_mask)
+        sums["mean_token_accuracy"] = _count(outputs.is_top1)
+        items = tokens if num_items is None else num_items / self._averaged_over()
+        sums["loss"] = outputs.token_loss.double() * items
+        if self.aux_loss_enabled:
+            sums["aux_loss"] = outputs.aux_loss.double() * tokens
+            if self.compute_loss_func is None:
+                sums["loss"] = sums["loss"] + self.router_aux_loss_coef * sums["aux_loss"]
+        local = torch.stack([*sums.values(), tokens])
+        counted = local if self.evaluated_rows else torch.zeros_like(local)
+        *totals, tokens = self.accelerator.reduce(counted, "sum").unbind()
+        self._add("eval", dict(zip(sums, totals, strict=True)), tokens)
+        self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+
+    def _evaluate_given_loss(self, model, inputs, return_outputs, num_items):
+        """`compute_loss_func` on real logits, measured with the fused pass."""
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items)
+        measured = model(**inputs, fused_lm_head=True).in_fp32()
+        measured.token_loss = loss
+        self._record(inputs, measured, num_items)
+        return (loss, outputs) if return_outputs else loss
 
     def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """A micro-batch's sums over the tokens of all ranks."""

@@ -49,7 +49,11 @@ RUNS = {
     "dft": (completions, {"loss_type": "dft"}),
     "accumulation": (completions, {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
     "checkpointing": (texts, {"gradient_checkpointing": True}),
-    "eval_during_training": (completions, {"eval_strategy": "steps", "eval_steps": 10}),
+    # in one batch: SFTTrainer averages over batches
+    "eval_during_training": (
+        completions,
+        {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": 9},
+    ),
 }
 
 
@@ -169,10 +173,26 @@ def make(cls=LigerTrainer, model=None, data=None, eval_data=None, arguments=None
 
 
 def test_evaluate_before_train_gives_what_sfttrainer_gives():
-    eval_data = completions(10, seed=5)
-    got, want = (make(cls, eval_data=eval_data).evaluate() for cls in (LigerTrainer, SFTTrainer))
+    options = {"eval_data": completions(10, seed=5), "per_device_eval_batch_size": 10}
+    got, want = (make(cls, **options).evaluate() for cls in (LigerTrainer, SFTTrainer))
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"):
         assert got[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_in_evaluation_tokens_count_the_same_in_any_batch(family):
+    """Only the auxiliary loss is defined by the batch."""
+    whole, parts = (
+        make(model=tiny_model(family), eval_data=completions(10, seed=5), per_device_eval_batch_size=size).evaluate()
+        for size in (10, 3)
+    )
+    aux = whole.pop("eval_aux_loss", 0.0), parts.pop("eval_aux_loss", 0.0)
+    for metrics, loss in zip((whole, parts), aux, strict=True):
+        metrics["eval_loss"] -= 0.3 * loss  # the model's own coefficient
+        assert metrics["eval_loss"] == pytest.approx(math.log(metrics["eval_perplexity"]), rel=1e-6)
+    assert bool(aux[0]) == (family == "mixtral")
+    for name in ("eval_loss", "eval_perplexity", "eval_entropy", "eval_mean_token_accuracy"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-6), name
 
 
 def test_each_evaluation_dataset_has_its_own_metrics():
@@ -327,11 +347,12 @@ def test_liger_kernel_config_says_what_is_replaced():
 
 def test_the_flag_simply_works(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # whose import is an error
+    options = {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": 8}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*use_liger_kernel.*")
         ours = train(LigerTrainer, tiny_model(), completions(), completions(8, seed=3), use_liger_kernel=True,
-                     eval_strategy="steps", eval_steps=10)  # fmt: skip
-    trls = train(SFTTrainer, tiny_model(), completions(), completions(8, seed=3), eval_strategy="steps", eval_steps=10)
+                     **options)  # fmt: skip
+    trls = train(SFTTrainer, tiny_model(), completions(), completions(8, seed=3), **options)
     assert_same_logs(ours, trls)
     assert ours.patched is patched_record(ours.model) and ours.patched.report.swapped["RMSNorm"] == 5
 

@@ -1,0 +1,242 @@
+"""Evaluation on 1, 2 and 3 processes: every metric is that of one, whatever accelerate fills the last batch with.
+
+Run as a script, one of several processes evaluates each of CASES.
+"""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tiny import WORDS, completions, tiny_model, tiny_tokenizer, train_args
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+
+ROWS = (5, 10, 17)
+BATCH = 4  # 8 and 12 rows a step: the rows that fill it up are many, few, and more than there are
+LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
+KD = {"losses": LOSSES, "beta": 0.3, "temperature": 2.0}
+OF_A_TEACHER = ("kd_loss", "ce_loss", "_kl", "agreement_at_1", "student_perplexity", "teacher_perplexity",
+                "teacher_entropy", "loss/jsd")  # fmt: skip
+HIDDEN = {"type": "hidden_mse", "weight": 0.3, "layers": "last"}
+TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def rows_of(n, names=("math", "code")):
+    rng = random.Random(n)
+    return completions(n, seed=n).add_column("domain", [rng.choice(names) for _ in range(n)])
+
+
+def even_rows(n):
+    """Of one length, as accelerate wants them where one process reads for all."""
+    rng = random.Random(n)
+    return Dataset.from_list([{"prompt": " ".join(rng.choices(WORDS, k=4)),
+                               "completion": " " + " ".join(rng.choices(WORDS, k=5))} for _ in range(n)])  # fmt: skip
+
+
+def teacher(seed=5):
+    return tiny_model("gemma2", seed=seed, hidden_size=48)
+
+
+def sft(model=None, rows=rows_of, wrap=lambda rows: rows, config=SFTConfig, given=None, **options):
+    data = {str(n): wrap(rows(n)) for n in ROWS}
+    options = {"per_device_eval_batch_size": BATCH, **options}
+    return LigerTrainer(
+        model or tiny_model(), args=train_args(config, **options), train_dataset=rows(8), eval_dataset=data,
+        processing_class=tiny_tokenizer(), **(given or {}),
+    )  # fmt: skip
+
+
+def distill(model=None, rows=rows_of, **options):
+    args = {"per_device_eval_batch_size": BATCH, "eval_packing": False, **KD, **options}
+    return LigerDistillTrainer(
+        tiny_model(), teacher_model=model or teacher(), args=train_args(LigerDistillConfig, **args),
+        train_dataset=rows(8), eval_dataset={str(n): rows(n) for n in ROWS}, processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def routed(**options):
+    entries = [{"name": name, "weight": 1.0} for name in ("math", "code")]
+    return distill({"math": teacher(), "code": teacher(7)}, teachers=entries, teacher_column="domain", **options)
+
+
+def prompts(n):
+    return rows_of(n).remove_columns(["completion", "domain"])
+
+
+def streamed(rows):
+    return rows.to_iterable_dataset(num_shards=5)
+
+
+def loss_of_logits(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def accuracy(prediction):
+    hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+    return {"rows": len(hits), "accuracy": hits[prediction.label_ids[:, 1:] != -100].mean(),
+            "in_order": (np.arange(len(hits)) * prediction.inputs[:, 0]).sum()}  # fmt: skip
+
+
+def with_logits(**options):
+    return sft(given={"compute_metrics": accuracy}, include_for_metrics=["inputs"], **options)
+
+
+def predicted(trainer):
+    """The metrics, and the rows' labels in their order."""
+    found = {}
+    for name, rows in trainer.eval_dataset.items():
+        output = trainer.predict(rows)
+        labels = [row[row != -100].tolist() for row in output.label_ids]
+        found |= {f"{name}_{metric}": value for metric, value in output.metrics.items()}
+        found |= {f"{name}_labels": labels, f"{name}_sum": output.predictions[output.label_ids != -100].sum().item()}
+    return found
+
+
+def called_back(cls, config, rows, **options):
+    """What an evaluation in training adds to the log. The rest is the trainer's own, with what is repeated."""
+    args = {"max_steps": 1, "learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1,
+            "per_device_eval_batch_size": BATCH, **options}  # fmt: skip
+    trainer = cls(
+        tiny_model(), args=train_args(config, **args), train_dataset=rows(24), processing_class=tiny_tokenizer(),
+        eval_dataset={str(n): rows(n) for n in ROWS}, callbacks=[DistillationCallback(teacher(), **KD)],
+        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()) if cls is Trainer else None,
+    )  # fmt: skip
+    trainer.train()
+    logged = {name: x for log in trainer.state.log_history for name, x in log.items() if name.startswith("eval_")}
+    return {name: x for name, x in logged.items() if name.endswith(OF_A_TEACHER)}
+
+
+def warned_of_unknown_rows():
+    """Whether the callback says that it cannot tell which rows are repeated."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        called_back(SFTTrainer, SFTConfig, rows_of, padding_free=True, max_length=None,
+                    train_sampling_strategy="group_by_length")  # fmt: skip
+    return {"warned": any("accelerate fills" in str(warning.message) for warning in caught)}  # fmt: skip
+
+
+def tokenized(n):
+    return distill(rows=lambda _: rows_of(n)).train_dataset.select_columns(["input_ids", "labels"])
+
+
+SPLIT, UNEVEN, DISPATCHED, SHARDED = (
+    {"accelerator_config": {name: value}}
+    for name, value in (
+        ("split_batches", True), ("even_batches", False), ("dispatch_batches", True), ("dispatch_batches", False),
+    )
+)  # fmt: skip
+PADDING_FREE = {"padding_free": True, "max_length": None}
+CASES = {
+    # LigerTrainer, and how rows come into batches
+    "padded": lambda: sft().evaluate(),
+    "padding_free": lambda: sft(**PADDING_FREE).evaluate(),
+    "packing": lambda: sft(packing=True, max_length=24).evaluate(),
+    "group_by_length": lambda: sft(train_sampling_strategy="group_by_length").evaluate(),
+    "workers": lambda: sft(dataloader_num_workers=2).evaluate(),
+    "split_batches": lambda: sft(per_device_eval_batch_size=12, **SPLIT).evaluate(),
+    "even_batches": lambda: sft(**UNEVEN).evaluate(),
+    "dispatch_batches": lambda: sft(rows=even_rows, **DISPATCHED).evaluate(),
+    "stream": lambda: sft(wrap=streamed, max_steps=1, **SHARDED).evaluate(),
+    "stream_dispatched": lambda: sft(rows=even_rows, wrap=streamed, max_steps=1).evaluate(),
+    # whatever is measured
+    "aux_loss": lambda: sft(tiny_model("mixtral")).evaluate(),
+    "label_smoothing": lambda: sft(label_smoothing_factor=0.1).evaluate(),
+    "compute_loss_func": lambda: sft(tiny_model("mixtral"), given={"compute_loss_func": loss_of_logits}).evaluate(),
+    "compute_metrics": lambda: with_logits().evaluate(),
+    "compute_metrics_dispatched": lambda: with_logits(rows=even_rows, **DISPATCHED).evaluate(),
+    "predict": lambda: predicted(sft()),
+    # a teacher's
+    "kd": lambda: distill().evaluate(),
+    "kd_padding_free": lambda: distill(**PADDING_FREE).evaluate(),
+    "hidden": lambda: distill(losses=[*LOSSES, HIDDEN]).evaluate(),
+    "by_teacher": lambda: routed().evaluate(),
+    "sampled": lambda: distill(rows=prompts, lmbda=1.0, max_completion_length=6).evaluate(),
+    # a callback's, in trainers that repeat rows
+    "callback": lambda: called_back(SFTTrainer, SFTConfig, rows_of),
+    "callback_in_trainer": lambda: called_back(Trainer, TrainingArguments, tokenized),
+    "callback_padding_free": lambda: called_back(SFTTrainer, SFTConfig, rows_of, **PADDING_FREE),
+    "callback_packing": lambda: called_back(SFTTrainer, SFTConfig, rows_of, packing=True, max_length=24),
+    "callback_dispatched": lambda: called_back(SFTTrainer, SFTConfig, even_rows, **DISPATCHED),
+    "callback_split": lambda: called_back(
+        SFTTrainer, SFTConfig, rows_of, per_device_train_batch_size=12, per_device_eval_batch_size=12, **SPLIT
+    ),
+}
+UNKNOWN = "callback_unknown"
+
+
+def results(cases):
+    """Of each case the metrics, without times."""
+    return {
+        name: {metric: x for metric, x in case().items() if metric != "epoch" and not metric.endswith(TIMES)}
+        for name, case in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one():
+    return results({**CASES, UNKNOWN: warned_of_unknown_rows})
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Of 2 and of 3 processes what each of them has found; all at a time, since most of it is imports."""
+    started = {count: start(count, tmp_path_factory.mktemp(f"{count}")) for count in (2, 3)}
+    processes = [process for group in started.values() for process, _ in group]
+    try:
+        codes = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [file.with_suffix(".log").read_text()[-4000:] for group in started.values() for _, file in group]
+    assert not any(codes), "\n".join(logs)
+    return {count: [torch.load(file) for _, file in group] for count, group in started.items()}
+
+
+def start(count: int, folder: Path) -> list[tuple[subprocess.Popen, Path]]:
+    """Processes that find each other, and the file that each of them writes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    tests, begun = Path(__file__).parents[1], []
+    common = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+    }  # fmt: skip
+    for rank in range(count):
+        file, environment = folder / f"{rank}.pt", {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with file.with_suffix(".log").open("w") as log:
+            command = [sys.executable, __file__, str(file)]
+            begun.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment), file))
+    return begun
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_of_one_process(one, several, case, count):
+    want = one[case]
+    assert {name.split("_")[0 if case == "predict" else 1] for name in want} == {str(n) for n in ROWS}
+    for got in several[count]:
+        assert got[case].keys() == want.keys()
+        for name, value in want.items():
+            assert got[case][name] == (value if isinstance(value, list) else pytest.approx(value, rel=1e-6)), name
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_callback_says_where_it_counts_rows_twice(one, several, count):
+    assert not one[UNKNOWN]["warned"] and all(got[UNKNOWN]["warned"] for got in several[count])
+
+
+if __name__ == "__main__":
+    torch.save(results({**CASES, UNKNOWN: warned_of_unknown_rows}), sys.argv[1])
+    torch.distributed.destroy_process_group()
