@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 
 import torch
 from datasets import Dataset
@@ -70,8 +71,19 @@ def student_of(objective, family):
     return get_peft_model(student, ADAPTERS[objective])
 
 
-def one_step(objective, batch, accumulation, evaluated=False, family="llama"):
-    """evaluated: before training too, which must change nothing."""
+def saved(model):
+    """The name by which trainers load a model."""
+    directory = [tempfile.mkdtemp()]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(directory)
+    model.save_pretrained(directory[0])  # in the first process
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return directory[0]
+
+
+def one_step(objective, batch, accumulation, evaluated=False, family="llama", named=False):
+    """evaluated: before training too, which must change nothing. named: models are given by their names."""
     options = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
         "optim": "sgd", "learning_rate": 0.0,
@@ -79,6 +91,9 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama"):
     common = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tiny_tokenizer()}
     student, losses = student_of(objective, family), OBJECTIVES[objective]
     teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=48)
+    if named:
+        student, teacher = saved(student), teacher and saved(teacher)
+        options["model_init_kwargs"] = {"dtype": "float32"}
     if objective == "stock flag":
         liger_trainer.enable()
         trainer = SFTTrainer(student, args=train_args(SFTConfig, use_liger_kernel=True, **options), **common)

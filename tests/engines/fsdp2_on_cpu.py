@@ -33,6 +33,7 @@ def fsdp2(**options) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         patch.setenv("FSDP_VERSION", "2")
+        patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", str(plugin.cpu_ram_efficient_loading))
         patch.setattr(AcceleratorState, "__init__", state)
         yield
     forget()

@@ -25,8 +25,8 @@ STEPS = [
 ]
 
 
-def step(objective, *split, evaluated=False):
-    return one_step(objective.removeprefix("tied "), *split, evaluated, OBJECTIVES[objective])
+def step(objective, *split, **how):
+    return one_step(objective.removeprefix("tied "), *split, family=OBJECTIVES[objective], **how)
 
 
 def main(path):
@@ -35,7 +35,8 @@ def main(path):
         with ENGINES[engine]():
             # An evaluation before training: transformers prepares no model for FSDP2 then, and loses DDP in its own.
             evaluated = engine == "ddp" and objective not in ("stock flag", "callback")
-            results[engine, objective] = step(objective, 2, 2, evaluated=evaluated)
+            named = "rank 0" in engine and "lora" not in objective
+            results[engine, objective] = step(objective, 2, 2, evaluated=evaluated, named=named)
     if torch.distributed.get_rank() == 0:
         torch.save(results, path)
     torch.distributed.destroy_process_group()
