@@ -57,7 +57,7 @@ PARTICULAR = {
     "led": {"attention_window": 4},
     "longt5": {"local_radius": 4, "global_block_size": 4},
     "marian": {"decoder_vocab_size": VOCAB},
-    "mimi": {"num_filters": 4, "num_quantizers": 4, "codebook_size": 24, "codebook_dim": 64, "upsample_groups": 64,
+    "mimi": {"num_filters": 4, "num_quantizers": 4, "codebook_size": 16, "codebook_dim": 64, "upsample_groups": 64,
              "vector_quantization_hidden_dimension": 64, "num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4, "encoder_hidden_size": 64},
     "paddleocr_vl_text": SECTIONS,

@@ -100,6 +100,13 @@ def _csm_depth(model):
     return {"input_ids": inputs, "labels": codes, "backbone_last_hidden_state": _random(5, 64)}
 
 
+def _kyutai(model):
+    """Each position has a token of text and one of each codebook; labels are those of the text."""
+    (ids,), labels = _text(model)[0].values(), _text(model)[1]
+    codes = torch.randint(3, 20, (*ids.shape, model.config.num_codebooks), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.cat([ids[..., None], codes], dim=-1), **labels}
+
+
 def _higgs(model):
     """Text and two frames of speech, each with labels of its own."""
     config = model.config
@@ -138,6 +145,7 @@ _SPECIAL = {
     "CsmForConditionalGeneration": _csm,
     "CsmDepthDecoderForCausalLM": _csm_depth,
     "HiggsAudioV2ForConditionalGeneration": _higgs,
+    "KyutaiSpeechToTextForConditionalGeneration": _kyutai,
     "Blip2ForConditionalGeneration": _blip,
     "InstructBlipForConditionalGeneration": _blip,
     "Pix2StructForConditionalGeneration": _patches,
