@@ -103,7 +103,7 @@ class FusedLoss:
         self.options = options or LossOptions()
         self.eval_options: LossOptions | None = None  # where an evaluation is to use other ones
         self._active = True
-        self._parameters = inspect.signature(type(model).forward).parameters
+        self._keywords = _keywords(type(model).forward)
         self._replaced = vars(model).get("forward")
         self._inner = _without_trl_head(self._replaced)
 
@@ -190,10 +190,16 @@ class FusedLoss:
         return given | {name: value for name, value in others.items() if value is not None and self._takes(name)}
 
     def _takes(self, name: str) -> bool:
-        return name in self._parameters or any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        return self._keywords is None or name in self._keywords
 
     def _seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
         """For a subclass that wants the per-token values of every pass: `token_output` makes them of these."""
+
+
+def _keywords(forward: Callable) -> set[str] | None:
+    """The names of what a forward takes, None for any."""
+    parameters = inspect.signature(forward).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
 
 def stored_logits_loss(

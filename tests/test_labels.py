@@ -1,11 +1,10 @@
-"""Labels that a model shifts, moves or splits itself: the fused loss has the targets that the model hands to its loss."""
+"""Labels that a model shifts, moves or splits itself: the targets are those that the model hands to its loss."""
 
 import copy
 import re
 
 import pytest
 import torch
-import transformers
 from families import build_class
 from labelled import batches
 from tiny import VOCAB, assert_same_gradients, masked_batch, named_gradients, shift_labels_of, tiny_model, train_args
