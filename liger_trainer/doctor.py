@@ -124,7 +124,8 @@ def class_of(config: Any) -> str | None:
 def other_classes() -> list[str]:
     """The classes of transformers with a causal-LM head that AutoModelForCausalLM does not make, by name."""
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    return [n for n in dir(transformers) if n not in known and _has_causal_lm_head(getattr(transformers, n))]
+    classes = [name for name in dir(transformers) if name[:1].isupper() and name not in known]
+    return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
 
 
 def _has_causal_lm_head(model_class: Any) -> bool:

@@ -299,6 +299,8 @@ class LossOfOneForward:
         num_items_in_batch: float | Tensor | None = None, ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None, **_,
     ) -> Tensor:  # fmt: skip
+        if isinstance(logits, DeferredLogits) and logits.stored:
+            logits = logits.compute()
         targets = self._of_caller
         if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
             items = num_items_in_batch if targets.num_items is None else targets.num_items
@@ -374,6 +376,7 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
 def _adds_to(loss: LossOfOneForward, outputs: Any) -> bool:
     """Whether the model's loss is more than that of its tokens and the auxiliary one that it names."""
     whole, part = outputs["loss"], loss.value
+    assert part is not None
     if outputs.get("aux_loss") is not None or whole is part:
         return False
     return not torch.allclose(whole.detach().float(), part.detach().float().to(whole.device), rtol=1e-2)

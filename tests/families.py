@@ -36,16 +36,19 @@ SMALL = {
 # What a configuration of this type must have besides, wherever it stands.
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 PARTICULAR = {
+    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 3, **{f"token{i}": i for i in range(8)}}}),
     "cohere_asr": {"num_key_value_heads": 4},
     "csm": {"num_codebooks": 4, "audio_eos_token_id": 4, "codebook_pad_token_id": 0, "codebook_eos_token_id": 0},
     "csm_depth_decoder_model": {"num_codebooks": 4, "backbone_hidden_size": 64},
     "dia": {"delay_pattern": [0, 1, 2, 3], "pad_token_id": 3},
     "dia_decoder": {"num_channels": 4, "cross_head_dim": 16, "cross_hidden_size": 64},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "moe_num_experts": 4, "moe_k": 2, **SECTIONS},
     "florence_vision": {"depths": (1, 1, 1, 1), "embed_dim": (16, 32, 32, 32), "num_heads": (4, 4, 4, 4),
                         "num_groups": (4, 4, 4, 4), "window_size": 4, "projection_dim": 64, "drop_path_rate": 0.0},
     "funaudio_adaptor": {"intermediate_size": 16},
     "git_vision_model": {"image_size": 32, "patch_size": 16},
-    "glm4v_text": SECTIONS, "glm46v_text": SECTIONS, "glm_image_text": SECTIONS, "glm_ocr_text": SECTIONS,
+    "glm4v_text": SECTIONS, "glm46v_text": SECTIONS, "glm_image_text": {**SECTIONS, "vision_vocab_size": VOCAB}, "glm_ocr_text": SECTIONS,
     "glm4v_moe_text": {"rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [2, 1, 1]}},
     "higgs_audio_v2": {"num_codebooks": 2, "codebook_size": 24, "audio_delay_token_id": 6, "audio_bos_token_id": 7,
                        "audio_stream_bos_id": 1, "audio_stream_eos_id": 2},
@@ -57,6 +60,8 @@ PARTICULAR = {
     "led": {"attention_window": 4},
     "longt5": {"local_radius": 4, "global_block_size": 4},
     "marian": {"decoder_vocab_size": VOCAB},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "mimi": {"num_filters": 4, "num_quantizers": 4, "codebook_size": 16, "codebook_dim": 64, "upsample_groups": 64,
              "vector_quantization_hidden_dimension": 64, "num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4, "encoder_hidden_size": 64},
@@ -66,6 +71,7 @@ PARTICULAR = {
                              "global_attn_indexes": (1,)},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
                    "num_decoder_attention_heads": 4},
+    "radio": {"video_temporal_patch_size": 2},
     "pix2struct_text_model": {"is_decoder": True, "num_heads": 4},
     "qwen2_5_omni_text": SECTIONS, "qwen2_5_vl_text": SECTIONS, "qwen2_vl_text": SECTIONS,
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), {
@@ -77,6 +83,7 @@ PARTICULAR = {
         "char_vocab_size": VOCAB, "t2u_max_position_embeddings": 64, "max_source_positions": 64,
     }),
     "speech_to_text": {"conv_channels": 64, "max_target_positions": 64, "input_channels": 1},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": [1] * 7},
     "whisper": {"max_source_positions": 32, "max_target_positions": 64},
 }  # fmt: skip
 TOO_LARGE = 30_000_000  # parameters
@@ -140,6 +147,10 @@ def _build(model_class, config, experts):
     if getattr(config, "decoder_start_token_id", None) is None:  # which seq2seq models have by their checkpoint only
         config.decoder_start_token_id = 1
     config._experts_implementation = experts if model_class._can_set_experts_implementation() else "eager"
+    for name in config.sub_configs:  # some towers, though not the whole, must have their own loop
+        part = getattr(config, name, None)
+        if "vision" in name and part is not None:
+            part._experts_implementation = "eager"
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).parameters())

@@ -96,6 +96,16 @@ def test_a_head_that_is_left_alone_is_reported(class_name):
     assert_same(loss_and_gradients(model, batch), want)
 
 
+def test_a_model_that_rules_tokens_out_in_place_trains():
+    model, batch = model_and_batch("ChameleonForConditionalGeneration", "text")
+    want = loss_and_gradients(copy.deepcopy(model), batch)
+    FusedLoss(model)
+    with pytest.warns(MaterializedLogitsWarning, match="for assignment to some of them"):
+        got = loss_and_gradients(model, batch)
+    assert_same(got, want)
+    torch.testing.assert_close(got[0].logits.compute(), want[0].logits)
+
+
 def test_a_loss_of_several_parts_is_their_sum():
     model, batch = model_and_batch("HiggsAudioV2ForConditionalGeneration", "special")
     model.text_lm_head = torch.nn.Linear(64, model.config.vocab_size, bias=False)
