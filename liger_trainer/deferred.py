@@ -127,9 +127,22 @@ class DeferredLogits:
             return self._with(hidden=self.hidden[index])
         return self.compute(f"indexing by {index}")[index]
 
+    def __setitem__(self, index, value):
+        """In place, as a model does to rule tokens out. This object then holds the logits that it stands for."""
+        logits = self.compute("assignment to some of them")
+        logits[index] = value
+        real = {"hidden": logits, "project": _as_they_are, "before": 1.0, "capped": False, "after": 1.0, "cast": None}
+        for name, changed in real.items():
+            object.__setattr__(self, name, changed)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the logits are here already, so that the head says nothing more about them."""
+        return self.project is _as_they_are
+
     def compute(self, why: str | None = None) -> Tensor:
         """The real logits. `why` names the operation that needs them."""
-        if self.forward.running:
+        if self.forward.running and not self.stored:
             _warn(
                 f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
                 "fused, and the logits of the whole batch are stored."
@@ -164,6 +177,10 @@ _DEFERRED = {
 @torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
 def _warn(message: str) -> None:
     warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
 
 
 def _operator(name: str):

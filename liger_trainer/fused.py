@@ -103,6 +103,7 @@ class FusedLoss:
         self.options = options or LossOptions()
         self.eval_options: LossOptions | None = None  # where an evaluation is to use other ones
         self._active = True
+        self._keywords = _keywords(type(model).forward)
         self._replaced = vars(model).get("forward")
         self._inner = _without_trl_head(self._replaced)
 
@@ -157,13 +158,13 @@ class FusedLoss:
             num_items_in_batch = num_items_in_batch / num_processes
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         options = self.options if model.training or self.eval_options is None else self.eval_options
-        loss = LossOfOneForward(targets, options, teacher_logits, hidden_pass)
+        loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
+        kwargs.update(self._of_loss(labels, shift_labels, num_items_in_batch))
         model.loss_function = loss
         try:
             recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
             with recording, deferred_logits(model) as forward:
-                given = shift_labels if labels is None else labels
-                outputs = self._own_forward(model, *args, labels=given, **kwargs)
+                outputs = self._own_forward(model, *args, **kwargs)
         finally:
             del model._loss_function
             if set_on_model is not None:
@@ -178,8 +179,27 @@ class FusedLoss:
             output.uncast = Uncast(output)
         return output
 
+    def _of_loss(self, labels: Tensor | None, shift_labels: Tensor | None, num_items: Any) -> dict[str, Any]:
+        """What the model's own forward is given of them: it may make targets, or a second loss, of its own."""
+        given = {"labels": labels}
+        if shift_labels is not None and (labels is None or not self._takes("shift_labels")):
+            given["labels"] = shift_labels
+        others = {"shift_labels": shift_labels}
+        if getattr(self.model, "accepts_loss_kwargs", True):  # Trainer's rule, too
+            others["num_items_in_batch"] = num_items
+        return given | {name: value for name, value in others.items() if value is not None and self._takes(name)}
+
+    def _takes(self, name: str) -> bool:
+        return self._keywords is None or name in self._keywords
+
     def _seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
         """For a subclass that wants the per-token values of every pass: `token_output` makes them of these."""
+
+
+def _keywords(forward: Callable) -> set[str] | None:
+    """The names of what a forward takes, None for any."""
+    parameters = inspect.signature(forward).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
 
 def stored_logits_loss(
@@ -252,18 +272,46 @@ def _readable(value: Any) -> Any:
 
 
 class LossOfOneForward:
-    """Takes the place of `model.loss_function` for one forward, and keeps the per-token values."""
+    """Takes the place of `model.loss_function` for one forward, and keeps the per-token values.
+
+    The targets are those that the model hands over, as transformers' `ForCausalLMLoss` takes them. Mostly these are the
+    caller's labels, whose targets were made before the backbone ran. Of others the rows are counted now, which waits
+    for the device.
+
+    Args:
+        model_name: for messages.
+        targets: of the caller's labels.
+    """
 
     def __init__(
-        self, targets: Targets, options: LossOptions, teacher: Knowledge | None, hidden: HiddenPass | None = None
-    ):
+        self, model_name: str, targets: Targets, options: LossOptions, teacher: Knowledge | None,
+        hidden: HiddenPass | None = None,
+    ):  # fmt: skip
         self.targets, self.options, self._hidden = targets, options, hidden
+        self._model_name, self._of_caller, self.parts = model_name, targets, 0
         self._teacher = SeveralTargets(targets, teacher) if isinstance(teacher, TeacherShares) else teacher
         self.result: LossResult | None = None
+        self.value: Tensor | None = None
         self.by_teacher: Mapping[str, Tensor] | None = None
 
-    def __call__(self, logits: DeferredLogits | Tensor, *_, **__) -> Tensor:
-        self.targets = self.targets.to(logits.device)
+    def __call__(
+        self, logits: DeferredLogits | Tensor, labels: Tensor | None = None, vocab_size: int | None = None,
+        num_items_in_batch: float | Tensor | None = None, ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None, **_,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(logits, DeferredLogits) and logits.stored:
+            logits = logits.compute()
+        targets = self._of_caller
+        if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
+            items = num_items_in_batch if targets.num_items is None else targets.num_items
+            targets = self._beside_teacher(Targets.of(labels, shift_labels, items, ignore_index), logits)
+        self.parts += 1
+        self.targets = targets.to(logits.device)
+        self.result = self._loss(logits)
+        self.value = self.result.loss.clone()  # mixtures of experts add their auxiliary loss in place
+        return self.value
+
+    def _loss(self, logits: DeferredLogits | Tensor) -> LossResult:
         if isinstance(self._teacher, SeveralTargets):
             shared = self._teacher.loss(logits, self.options)
             result, self.by_teacher = shared.result, shared.by_teacher
@@ -272,8 +320,23 @@ class LossOfOneForward:
         if self._hidden is not None and self.options.distillation is not None:
             partners = self._teacher.partners if isinstance(self._teacher, UldAnswer) else None
             result = self._hidden.added_to(result, self.targets, self.options.distillation, partners)
-        self.result = result
-        return result.loss.clone()  # mixtures of experts add their auxiliary loss in place
+        return result
+
+    def _beside_teacher(self, made: Targets, logits: DeferredLogits | Tensor) -> Targets:
+        """Targets that the model made, where they can be held against the teacher's answer, which is about the tokens
+        of the caller's labels unless it has logits for all tokens."""
+        teacher, given = self._teacher, self._of_caller
+        if teacher is None:
+            return made
+        if made.shape == given.shape and torch.equal(made.labels, given.labels.to(made.labels.device)):
+            return given
+        if isinstance(teacher, (DeferredLogits, Tensor)) and teacher.shape[:-1] == logits.shape[:-1] == made.shape:
+            return made
+        raise ConfigError(
+            f"{self._model_name} does not learn the labels that it is given one position on, as a causal LM does: it "
+            f"makes targets {tuple(made.shape)} of labels {tuple(given.shape)}. What this teacher knows of the labels "
+            "cannot be aligned with them. Train this model on its labels alone."
+        )
 
 
 def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossOutput:
@@ -281,6 +344,11 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
     result, targets, per_token = loss.result, loss.targets, loss.targets.per_token
     if result is None:
         raise ConfigError(f"{type(model).__name__} does not compute its loss through `loss_function`.")
+    if loss.parts > 1 or _adds_to(loss, outputs):
+        raise ConfigError(
+            f"The loss of {type(model).__name__} has other parts than that of its labels' tokens, so per-token values "
+            "do not make it up. Train it with transformers' Trainer, which takes the model's loss as it is."
+        )
     output = TokenLossOutput(
         loss=outputs["loss"],
         token_loss=result.loss,
@@ -303,6 +371,15 @@ def token_output(model: Any, outputs: Any, loss: LossOfOneForward) -> TokenLossO
     if loss.by_teacher is not None:
         output.by_teacher = {name: per_token(value) for name, value in loss.by_teacher.items()}
     return output
+
+
+def _adds_to(loss: LossOfOneForward, outputs: Any) -> bool:
+    """Whether the model's loss is more than that of its tokens and the auxiliary one that it names."""
+    whole, part = outputs["loss"], loss.value
+    assert part is not None
+    if outputs.get("aux_loss") is not None or whole is part:
+        return False
+    return not torch.allclose(whole.detach().float(), part.detach().float().to(whole.device), rtol=1e-2)
 
 
 @torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it

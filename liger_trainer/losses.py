@@ -62,14 +62,27 @@ class Targets:
     shifted: bool  # whether they were shifted here; the last position then predicts nothing
     num_items: float | Tensor | None
     rows: RowSelection | None  # None under torch.compile, where the losses select the rows themselves
+    source: Tensor  # the labels, or shifted labels, that these are made of
 
     @classmethod
-    def of(cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None) -> "Targets":
-        given = labels if shift_labels is None else shift_labels
-        assert given is not None
-        aligned = given if shift_labels is not None else pad(given[..., 1:], (0, 1), value=IGNORE_INDEX)
+    def of(
+        cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> "Targets":  # fmt: skip
+        source = labels if shift_labels is None else shift_labels
+        assert source is not None
+        aligned = source if shift_labels is not None else pad(source[..., 1:], (0, 1), value=ignore_index)
         flat = aligned.reshape(-1)
-        return cls(flat, given.shape, shift_labels is None, num_items, _selection(flat, num_items))
+        if ignore_index != IGNORE_INDEX:
+            flat = flat.masked_fill(flat == ignore_index, IGNORE_INDEX)
+        return cls(flat, source.shape, shift_labels is None, num_items, _selection(flat, num_items), source)
+
+    def made_of(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
+        """Whether these are the targets of what a model hands to its loss. Known by the object, without a look inside:
+        labels that the model has moved or copied are others. A model that knows no shifted labels hands them as labels.
+        """
+        handed = labels if shift_labels is None else shift_labels
+        return handed is self.source and (shift_labels is None or not self.shifted)
 
     def to(self, device: torch.device) -> "Targets":
         """Where the logits are: a model spread over devices ends on another than it begins."""

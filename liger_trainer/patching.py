@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import ConfigError
 from .fused import FusedLoss, check_loss, has_trl_head, stored_logits_loss
+from .head import output_module
 from .losses import LossOptions
 from .patch_attention import patch_attention
 from .patch_lora import patch_lora
@@ -160,6 +161,8 @@ class Patched:
     def _fuse(self, loss: LossOptions | None) -> None:
         if loss is None and has_trl_head(self.model):
             raise ConfigError("a trainer of TRL computes it from the hidden states already")
+        if loss is None and output_module(self.model) is None:
+            raise ConfigError("the model has no output embeddings, so its logits are stored")
         self.fused = FusedLoss(self.model, loss)
         self.report.swap("fused loss")
 

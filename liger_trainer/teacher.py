@@ -13,6 +13,8 @@ from .errors import ConfigError
 from .fused import TokenLossOutput
 from .patching import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
 
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+
 
 def teacher_dtype(args: TrainingArguments) -> str:
     """That of the run, for a teacher loaded from its path."""
@@ -45,7 +47,17 @@ def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Pa
 
 def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: Any) -> DeferredLogits | Tensor:
     """The deferred logits of `call(*args, **inputs)`, a teacher around `base`: hidden states, and how its head goes
-    on. Without gradient."""
+    on. Without gradient.
+
+    Raises:
+        ConfigError: an encoder-decoder without the tokens of its decoder, which a student makes of its labels.
+    """
+    config = getattr(base, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and not any(name in inputs for name in _OF_DECODER):
+        raise ConfigError(
+            f"The teacher, a {type(base).__name__}, is asked without labels, of which it would make the input of its "
+            "decoder. Have the data collator add decoder_input_ids to the batch: both models then read the same."
+        )
     with torch.no_grad(), deferred_logits(base, outlive=True):
         return call(*args, **inputs).logits
 

@@ -1,14 +1,16 @@
-"""Every causal-LM family of transformers that can be built tiny: loss and gradients, fused and patched, are its own."""
+"""Every class with a causal-LM head that can be built tiny: loss and gradients, fused and patched, are its own."""
 
 import copy
 import warnings
 
 import pytest
 import torch
-from families import VOCAB, build
+from families import VOCAB, build, build_class
+from labelled import batches
 from tiny import assert_same_gradients, named_gradients
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from liger_trainer import doctor
 from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning
 from liger_trainer.errors import ConfigError
 from liger_trainer.fused import FusedLoss, _warn_once
@@ -24,15 +26,19 @@ def relative_error(got, want):
     return difference / norms[1]
 
 
-def run(model):
+def run(model, batch=None):
     """Outputs and gradients of one batch."""
+    torch.manual_seed(1)
+    outputs = model(**(batch or text()))
+    return outputs, named_gradients(model, outputs.loss)
+
+
+def text():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCAB, (2, 12), generator=generator)
     labels = ids.clone()
     labels[:, :3] = labels[1, -2:] = -100
-    torch.manual_seed(1)
-    outputs = model(input_ids=ids, labels=labels)
-    return outputs, named_gradients(model, outputs.loss)
+    return {"input_ids": ids, "labels": labels}
 
 
 def differences(got, want):
@@ -150,3 +156,47 @@ def test_every_family_patched_as_a_whole_and_part_by_part():
     assert wrong == {}
     assert trained >= 120 and counts["all"] == trained
     assert counts["rms_norm"] >= 85 and counts["swiglu"] >= 60 and counts["rope"] >= 60
+
+
+def first_that_trains(model):
+    """(name of the batch, batch, outputs and gradients), or in words why the plain model trains on none."""
+    reasons = []
+    for name, batch in batches(model).items():
+        try:
+            want = run(copy.deepcopy(model), batch)
+        except Exception as e:  # each class has checks of its own
+            reasons.append(f"{name}: {type(e).__name__} {' '.join(str(e).split())[:80]}")
+            continue
+        if want[0].loss is not None and want[0].loss.isfinite():
+            return name, batch, want
+    return f"does not train: {reasons[0]}"
+
+
+def compared(class_name):
+    """How the patched model compares: "equal, fused", "equal, left alone", "wrong ...", or why it is not compared."""
+    model = build_class(class_name, experts="grouped_mm")
+    found = model if isinstance(model, str) else first_that_trains(model)
+    if isinstance(found, str):
+        return f"not compared: {found}"
+    name, batch, want = found
+    try:
+        patched = patch(model)
+    except NothingToPatch as nothing:
+        return "equal, left alone" if "loss" in nothing.report.left_alone else "wrong: no word about the loss"
+    with patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        wrong = differences(run(model, batch), want)
+        fused = "fused loss" in patched.report.swapped
+        if not fused and "loss" not in patched.report.left_alone:
+            wrong = wrong or "no word about the loss"
+    return f"wrong: {name}: {wrong}" if wrong else f"equal, {'fused' if fused else 'left alone'}"
+
+
+def test_every_other_class_with_labels_as_its_documentation_has_them():
+    outcomes = {name: compared(name) for name in doctor.other_classes()}
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome}")
+    kinds = {kind: [n for n, o in outcomes.items() if o.startswith(kind)] for kind in ("equal, fused", "equal, left")}
+    print({kind: len(names) for kind, names in kinds.items()}, len(outcomes))
+    assert {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")} == {}
+    assert len(kinds["equal, fused"]) >= 75 and len(kinds["equal, left"]) >= 45

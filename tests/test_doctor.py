@@ -16,6 +16,7 @@ from liger_trainer.patching import PatchOptions, patch
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 FAMILIES = ("llama", "gemma2", "mixtral", "gpt_oss", "bart", "mamba2", "cohere2", "arcee")
+CLASSES = ("MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "Florence2ForConditionalGeneration")
 
 
 def run(capsys, *arguments):
@@ -57,6 +58,22 @@ def test_a_model_that_computes_its_loss_itself_says_so():
     assert "from stored logits" in report.left_alone["loss"] and "fused loss" not in report.swapped
 
 
+def test_classes_that_are_no_causal_lm_of_the_auto_class(tmp_path):
+    report = doctor.diagnose(doctor.config_of("moonshine"))
+    assert report.swapped["fused loss"] == 1 and doctor.family_of(doctor.config_of("moonshine")).endswith("Generation")
+    config = doctor.config_of("gpt2")
+    config.architectures = ["GPT2DoubleHeadsModel"]  # of a checkpoint, before what its model type stands for
+    config.save_pretrained(tmp_path)
+    assert "fused loss" not in doctor.diagnose(doctor.config_of(str(tmp_path))).swapped
+    config.architectures = ["GPT2ForSequenceClassification"]  # has no such head
+    assert doctor.diagnose(config).swapped["fused loss"] == 1
+
+
+def test_a_head_that_is_no_output_embedding_is_left_alone():
+    config = doctor.config_of("higgs_audio_v2")
+    assert "no output embeddings" in doctor.diagnose(config).left_alone["loss"]
+
+
 def test_unknown_models_are_errors_with_a_hint(tmp_path):
     with pytest.raises(ConfigError, match=r"'lama' is no directory.*Did you mean llama, "):
         doctor.config_of("lama")
@@ -88,6 +105,10 @@ def test_exit_codes(capsys):
 def test_every_family(capsys, monkeypatch):
     names = {family: doctor.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in ("llama", "gpt_oss", "reformer")}
     monkeypatch.setattr(doctor, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names)
+    others = ["MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "ChameleonForConditionalGeneration"]
+    assert {*others, "Qwen2VLForConditionalGeneration", "WhisperForConditionalGeneration"} <= {*doctor.other_classes()}
+    assert not {"Wav2Vec2ForCTC", "LlamaForCausalLM", "MoonshinePreTrainedModel"} & {*doctor.other_classes()} - {*names}
+    monkeypatch.setattr(doctor, "other_classes", lambda: others)
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(capsys, "--all")
     assert code == 0 and all(word in out for word in (*names, "SwiGLU", "fused", "GptOssExperts", "is_decoder=True"))
@@ -96,8 +117,11 @@ def test_every_family(capsys, monkeypatch):
     assert f"transformers {transformers.__version__}" in out
     assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 1" in out
     assert "| llama | RMSNorm | SwiGLU | rope | fused |" in out
+    assert "Of 3 other classes with a causal-LM head 2 can be built" in out and "loss, which no longer stores" in out
+    assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
+    assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)
     assert re.search(r"\| GptOssExperts \| its gate is not .* \| gpt_oss \|", out)
-    assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder", out, re.DOTALL)
+    assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder.*\| ChameleonFor", out, re.DOTALL)
 
 
 def test_the_documented_table_is_the_commands():
@@ -108,3 +132,6 @@ def test_the_documented_table_is_the_commands():
     for family in FAMILIES:
         row = doctor.cells(doctor.diagnose(doctor.config_of(family)))
         assert f"\n| {family} | {' | '.join(row.values())} |\n" in text
+    for name in CLASSES:
+        row = doctor.cells(doctor.diagnose(getattr(transformers, name).config_class()))
+        assert f"\n| {name} | {' | '.join(row.values())} |\n" in text

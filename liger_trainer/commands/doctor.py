@@ -20,7 +20,9 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every causal-LM family of the installed transformers.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every class with a causal-LM head of the installed transformers.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown; of --all it is docs/models.md.")] = False,
 ) -> None:
     """Print what patch would swap in a model and what it would leave alone. Loads no weights and needs no GPU."""
@@ -75,11 +77,11 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
 
     from ..doctor import COLUMNS, cells
 
-    table = Table("family", *COLUMNS, "left alone")
+    table = Table("family or class", *COLUMNS, "left alone")
     for found in diagnoses:
         if found.report is None:
-            table.add_row(found.family, *([""] * len(COLUMNS)), escape(found.problem))
+            table.add_row(found.name, *([""] * len(COLUMNS)), escape(found.problem))
         else:
             left = ", ".join(found.report.left_alone)
-            table.add_row(found.family, *cells(found.report).values(), escape(left))
+            table.add_row(found.name, *cells(found.report).values(), escape(left))
     Console().print(table)
