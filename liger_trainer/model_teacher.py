@@ -15,7 +15,7 @@ from .losses import Logits
 from .patching import announce
 from .resume_check import frozen_fingerprints
 from .teacher import check_apart, patch_layers, teacher_logits
-from .teacher_placement import Carrier, check_processes, load_teacher, stays, stream_weights
+from .teacher_placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
 from .teachers import Teacher, without_labels
 from .token_ids import embedding_rows
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
@@ -51,6 +51,8 @@ class ModelTeacher(Teacher):
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
         self._fingerprints = frozen_fingerprints(teacher)  # before its weights are sharded or streamed
+        if sharded:
+            check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
         else:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate import cpu_offload
+from accelerate.utils import gather_object, patch_environment
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
@@ -17,6 +18,7 @@ from .teacher import teacher_dtype
 from .teacher_config import OF_LOADING, placed
 from .weights import load_whole
 
+RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
 
 
@@ -36,9 +38,23 @@ def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> Pr
             )
         return teacher
     try:
-        return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
+        # With it, transformers 5.17 leaves zeros in all ranks but the first. accelerate sends these the student's
+        # weights; TRL's preparation of a teacher sends nothing.
+        with patch_environment(**{RAM_EFFICIENT: "false"}):
+            return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
     except ImportError as error:
         raise ConfigError(f"The teacher {teacher} cannot be loaded as asked for: {error}") from error
+
+
+def check_alike(fingerprints: dict[str, Any], name: str) -> None:
+    """Raise ConfigError where the ranks, which are about to shard a teacher, hold different ones."""
+    everywhere = gather_object([fingerprints])
+    if any(there != everywhere[0] for there in everywhere):
+        raise ConfigError(
+            f"{name}: its weights are not the same in all processes, which are about to share them out. With "
+            f"{RAM_EFFICIENT}=true, some releases of transformers load a model in the first process alone. Give the "
+            "teacher by its name, or load it with that off (fsdp_cpu_ram_efficient_loading: false for accelerate)."
+        )
 
 
 def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:

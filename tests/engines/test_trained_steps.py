@@ -28,3 +28,7 @@ def test_a_step_in_two_processes_is_that_of_one(two_processes, one_process, engi
     for name, value in want["logs"].items():
         if name not in ("entropy", "mean_token_accuracy"):  # as TRL, means over micro-batches
             assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_teacher_that_differs_between_processes_is_not_sharded(two_processes):
+    assert "not the same in all processes" in two_processes["teachers that differ"]

@@ -3,9 +3,14 @@
 import contextlib
 import sys
 
+import pytest
 import torch
 from engines.fsdp2_on_cpu import fsdp2
 from splits import one_step
+from tiny import texts, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.errors import ConfigError
 
 ENGINES = {
     "ddp": contextlib.nullcontext,
@@ -29,6 +34,17 @@ def step(objective, *split, **how):
     return one_step(objective.removeprefix("tied "), *split, family=OBJECTIVES[objective], **how)
 
 
+def refusal():
+    """What is said where each process has a teacher of its own to shard."""
+    with fsdp2(), pytest.raises(ConfigError) as refused:
+        teacher = tiny_model(seed=torch.distributed.get_rank())
+        args = train_args(LigerDistillConfig)
+        LigerDistillTrainer(
+            tiny_model(), teacher_model=teacher, args=args, train_dataset=texts(), processing_class=tiny_tokenizer()
+        )
+    return str(refused.value)
+
+
 def main(path):
     results = {}
     for engine, objective in STEPS:
@@ -37,6 +53,7 @@ def main(path):
             evaluated = engine == "ddp" and objective not in ("stock flag", "callback")
             named = "rank 0" in engine and "lora" not in objective
             results[engine, objective] = step(objective, 2, 2, evaluated=evaluated, named=named)
+    results["teachers that differ"] = refusal()
     if torch.distributed.get_rank() == 0:
         torch.save(results, path)
     torch.distributed.destroy_process_group()

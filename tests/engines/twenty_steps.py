@@ -56,7 +56,7 @@ def run(directory, arm):
         "bf16": True, "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "save_strategy": "no", "disable_tqdm": True, "max_length": LENGTH, "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True}, "seed": 7,
-        "model_init_kwargs": {"dtype": "bfloat16"},
+        "model_init_kwargs": {"dtype": "float32"},  # as FSDP2 keeps them, whatever they were
     }  # fmt: skip
     torch.manual_seed(7)  # of the adapters
     common = {"train_dataset": rows(), "processing_class": tokenizer()}
