@@ -76,6 +76,8 @@ def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:
         kwargs["device_map"] = None
     elif stays(args):
         kwargs["device_map"] = {"": args.teacher_device or str(args.device)}
+    elif args.world_size > 1:  # else TRL spreads it over the GPUs that each process sees
+        kwargs.setdefault("device_map", None)
     return kwargs
 
 
