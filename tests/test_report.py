@@ -1,5 +1,6 @@
 """Reports: what a page must hold and must not load, of finished, unfinished and compared runs, and its errors."""
 
+import itertools
 import json
 import math
 import os
@@ -236,6 +237,31 @@ def test_drawings_take_colours_and_font_from_the_page(make):
         assert set(re.findall(r"(?:fill|stroke): (#\w+)", drawing.svg)) <= {"#000000"}, drawing.name
         assert "font-family" not in drawing.svg and "http" not in drawing.svg
         assert drawing.png.startswith(b"\x89PNG")
+
+
+def label_starts(svg: str) -> dict[str, float]:
+    """Where the labels left of the y axis begin in the page's units; below 0 they are cut."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    starts = {}
+    for attributes, text in re.findall(r"<text ([^>]*text-anchor: end[^>]*)>([^<]*)</text>", svg):
+        size, end = (float(re.findall(name, attributes)[0]) for name in (r"font-size: ([\d.]+)px", r' x="([-\d.]+)"'))
+        starts[text] = end - TextPath((0, 0), text, size=size, prop=FontProperties("DejaVu Sans")).get_extents().x1
+    return starts
+
+
+@pytest.mark.parametrize("low, high", [(2, 17), (2, 18), (0.00075, 0.0023), (30, 170)])
+def test_the_labels_of_an_axis_are_whole(make, low, high):
+    """Under a legend the axis is lower than matplotlib assumes at first, and then other ticks might fit."""
+    logs = [{"step": step, "loss": low + (high - low) * step / 40} for step in range(41)]
+    run = read_run(make("run", metrics={"log_history": logs}))
+    (drawing,) = draw([run, run], ["one", "two"])
+    starts = label_starts(drawing.svg)
+    assert len(starts) >= 3 and min(starts.values()) > 0, starts
+    ticks = [float(text) for text in starts]
+    gaps = [after - before for before, after in itertools.pairwise(ticks)]
+    assert gaps == pytest.approx([gaps[0]] * len(gaps))
 
 
 def test_the_curves_are_written_beside_the_page(make):
