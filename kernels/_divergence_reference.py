@@ -11,6 +11,7 @@ from ._chunks import stats_dtype
 from ._divergence_kinds import divergence_weights, named, parts
 from ._head import Adapters, linear_reference
 from ._rows import LogitTransform, transform
+from ._selection import token_count
 
 
 class LinearDivergence(NamedTuple):
@@ -130,7 +131,7 @@ def distillation_reference(
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
     agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
     fields = (
         divergence, log_prob, -(q.exp() * q).sum(-1), (log_prob >= q.amax(-1)) & has_label,

@@ -51,6 +51,7 @@ from ._chunks import (
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, transform
+from ._selection import token_count
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
@@ -117,7 +118,7 @@ def linear_sparse_divergence_reference(
     each = (divergence - ce_weight * log_prob) * (1.0 if token_weight is None else token_weight)
     loss = each.where(keep, 0)
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
     mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
     is_top1 = (log_prob >= log_q.amax(-1)) & has_label
     agrees = torch.zeros_like(keep)

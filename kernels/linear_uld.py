@@ -41,6 +41,7 @@ from ._chunks import (
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
 from ._rows import LogitTransform, check_scalars, transform
+from ._selection import token_count
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
@@ -112,7 +113,7 @@ def stored_uld(
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
     fields = uld, log_prob, -(log_q.exp() * log_q).sum(-1), (log_prob >= log_q.amax(-1)) & has_label
     return LinearUld(loss, *((x * keep).detach() for x in fields))
 
