@@ -28,7 +28,7 @@ from ._cross_entropy_rows import (
     tile_gradient,
     whole_rows,
 )
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform, entropy_of, transform
 from ._selection import token_count
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -70,9 +70,9 @@ def cross_entropy_reference(
         own = weight is not None and num_items is None
         parts = parts.sum(-1) / torch.stack([_weight_of_labels(labels, weight, ignore_index) if own else count, count])
     loss = parts.sum() if reduction == "sum" else parts.sum(0)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
     is_top1 = (log_prob >= log_probs.amax(-1)) & keep
-    return CrossEntropy(loss, (log_prob * keep).detach(), (entropy * keep).detach(), is_top1)
+    per_token = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
+    return CrossEntropy(loss, *per_token, is_top1)
 
 
 def _weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
