@@ -24,7 +24,7 @@ def load(
     raw_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """(logits in base 2, d logits / d raw). -inf, and what is beyond the vocabulary, are so low that they weigh nothing,
+    """(logits in base 2, d logits / d raw). -inf and what is beyond the vocabulary are so low that they weigh nothing,
     yet finite: two of them differ by 0.
 
     padded: columns that may be read. Where that is a multiple of 16, whatever V is, vectors are loaded at once.
