@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from .patching import PatchOptions, announce, patch
+from .weights import load_whole
 
 FLAGS = tuple(field.name for field in dataclasses.fields(PatchOptions))
 
@@ -13,17 +14,19 @@ FLAGS = tuple(field.name for field in dataclasses.fields(PatchOptions))
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`from_pretrained` and `from_config` of AutoModelForCausalLM, whose model is patched before it is returned.
 
-    Keywords that are options of a patch (see `PatchOptions`) say what to replace, everything by default; all others go
-    to transformers. `patch(model)` with the same options gives the model's record, with `report` and `undo()`.
+    Keywords that are options of a patch (see `PatchOptions`) say what to replace, everything by default. With
+    `allow_missing_weights=True` the files may lack weights of the model, or have others. All other keywords go to
+    transformers. `patch(model)` with the same options gives the model's record, with `report` and `undo()`.
 
     Raises:
-        ConfigError: options that exclude each other, or a model in which nothing is found to replace.
+        ConfigError: options that exclude each other, a model in which nothing is found to replace, or files that do
+            not have the model's weights.
     """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> Any:
         options = _take_options(kwargs)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        loaded = load_whole(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
         _patch(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # a tuple with output_loading_info=True
         return loaded
 

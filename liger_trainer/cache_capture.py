@@ -27,6 +27,7 @@ from .cache_fingerprints import (
     tokenizer_fingerprint,
 )
 from .cache_format import RecordFormat
+from .chat_rows import datasets_in_messages
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .head import output_module
@@ -47,6 +48,7 @@ from .teacher_cache import (
 )
 from .teacher_placement import load_teacher, stays, stream_weights
 from .teacher_reader import TeacherReader
+from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
 from .trainer import LigerTrainer, check_names
 
 LOCK, MIB = ".lock", 2**20
@@ -60,18 +62,19 @@ class PreparedRows:
 
     datasets: dict[str, Dataset]
     tokenizer: Any
+    largest_ids: dict[str, LargestIds]
 
 
 class Preparation(LigerTrainer):
     """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
-        self.row_facts = {}
+        self.row_facts, self.largest_ids = {}, {}
         sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
         vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
-        SFTTrainer.__init__(self, stand_in, args, **kwargs)
+        SFTTrainer.__init__(self, stand_in, args, **{**kwargs, **datasets_in_messages(kwargs, args)})
 
 
 def prepare_rows(
@@ -85,7 +88,7 @@ def prepare_rows(
     trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
     prepared = trainer.eval_dataset
     tests = {} if prepared is None else prepared if isinstance(prepared, dict) else {"eval": prepared}
-    return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class)
+    return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class, trainer.largest_ids)
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,8 @@ class _Capture:
         plan = Plan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
         model = _ready(load_teacher(teacher, args), args)
         _check_vocabulary(model, settings.vocab_size)
+        check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
+        check_ids(rows.largest_ids, "labels", settings.vocab_size, "the tokenizer has")
         given = teacher if isinstance(teacher, str) else None
         index = CacheIndex(
             version=VERSION,
@@ -301,8 +306,7 @@ def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedMode
 
 
 def _check_vocabulary(teacher: PreTrainedModel, real: int) -> None:
-    module: Any = output_module(teacher)
-    size = 0 if module is None else getattr(module, "out_features", None) or module.weight.shape[0]
+    size = 0 if output_module(teacher) is None else head_rows(teacher)
     if size < real:
         raise ConfigError(
             f"The teacher knows {size} tokens, but the student's tokenizer has {real}: they do not share a vocabulary. "

@@ -153,7 +153,7 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
         yield Finding(label, "model_name_or_path", "missing; expected a model directory, a hub id or a demo: name.")
     if absent("dataset_name") and absent("datasets"):
         yield Finding(label, "dataset_name", "missing; expected a file, a directory, a hub id or a demo: name.")
-    elsewhere = "teacher" in given and given["teacher"].value in ("cache", "self", "server") or not absent("teachers")
+    elsewhere = "teacher" in given and given["teacher"].value != "model" or not absent("teachers")
     if recipe == "distill" and absent("teacher_model_name_or_path") and not elsewhere:
         message = "missing; a distillation needs a teacher (or set recipe: sft)."
         yield Finding(label, "teacher_model_name_or_path", message)

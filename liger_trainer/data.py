@@ -1,7 +1,8 @@
 """The rows of a run: loaded, split, checked one by one, counted and hashed, before any weight is loaded.
 
 A dataset is a demo name, a local file, a directory, a hub id or a TRL mixture. Its rows have one of the forms that
-`SFTTrainer` takes; a row of another form is an error that says where it stands, not a stack trace an hour later.
+`SFTTrainer` takes, or that of ShareGPT or Alpaca, which become one of them (`chat_rows`); a row of another form is an
+error that says where it stands, not a stack trace an hour later.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .chat_rows import ALPACA, ALPACA_OPTIONAL, in_messages, split_last
 from .data_sources import Source, kind_of, load_source
 from .errors import ConfigError, DataError
 
@@ -18,9 +20,15 @@ if TYPE_CHECKING:
 
     from .run_config import RunConfig
 
-# columns that TRL reads beside those of the form
+# columns that are read beside those of the form
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
+OPTIONAL_COLUMNS = {
+    "input_ids": TOKEN_COLUMNS,
+    "conversations": ("system", *CHAT_COLUMNS),
+    "alpaca": (*ALPACA_OPTIONAL, *CHAT_COLUMNS),
+}
+CHAT_FORMS = ("messages", "conversations", "alpaca")
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class DataFacts:
 
     name: str
     form: str
-    """messages, prompt-completion, conversations, text, input_ids, or prompt alone"""
+    """as the trainer reads them: messages, prompt-completion, text, input_ids, or prompt alone"""
     columns: tuple[str, ...]
     """of the dataset as it came"""
     columns_used: tuple[str, ...]
@@ -77,6 +85,7 @@ def load_run_datasets(config: "RunConfig") -> RunData:
     digest = hashlib.sha256()
     seen = set(_check_and_hash(train, form, config, digest, lambda i: place("train", i)))
     hashes = list(_check_and_hash(test, form, config, digest, lambda i: place("test", i)))
+    train, test, form = _as_the_trainer_reads(config, train, test, form)
     facts = DataFacts(
         name=config["dataset_name"] or "mixture of " + ", ".join(d["path"] for d in config["datasets"]),
         form=form,
@@ -146,7 +155,7 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
 
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     """The form of the rows, and the columns that are kept: those that the trainer reads."""
-    have, text = train.column_names, config["dataset_text_field"]
+    have, text, alpaca = train.column_names, config["dataset_text_field"], ("alpaca", ALPACA)
     if "image" in have or "images" in have:
         raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
     for form, needed in (
@@ -154,16 +163,19 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         ("prompt-completion", ("prompt", "completion")),
         ("messages", ("messages",)),
         ("conversations", ("conversations",)),
+        *([] if config.given("dataset_text_field") else [alpaca]),
         ("text", (text,)),
+        alpaca,
         *([("prompt", ("prompt",))] if config.recipe == "distill" else []),
     ):
         if all(column in have for column in needed):
             _check_mask_options(config, train, form)
-            extras = TOKEN_COLUMNS if form == "input_ids" else CHAT_COLUMNS
+            extras = OPTIONAL_COLUMNS.get(form, CHAT_COLUMNS)
             return form, (*needed, *(c for c in extras if c in have))
     raise DataError(
         f"no usable column. Expected messages, or prompt and completion, or {text} (named by dataset_text_field), "
-        f"or input_ids; the rows have: {', '.join(have)}."
+        "or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; the rows have: "
+        f"{', '.join(have)}."
     )
 
 
@@ -171,11 +183,24 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     if form == "prompt" and config["lmbda"] < 1 and not config["seq_kd"]:
         advice = "set it to 1.0, and the student samples them, or seq_kd: true, and the teacher does what is left"
         raise config.error("lmbda", f"the rows have prompts and no completions; {advice}.")
-    if config["completion_only_loss"] and form not in ("prompt-completion", "input_ids"):
+    if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
-    chat = form in ("messages", "conversations") or isinstance(train[0].get("prompt"), list)
-    if config["assistant_only_loss"] and not chat:
-        raise config.error("assistant_only_loss", f"needs rows of chat messages; the rows have plain {form}.")
+    chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
+    for key in ("assistant_only_loss", "last_turn_only"):
+        if config[key] and not chat:
+            raise config.error(key, f"needs rows of chat messages; the rows have plain {form}.")
+
+
+def _as_the_trainer_reads(
+    config: "RunConfig", train: "Dataset", test: "Dataset", form: str
+) -> tuple["Dataset", "Dataset", str]:
+    """Rows of ShareGPT and Alpaca as messages or prompt and completion, and what their form is then."""
+    train, test = in_messages(train), in_messages(test)
+    if config["last_turn_only"]:
+        train, test = split_last(train), split_last(test)
+    if form not in CHAT_FORMS:
+        return train, test, form
+    return train, test, "messages" if "messages" in train.column_names else "prompt-completion"
 
 
 def _check_and_hash(
@@ -206,14 +231,36 @@ def _row_problem(row: dict, form: str, text: str) -> str | None:
         return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
     if form == "prompt" and isinstance(row["prompt"], str):
         return None
+    if form == "alpaca":
+        return _alpaca_problem(row)
     if form == "text":
         value = row[text]
         return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"
-    return _chat_problem(row[form], form)
+    return _chat_problem(row[form], form) or _text_problem(row, ("system",) if form == "conversations" else ())
+
+
+def _alpaca_problem(row: dict) -> str | None:
+    for column in ALPACA:
+        if not isinstance(row[column], str):
+            return f"column {column!r}: expected text, got {kind_of(row[column])}"
+    for turn in row.get("history") or []:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
+            return f"column 'history': expected pairs of an instruction and an answer, got {turn!r:.80}"
+    return _text_problem(row, ("input", "system"))
+
+
+def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
+    """About columns that may be absent or null."""
+    for column in columns:
+        if not isinstance(row.get(column), (str, type(None))):
+            return f"column {column!r}: expected text or null, got {kind_of(row[column])}"
+    return None
 
 
 def _chat_problem(messages: Any, column: str) -> str | None:
-    role, content = ("from", "value") if column == "conversations" else ("role", "content")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    sharegpt = column == "conversations" and not (isinstance(first, dict) and "role" in first)
+    role, content = ("from", "value") if sharegpt else ("role", "content")
     wanted = f"column {column!r}: expected a list of {{{role}, {content}}} messages"
     if column in ("prompt", "completion"):
         wanted = f"column {column!r}: expected text, or in both columns a list of {{role, content}} messages"

@@ -19,19 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .head import Head, output_module
+from .head import Head, gather, output_module, reader_of
 
 
 class MaterializedLogitsWarning(UserWarning):
     """Logits of the whole batch were computed where they should have stayed deferred."""
 
 
-@dataclass
 class Forward:
-    """One pass through a model: whether it is still running, so that a warning makes sense."""
+    """One pass through a model. No dataclass: FSDP2 copies those that pass its hooks."""
 
-    model_name: str
-    running: bool = True
+    def __init__(self, model_name: str):
+        self.model_name = model_name
+        self.running = True  # so a warning makes sense
+        self.obstacle: str | None = None  # why its logits are real ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,20 +200,31 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 
 @contextlib.contextmanager
-def deferred_logits(model: nn.Module) -> Iterator[str | None]:
+def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
-    Yields None, or in words why the head cannot be deferred; it then computes real logits as always.
+    Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
+
+    Args:
+        outlive: the logits are used when the pass is over and FSDP2 may have freed what it gathered for it. The head is
+            then gathered before, for the logits alone, and without gradient.
     """
     module = output_module(model)
-    head = Head.read(module)
-    if isinstance(head, str):
-        yield head
+    state, read = Forward(type(model).__name__), reader_of(module)
+    if module is None or isinstance(read, str):
+        state.obstacle = read
+        yield state
         return
-    assert module is not None
-    state, project = Forward(type(model).__name__), module.forward
+    project, early = module.forward, read(module) if outlive else None
 
     def forward(hidden: Tensor, **kwargs):
+        head = early
+        if head is None:
+            gather(module, model)
+            head = read(module)
+        if isinstance(head, str):
+            state.obstacle = head
+            return project(hidden, **kwargs)
         if not kwargs:
             return DeferredLogits(hidden, head, project, state)
         own = functools.partial(project, **kwargs)
@@ -220,7 +232,7 @@ def deferred_logits(model: nn.Module) -> Iterator[str | None]:
 
     module.forward = forward  # type: ignore[method-assign]
     try:
-        yield None
+        yield state
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False

@@ -297,10 +297,12 @@ def _save(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from .weights import load_whole
+
     with _no_transformers_progress():
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        model = load_whole(AutoModelForCausalLM.from_pretrained, gguf.parent, dtype=torch.float32, **source)
         _forget_quantization(model)
         _complete_tokenizer(tokenizer, model.config)
         model.save_pretrained(directory)

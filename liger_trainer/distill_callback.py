@@ -21,6 +21,7 @@ from .metrics import TokenMetrics
 from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .teacher import check_apart, patch_layers, per_token_values, teacher_dtype, teacher_logits
 from .vocabulary import compare_tokenizers, tokenizer_of, with_heads
+from .weights import load_whole
 
 
 class DistillationCallback(TrainerCallback):
@@ -160,7 +161,7 @@ class DistillationCallback(TrainerCallback):
         if teacher is None:
             assert self._path is not None
             where = {"dtype": teacher_dtype(args), "device_map": {"": student.device}}
-            return create_model_from_path(self._path, **{**where, **self._init_kwargs})
+            return load_whole(create_model_from_path, self._path, **{**where, **self._init_kwargs})
         check_apart(student, teacher)
         placed = getattr(teacher, "hf_device_map", None) is not None or getattr(teacher, "is_quantized", False)
         return teacher if placed else teacher.to(student.device)

@@ -10,6 +10,7 @@ from trl import SFTConfig
 from .loss_plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
 from .loss_terms import distillation_of
 from .losses import Distillation
+from .run_options import ALLOW_MISSING_WEIGHTS
 from .sampling_config import SamplingConfig
 from .teacher_config import TeacherConfig
 
@@ -31,6 +32,8 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         teacher_model_revision: its branch, tag or commit.
         teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
             with `bf16`, float16 with `fp16`, else float32.
+        allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
+            model or have others; what is missing is drawn at random.
         beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
         losses: replaces `beta` when given: a list such as
             `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types, and what their entries take
@@ -88,6 +91,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keywords for the teacher's `from_pretrained`, such as dtype."}
     )
+    allow_missing_weights: bool = field(default=False, metadata={"help": ALLOW_MISSING_WEIGHTS})
     beta: float = field(
         default=0.0,
         metadata={"help": "0: forward KL, 1: reverse KL, between: generalised Jensen-Shannon divergence."},

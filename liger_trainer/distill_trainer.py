@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from .cached_teacher import CachedTeacher
+from .chat_rows import check_chats
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .fused import TokenLossOutput
@@ -31,6 +32,7 @@ from .server_teacher import ServerTeacher
 from .several_teachers import SeveralTeachers
 from .teacher import per_token_values
 from .teachers import Teacher
+from .token_ids import check_ids
 from .trainer import LigerTrainer, kept_length
 from .trl_arguments import moved
 from .uld_teacher import UldTeacher
@@ -103,6 +105,7 @@ class LigerDistillTrainer(LigerTrainer):
             self._check_rows_as_they_are()
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         vocab_size = self.teaching.prepare(self)
+        self._check_rows_of_both(vocab_size)
         self.progress = LossProgress(self, args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
@@ -159,6 +162,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and prompts_alone(dataset):
+            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):
@@ -174,6 +178,15 @@ class LigerDistillTrainer(LigerTrainer):
         if args.samples and dataset_name == "train":
             check_prompts(prepared)
         return prepared
+
+    def _check_rows(self) -> None:
+        """Later, beside the teacher: where the tokenizer is not the student's, that is the better reason."""
+
+    def _check_rows_of_both(self, vocab_size: int) -> None:
+        super()._check_rows()
+        check_ids(self.largest_ids, "labels", vocab_size, "the vocabulary that student and teacher share has")
+        if self.teaching.reads is not None:
+            check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
 
     def _check_rows_as_they_are(self) -> None:
         """With `skip_prepare_dataset` the teacher has not seen the rows, nor can it where they are made on the way."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
@@ -34,6 +33,7 @@ from .loading import (
 )
 from .metric_rows import DISTILL_ROWS, SFT_ROWS, Row
 from .run_config import load_run_config
+from .weights import with_adapter
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -163,7 +163,7 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
         return load_student(config, base)
     try:
         if (subject.weights / ADAPTER).is_file():
-            return PeftModel.from_pretrained(load_student(config, base), str(subject.weights))
+            return with_adapter(load_student(config, base), subject.weights)
         return load_weights(config, files)
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{subject.weights}: the weights cannot be read: {error}") from None

@@ -12,7 +12,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
-from trl import maybe_convert_to_chatml
 
 from .data import RunData
 from .head import device_of
@@ -21,7 +20,7 @@ from .metric_rows import Row
 if TYPE_CHECKING:
     from .run_config import RunConfig
 
-ANSWERS = ("assistant", "gpt", "model")  # roles, in messages and in ShareGPT's conversations
+ANSWERS = ("assistant", "model")  # roles
 TEXT_PROMPT_TOKENS = 32  # of a row of plain text or token ids, which has no prompt of its own
 
 
@@ -103,7 +102,7 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     if form in ("prompt", "prompt-completion"):
         messages, answer = row["prompt"], row.get("completion")
     else:
-        messages = maybe_convert_to_chatml(row)["messages"]
+        messages = row["messages"]
         turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
         cut = turns[-1] if turns else len(messages)
         messages, answer = messages[:cut], messages[cut:]

@@ -58,6 +58,20 @@ class TokenLossOutput(ModelOutput):
     jsd: Tensor = None  # at temperature 1 and beta 0.5, where `Distillation.measure_jsd` asks for it
     terms: dict[str, Tensor] = None  # by type of loss, of a `Distillation` that lists them
     by_teacher: dict[str, Tensor] = None  # "name/forward_kl" and "name/share", of several teachers
+    uncast: "Uncast" = None
+
+    def in_fp32(self) -> "TokenLossOutput":
+        """The output as it was before an engine cast it, as FSDP2 does to its `output_dtype`."""
+        if self.uncast is None or self.token_loss.dtype == self.uncast.values["token_loss"].dtype:
+            return self
+        return TokenLossOutput(**self.uncast.values)
+
+
+class Uncast:
+    """The values of an output where the casts of engines, which look into mappings and dataclasses, do not reach."""
+
+    def __init__(self, output: TokenLossOutput):
+        self.values = dict(output)
 
 
 Knowledge = TeacherAnswer | TeacherShares
@@ -130,33 +144,39 @@ class FusedLoss:
 
     def _forward(
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None, teacher_logits: Knowledge | None = None,
-        hidden_pass: HiddenPass | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
+        num_items_in_batch: float | Tensor | None = None, num_processes: int = 1,
+        teacher_logits: Knowledge | None = None, hidden_pass: HiddenPass | None = None, fused_lm_head: bool = False,
+        skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
             return self._own_forward(model, *args, **kwargs)
         set_on_model = getattr(model, "_loss_function", None)
         if set_on_model is not None:  # perhaps since this was made
             check_loss(model)
+        if num_items_in_batch is not None and num_processes > 1:  # divided here: engines round what comes as a fraction
+            num_items_in_batch = num_items_in_batch / num_processes
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(targets, options, teacher_logits, hidden_pass)
         model.loss_function = loss
         try:
             recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
-            with recording, deferred_logits(model) as obstacle:
-                if obstacle is not None:
-                    _report_stored_logits(type(model).__name__, obstacle)
+            with recording, deferred_logits(model) as forward:
                 given = shift_labels if labels is None else labels
                 outputs = self._own_forward(model, *args, labels=given, **kwargs)
         finally:
             del model._loss_function
             if set_on_model is not None:
                 model._loss_function = set_on_model
+        if forward.obstacle is not None:
+            _report_stored_logits(type(model).__name__, forward.obstacle)
         self._seen(model, outputs, loss)
         if not fused_lm_head:
             return _with_readable_logits(outputs, bool(skip_logits))
-        return token_output(model, outputs, loss)
+        output = token_output(model, outputs, loss)
+        if not torch.compiler.is_compiling():
+            output.uncast = Uncast(output)
+        return output
 
     def _seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
         """For a subclass that wants the per-token values of every pass: `token_output` makes them of these."""

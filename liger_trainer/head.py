@@ -2,6 +2,9 @@
 
 PEFT's layers are known by the forward that they run, so PEFT need not be imported, and one whose forward has been
 replaced by another is not taken for what it was.
+
+FSDP2 gathers a weight just before the forward of the module it belongs to, and sums its gradient over the ranks
+through the gathered copy alone. So the head of a model in training is read inside its own forward, after `gather`.
 """
 
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .errors import ConfigError
 from .kernels._head import Lora
@@ -25,20 +29,51 @@ class Head:
 
     @classmethod
     def read(cls, module: nn.Module | None) -> "Head | str":
-        """The head, or in words why `module` cannot be replaced by what a `Head` holds."""
-        return "the model has no output embeddings" if module is None else _read(module)
+        """The head, or in words why `module` cannot be replaced by what a `Head` holds.
+
+        Raises:
+            ConfigError: its weight is partitioned by ZeRO-3.
+        """
+        read = reader_of(module)
+        return read if isinstance(read, str) else read(module)
 
 
-def _read(module: Any) -> Head | str:
+Reader = Callable[[Any], Head | str]
+
+
+def reader_of(module: nn.Module | None) -> Reader | str:
+    """What reads the head out of a module of this class, or in words why it cannot be replaced."""
+    if module is None:
+        return "the model has no output embeddings"
     if "forward" in vars(module):
         return f"the forward of its output head ({type(module).__name__}) has been replaced"
     forward = type(module).forward
     if forward is nn.Linear.forward:
-        return _of_linear(module)
+        return _of_linear
     of_peft = _OF_PEFT.get(f"{forward.__module__}.{forward.__qualname__}")
-    if of_peft is None:
-        return f"its output head is a {type(module).__name__}, which does more than a linear map"
-    return of_peft(module)
+    return of_peft or f"its output head is a {type(module).__name__}, which does more than a linear map"
+
+
+def gather(module: nn.Module, model: nn.Module) -> None:
+    """Make sure that the head of `model` holds whole weights, inside its forward and until the backward: the loss reads
+    them when the forward is over. FSDP2 alone has anything to gather.
+
+    Raises:
+        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+    sharded = [name for name, p in module.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
+    if not sharded or not torch.is_grad_enabled() or getattr(model, "tp_size", None):
+        return
+    if any(isinstance(unit, FSDPModule) for unit in model.modules()):
+        raise ConfigError(
+            f"FSDP2 has not gathered {', '.join(sharded)} of the output head ({type(module).__name__}) for its "
+            "forward, so its gradient would be that of one rank. Call the module that fully_shard was given last, not "
+            "one inside of it, or give the head a unit of its own."
+        )
 
 
 def _of_linear(module: Any) -> Head | str:
@@ -56,17 +91,17 @@ def _of_linear(module: Any) -> Head | str:
 def _of_wrapper(module: Any) -> Head | str:
     """Modules to save, of which the active adapter's copy is used; or trainable tokens, a layer of their own."""
     if hasattr(module, "token_adapter"):
-        return _read(module.token_adapter)
+        return Head.read(module.token_adapter)
     active = module.active_adapters
     if module.disable_adapters or not active or any(name not in module._adapters for name in active):
-        return _read(module.original_module)
-    return _read(module.modules_to_save[active[0]])
+        return Head.read(module.original_module)
+    return Head.read(module.modules_to_save[active[0]])
 
 
 def _of_trainable_tokens(module: Any) -> Head | str:
     """A weight whose rows of the trained tokens are replaced, differentiably. PEFT's layer leaves out the bias."""
     _unmerge_if_disabled(module)
-    base = _read(module.base_layer)
+    base = Head.read(module.base_layer)
     if isinstance(base, str) or module.disable_adapters or module.merged or not module.active_adapters:
         return base
     module._check_overlapping_tokens(module.active_adapters)
@@ -75,7 +110,7 @@ def _of_trainable_tokens(module: Any) -> Head | str:
 
 def _of_lora(module: Any) -> Head | str:
     _unmerge_if_disabled(module)
-    head = _read(module.base_layer)
+    head = Head.read(module.base_layer)
     if isinstance(head, str) or module.disable_adapters or module.merged:
         return head
     for name in (name for name in module.active_adapters if name in module.lora_A):
@@ -112,7 +147,7 @@ def _unmerge_if_disabled(module: Any) -> None:
         module.unmerge()
 
 
-_OF_PEFT: dict[str, Callable[[Any], Head | str]] = {
+_OF_PEFT: dict[str, Reader] = {
     "peft.utils.other.AuxiliaryTrainingWrapper.forward": _of_wrapper,
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": _of_trainable_tokens,
     "peft.tuners.lora.layer.Linear.forward": _of_lora,
@@ -120,7 +155,8 @@ _OF_PEFT: dict[str, Callable[[Any], Head | str]] = {
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """FSDP2 shards parameters as DTensors; gathering is differentiable."""
+    """A parameter without gradient of FSDP2, or one of tensor parallelism, gathered. The gradient is that of the rows
+    of this rank, which is right in tensor parallelism alone: there all ranks have the same rows."""
     full_tensor = getattr(parameter, "full_tensor", None)
     return parameter if full_tensor is None else full_tensor()
 

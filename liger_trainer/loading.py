@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
+from .chat_rows import check_chats
 from .data import RunData
 from .demo import resolve_model
 from .errors import ConfigError
@@ -20,6 +22,7 @@ from .loss_plan import plan_of
 from .students import drop_layers
 from .teacher_config import OF_ONE_TEACHER, entries_of
 from .vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
+from .weights import load_whole
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -94,14 +97,18 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
 
     Raises:
         ConfigError: chat rows without a chat template, more layers to skip than there are, unknown tokens.
+        DataError: a row with a role that the chat template does not know, or that it refuses.
     """
     template = config["chat_template_path"]
     if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
         raise config.error("chat_template_path", f"no such file: {template}")
-    chat = data.facts.form in ("messages", "conversations") or isinstance(data.train[0].get("prompt"), list)
+    chat = data.facts.form == "messages" or isinstance(data.train[0].get("prompt"), list)
     if chat and template is None and not files.tokenizer.chat_template:
         reason = "the rows are chat messages and this tokenizer has no chat template; set chat_template_path."
         raise config.error(files.key, reason)
+    if chat:
+        for split, rows in (("train", data.train), ("test", data.test)):
+            check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
     vocabulary = files.tokenizer.get_vocab()
     for key in ("eos_token", "pad_token"):
         if config[key] is not None and config[key] not in vocabulary:
@@ -113,6 +120,19 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     if kept is not None and (not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= layers):
         expected = f"expected indices from 0 to {layers - 1}, each once and ascending"
         raise config.error("keep_layers", f"{expected}, got {kept}.")
+
+
+def _template_text(config: "RunConfig") -> str | None:
+    """The chat template of `chat_template_path`, a file or a model; None where that is not set."""
+    path = config["chat_template_path"]
+    if path is None:
+        return None
+    if path.endswith((".jinja", ".j2")):
+        return Path(path).read_text(encoding="utf-8")
+    try:
+        return AutoTokenizer.from_pretrained(path).get_chat_template()
+    except (OSError, ValueError) as error:
+        raise config.error("chat_template_path", f"{path}: no chat template can be read there: {error}") from None
 
 
 def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary | None:
@@ -179,6 +199,7 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         "device_map": _device_map(config),
+        "allow_missing_weights": config["allow_missing_weights"],
     }
     quantization = get_quantization_config(model_args)
     if quantization is not None:
@@ -188,7 +209,9 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
-        return AutoModelForCausalLM.from_pretrained(files.path, **options)
+        return load_whole(AutoModelForCausalLM.from_pretrained, files.path, **options)
+    except ConfigError as error:
+        raise config.error(files.key, str(error)) from error
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
 

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 
 from .distill_config import LigerDistillConfig
-from .errors import ConfigError
 from .head import device_of
 from .losses import Logits
 from .patching import announce
 from .teacher import check_apart, patch_layers, teacher_logits
 from .teacher_placement import Carrier, check_processes, load_teacher, stays, stream_weights
 from .teachers import Teacher, without_labels
+from .token_ids import embedding_rows
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ModelTeacher(Teacher):
         self._accelerator: Any = None
         self._carry = Carrier()
         self._vocabulary: Vocabulary | None = None
-        self._rows, self._padding_is_beyond = 0, False
+        self._padding_is_beyond = False
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         self._shared(tokenizer).check_rows(dataset, name)
@@ -61,15 +61,9 @@ class ModelTeacher(Teacher):
         """Of the tokens that student and teacher share."""
         vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
         announce(f"vocabulary: {vocabulary}")
-        alone = vocabulary.student_only
-        if alone and getattr(self._args, "samples", False):
-            raise ConfigError(
-                f"The student's tokenizer has tokens that the teacher's has not ({vocabulary.named_student_only})"
-                ", and completions that the student samples may hold them. Set lmbda to 0.0 and seq_kd to false, or "
-                "use a teacher that knows them."
-            )
-        self._rows = teacher.get_input_embeddings().weight.shape[0]
-        self._padding_is_beyond = any(i >= self._rows for i in alone)  # of such tokens rows hold the padding alone
+        self.unshared, self.reads = vocabulary.unshared, embedding_rows(teacher)
+        # of tokens that are the student's alone, rows hold the padding and no other
+        self._padding_is_beyond = any(i >= self.reads for i in vocabulary.student_only)
         return vocabulary.size
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
@@ -92,8 +86,8 @@ class ModelTeacher(Teacher):
     def answer(self, inputs: dict[str, Any]) -> Logits:
         """Deferred: its hidden states, and how its head goes on."""
         read = without_labels(inputs)
-        if self._padding_is_beyond:
-            read["input_ids"] = read["input_ids"].clamp(max=self._rows - 1)
+        if self._padding_is_beyond and self.reads is not None:
+            read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
         return self.logits(**read)
 
     def logits(self, **read: Any) -> Logits:

@@ -18,6 +18,7 @@ from .distill_config import LigerDistillConfig
 from .errors import ConfigError, DataError
 from .prompts import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
+from .token_ids import Writable
 
 if TYPE_CHECKING:
     from .distill_trainer import LigerDistillTrainer
@@ -106,8 +107,12 @@ class OnPolicy:
         accelerator: Any = trainer.accelerator
         check_sampling(trainer)
         self._seen: set[bool] = set()
-        self._sampler = ModelSampler(args, trainer.tokenizer, accelerator.autocast)
-        self._vllm = VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer) if args.use_vllm else None
+        shared = cast(int, trainer.distillation.vocab_size)
+        writable = Writable(shared, trainer.teaching.unshared)
+        self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast)
+        self._vllm = (
+            VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
+        )
         self._figures: dict[str, float] = {}
 
     def replace(self, batches: list[Batch]) -> list[Batch]:

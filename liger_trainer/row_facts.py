@@ -62,19 +62,20 @@ def count_each(
     dataset: Dataset, max_length: int | None, truncation_mode: str = "keep_start"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each row: its tokens, its supervised ones, those of them within `max_length`. Arguments as of `count_rows`."""
-    counts = [_count(batch, max_length, truncation_mode) for batch in _labels(dataset)]
+    counts = [_count(batch, max_length, truncation_mode) for batch in values_of(dataset, "labels")]
     lengths, before, after = (np.concatenate(column) for column in zip(*counts, strict=True))
     return lengths, before, after
 
 
 Batch = tuple[np.ndarray, np.ndarray]
-"""The labels of many rows in one array, and where each row starts, with the end of the last."""
+"""The values of many rows in one array, and where each row starts, with the end of the last."""
 
 
-def _labels(dataset: Dataset, rows: int = 4096) -> Iterator[Batch]:
-    tables: Any = dataset.select_columns(["labels"]).with_format("arrow").iter(rows)
+def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[Batch]:
+    """A column of lists, such as labels."""
+    tables: Any = dataset.select_columns([name]).with_format("arrow").iter(rows)
     for table in tables:
-        column = table["labels"].combine_chunks()
+        column = table[name].combine_chunks()
         column = column.chunk(0) if hasattr(column, "chunk") else column
         offsets = column.offsets.to_numpy()
         yield column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]], offsets - offsets[0]

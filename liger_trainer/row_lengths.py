@@ -69,12 +69,10 @@ def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str
         return len(tokenizer(row["prompt"])["input_ids"])
     if form == "prompt-completion" and isinstance(row["prompt"], str):
         return len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1
-    from trl import maybe_convert_to_chatml
-
     if form in ("prompt", "prompt-completion"):
         messages = row["prompt"] + row.get("completion", [])
     else:
-        messages = maybe_convert_to_chatml(row)["messages"]
+        messages = row["messages"]
     options: Any = {"add_generation_prompt": form == "prompt", **(row.get("chat_template_kwargs") or {})}
     rendered: Any = tokenizer.apply_chat_template(messages, return_dict=True, **options)
     return len(rendered["input_ids"])

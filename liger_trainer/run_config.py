@@ -114,7 +114,10 @@ class RunConfig:
         else:
             from trl import SFTConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
-        return self.on_this_machine()._build(training_class, ("training", "distillation", "sampling"), elsewhere)
+        args = self.on_this_machine()._build(training_class, ("training", "distillation", "sampling"), elsewhere)
+        if self.recipe == "distill":
+            args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe; here of the teacher
+        return args
 
     def model_args(self) -> "ModelConfig":
         """TRL's ModelConfig, from which `get_peft_config` and `get_quantization_config` read."""

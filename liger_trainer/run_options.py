@@ -8,6 +8,11 @@ def _option(default: Any, help: str, **limits: float) -> Any:
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
+ALLOW_MISSING_WEIGHTS = (
+    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
+)
+
+
 @dataclass
 class RunOptions:
     """What a run does beside training."""
@@ -34,10 +39,14 @@ class RunOptions:
     student_output_dir: str | None = _option(
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
+    allow_missing_weights: bool = _option(False, ALLOW_MISSING_WEIGHTS)
     holdout_fraction: float = _option(
         0.05, "Share of the training rows held out when the dataset has no split dataset_test_split.", gt=0, lt=1
     )
     max_eval_rows: int | None = _option(None, "Evaluate on the first so many held-out rows instead of all.", ge=1)
+    last_turn_only: bool = _option(
+        False, "Learn the last message of a chat alone; all before it is the prompt. No change to rows with a prompt."
+    )
     num_sample_completions: int = _option(
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
     )

@@ -12,6 +12,8 @@ from trl.trainer.utils import pad
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
 from .head import device_of
+from .patching import base_of
+from .token_ids import Writable
 
 Tokens = list[int]
 
@@ -36,14 +38,15 @@ class ModelSampler:
     Args:
         args: the sampling fields and `temperature`.
         tokenizer: for the padding and end-of-sequence tokens.
+        writable: the tokens that are sampled; heads are padded beyond them.
         autocast: the context of the run's mixed precision, entered once for all tokens, so that weights are cast once.
     """
 
     def __init__(
-        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase,
+        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: Writable,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):  # fmt: skip
-        self._args, self._tokenizer, self._autocast = args, tokenizer, autocast
+        self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
 
     def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
         """A completion of each prompt, with the token that ended it.
@@ -77,6 +80,7 @@ class ModelSampler:
         }  # fmt: skip
         settings = GenerationConfig()
         unknown = settings.update(**{**chosen, **(args.generation_kwargs or {})})
+        settings.suppress_tokens = sorted({*self._writable.others(model), *(settings.suppress_tokens or ())}) or None
         if unknown:
             raise ConfigError(f"generation_kwargs: GenerationConfig has no {', '.join(sorted(unknown))}.")
         if (settings.num_return_sequences or 1) != 1:
@@ -138,18 +142,23 @@ class VLLMSampler:
     moved since, they are sent over first; a patched model's parameters have the names they had.
 
     Raises:
-        ConfigError: vllm is not installed.
+        ConfigError: vllm is not installed; when sampling, it gave a token that is not among `writable`.
     """
 
-    def __init__(self, args: LigerDistillConfig, model: Any, accelerator: Any, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, args: LigerDistillConfig, model: Any, accelerator: Any, tokenizer: PreTrainedTokenizerBase,
+        writable: Writable,
+    ):  # fmt: skip
         from trl.generation import vllm_generation
 
         if not vllm_generation.is_vllm_available():
             raise ConfigError("use_vllm: vllm is not installed. `pip install trl[vllm]`, or set use_vllm to false.")
         self._ends, self._step = end_tokens(model, tokenizer), -1
         self.engine = vllm_generation.VLLMGeneration(
-            model=model, accelerator=accelerator, processing_class=tokenizer, **_vllm_options(args)
-        )
+            model=model, accelerator=accelerator, processing_class=tokenizer,
+            **_vllm_options(args, writable.others(base_of(accelerator.unwrap_model(model)))),
+        )  # fmt: skip
+        self._writable = writable
 
     def sample(self, prompts: Sequence[Tokens], step: int) -> list[Tokens]:
         """A completion of each prompt, with the token that ended it, by the weights after `step` optimizer steps."""
@@ -157,11 +166,26 @@ class VLLMSampler:
             self.engine.sync_weights()
             self._step = step
         made = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
-        return [until_the_end(tokens, self._ends) for tokens in made]
+        completions = [until_the_end(tokens, self._ends) for tokens in made]
+        strange = {token for tokens in completions for token in tokens if token not in self._writable}
+        if strange:
+            raise ConfigError(
+                f"vLLM sampled the token {min(strange)}, which student and teacher do not share, though a logit_bias "
+                "of -100 was asked for. Leave logit_bias and whatever undoes it out of generation_kwargs, or set "
+                "use_vllm to false."
+            )
+        return completions
 
 
-def _vllm_options(args: LigerDistillConfig) -> dict[str, Any]:
+BAN = -100.0  # the lowest that vLLM's server takes; of two equal logits the banned one is drawn once in 10^43
+
+
+def _vllm_options(args: LigerDistillConfig, banned: Sequence[int]) -> dict[str, Any]:
     """VLLMGeneration's names are TRL's without `vllm_`."""
+    assert not isinstance(args.generation_kwargs, str)
+    extra = dict(args.generation_kwargs or {})
+    if banned:
+        extra["logit_bias"] = {**(extra.get("logit_bias") or {}), **dict.fromkeys(banned, BAN)}
     named = {
         name.removeprefix("vllm_"): value for name, value in vars(args).items() if name.startswith("vllm_")
     }  # mode, model_impl, server_port, ...
@@ -172,6 +196,6 @@ def _vllm_options(args: LigerDistillConfig) -> dict[str, Any]:
         **{name: getattr(args, name) for name in plain},
         "max_num_seqs": rows * args.vllm_tensor_parallel_size,
         "trust_remote_code": args.trust_remote_code,
-        "generation_kwargs": args.generation_kwargs,
+        "generation_kwargs": extra,
         "logprobs": None,
     }

@@ -68,6 +68,7 @@ class ServerTeacher(Teacher):
         size = self._shared(trainer.tokenizer).size
         if self.server.options.top_k > size:
             raise ConfigError(f"teacher_server_top_k is {self.server.options.top_k}, and there are {size} tokens.")
+        self.unshared = self._shared(trainer.tokenizer).unshared
         return check_student_vocabulary(trainer.student, size)
 
     def _shared(self, tokenizer: Any) -> Vocabulary:

@@ -117,7 +117,10 @@ class SeveralTeachers(Teacher):
 
     def prepare(self, trainer: "LigerDistillTrainer") -> int:
         self._all_read = bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-        return min([teacher.prepare(trainer) for teacher in self.teachers.values()])
+        sizes = [teacher.prepare(trainer) for teacher in self.teachers.values()]
+        self.reads = min((each.reads for each in self.teachers.values() if each.reads is not None), default=None)
+        self.unshared = frozenset().union(*(each.unshared for each in self.teachers.values()))
+        return min(sizes)
 
     def answer(self, inputs: dict[str, Any]) -> TeacherShares:
         routes, present = inputs.pop(ROUTES, None), inputs.pop(PRESENT, None)

@@ -173,6 +173,7 @@ def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, 
         eval_dataset=data.test,
         processing_class=copy.deepcopy(files.tokenizer),
     )
+    rows.check_ids(original)
     original.to(args.device)
     narrows = config["student_intermediate_size"] is not None
     downs = [mlp.down for mlp in layer_mlps(original)] if narrows else []

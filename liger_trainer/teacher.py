@@ -46,7 +46,7 @@ def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Pa
 def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: Any) -> DeferredLogits | Tensor:
     """The deferred logits of `call(*args, **inputs)`, a teacher around `base`: hidden states, and how its head goes
     on. Without gradient."""
-    with torch.no_grad(), deferred_logits(base):
+    with torch.no_grad(), deferred_logits(base, outlive=True):
         return call(*args, **inputs).logits
 
 

@@ -15,6 +15,7 @@ from .head import Head, output_module
 from .losses import Logits
 from .teacher import teacher_dtype
 from .teacher_config import OF_LOADING, placed
+from .weights import load_whole
 
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
 
@@ -23,7 +24,8 @@ def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> Pr
     """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
 
     Raises:
-        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed.
+        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed; the files
+            do not have the model's weights.
     """
     if not isinstance(teacher, str):
         set_in_vain = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
@@ -34,7 +36,7 @@ def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> Pr
             )
         return teacher
     try:
-        return create_model_from_path(teacher, **_load_kwargs(args))
+        return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
     except ImportError as error:
         raise ConfigError(f"The teacher {teacher} cannot be loaded as asked for: {error}") from error
 
@@ -45,6 +47,7 @@ def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:
     if args.teacher_model_revision is not None:
         kwargs["revision"] = args.teacher_model_revision
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    kwargs.setdefault("allow_missing_weights", args.allow_missing_weights)
     kwargs.setdefault("dtype", args.teacher_dtype or teacher_dtype(args))
     if args.teacher_load_in_4bit:
         compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32

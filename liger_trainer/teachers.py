@@ -29,12 +29,16 @@ class Teacher(ABC):
         patched: the record of what was replaced in it, or None.
         knows_new_tokens: whether it can answer about tokens that are in no dataset.
         tokenizer: its own, where it does not read the student's tokens; else None.
+        reads: once it is prepared, how many of the student's token ids it can read; None for all.
+        unshared: once it is prepared, ids that only one of the two tokenizers has.
     """
 
     model: Any = None
     patched: Any = None
     knows_new_tokens = True
     tokenizer: Any = None
+    reads: int | None = None
+    unshared: frozenset[int] = frozenset()
 
     def prepare_dataset(
         self, prepare: Callable[[Any, bool], Any], dataset: Any, packing: bool, name: str, *, tokenizer: Any,

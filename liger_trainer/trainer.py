@@ -15,7 +15,9 @@ from datasets import Dataset
 from torch import Tensor
 from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import create_model_from_path
 
+from .chat_rows import check_chats, datasets_in_messages
 from .errors import ConfigError, DataError
 from .fused import TokenLossOutput
 from .losses import LossOptions
@@ -24,6 +26,8 @@ from .patching import Patched, PatchOptions, announce, base_of, patched_record
 from .replacements import Replacements
 from .row_facts import RowFacts, count_rows
 from .token_count import TokenCount, remember_tokens
+from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
+from .weights import load_whole
 
 
 class LigerTrainer(SFTTrainer):
@@ -43,22 +47,28 @@ class LigerTrainer(SFTTrainer):
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced; an unknown or impossible option in `liger_kernel_config`; an
-            evaluation dataset that is named "train".
-        DataError: no row of a dataset has a supervised token.
+        ConfigError: the model's loss cannot be replaced; a model that is given by its name has weights that its files
+            lack, and `model_init_kwargs` no `allow_missing_weights`; an unknown or impossible option in
+            `liger_kernel_config`; an evaluation dataset that is named "train".
+        DataError: no row of a dataset has a supervised token; one has a token id that the model does not have, or a
+            role that the chat template does not know.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, **kwargs):
         self.row_facts: dict[str, RowFacts] = {}
-        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        self.largest_ids: dict[str, LargestIds] = {}
+        bound = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
+        given = bound.arguments
         check_names(given.get("eval_dataset"))
         options = _take_flag(given.get("args"))
-        with warnings.catch_warnings(), _adapters_on_the_head():
+        given.update(datasets_in_messages(given, given.get("args")))
+        with warnings.catch_warnings(), _loading_and_adapters(given.get("args")):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
-            super().__init__(*args, **kwargs)
+            super().__init__(*bound.args, **bound.kwargs)
+        self._check_rows()
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = _patch(base_of(self.model), options, self._loss_options())
@@ -70,15 +80,20 @@ class LigerTrainer(SFTTrainer):
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        """TRL's preparation, with rows that have nothing to learn counted and left out, packed or not."""
+        """TRL's preparation, with the roles of chats checked, and with rows that have nothing to learn counted and left
+        out, packed or not."""
+        if formatting_func is None:
+            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
         if not isinstance(dataset, Dataset):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        max_length, args.max_length = args.max_length, None
+        max_length, shuffles = args.max_length, args.shuffle_dataset
+        args.max_length, args.shuffle_dataset = None, False
         try:
             tokenized = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
             assert isinstance(tokenized, Dataset)
         finally:
-            args.max_length = max_length
+            args.max_length, args.shuffle_dataset = max_length, shuffles
+        self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
         kept = self._learnable(tokenized, args, packing, dataset_name)
         if not len(kept):
             raise DataError(
@@ -89,6 +104,18 @@ class LigerTrainer(SFTTrainer):
         assert isinstance(prepared, Dataset)
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
+
+    def _check_rows(self) -> None:
+        self.check_ids(base_of(self.model))
+
+    def check_ids(self, model: Any) -> None:
+        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        for name, rows in {"train": self.train_dataset, **tests}.items():  # those that were not prepared here
+            if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+                self.largest_ids[name] = LargestIds.of(rows)
+        check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
+        check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
 
     def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         """The rows with a supervised token within what truncation or packing will leave of them."""
@@ -156,13 +183,16 @@ class LigerTrainer(SFTTrainer):
         teacher_inputs = self._teacher_inputs(inputs)
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        num_items = self._local(num_items_in_batch)
-        outputs = model(**inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items)
+        outputs = model(
+            **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
+            num_processes=self._averaged_over(),
+        )  # fmt: skip
         if getattr(outputs, "token_loss", None) is None:
             raise ConfigError(
                 f"The model's forward was replaced after this {type(self).__name__} was made, as by an SFTTrainer of "
                 "the same model, and does not return the fused loss. Make the other trainer when this one is done."
             )
+        outputs = outputs.in_fp32()
         self._record(inputs, outputs)
         loss = outputs.token_loss
         if self.aux_loss_enabled:
@@ -191,11 +221,11 @@ class LigerTrainer(SFTTrainer):
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         return parallelism is not None and parallelism.sp_enabled
 
-    def _local(self, num_items: Tensor | int | None) -> Tensor | float | None:
-        """The divisor of this rank's loss: DDP averages over ranks, and num_items counts the tokens of all ranks."""
-        if num_items is None or not self.args.average_tokens_across_devices:
-            return num_items
-        return num_items / (self.accelerator.num_processes // self.get_tp_size())
+    def _averaged_over(self) -> int:
+        """Of how many ranks the gradients are averaged, where num_items_in_batch counts the tokens of all."""
+        if not self.args.average_tokens_across_devices:
+            return 1
+        return self.accelerator.num_processes // self.get_tp_size()
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
@@ -298,10 +328,17 @@ def _patch(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patch
 
 
 @contextlib.contextmanager
-def _adapters_on_the_head() -> Iterator[None]:
-    """SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So
-    while it is constructed, no layer counts as an adapter in its module, where nothing else asks for one."""
-    replacements = Replacements()
+def _loading_and_adapters(args: Any) -> Iterator[None]:
+    """What differs while SFTTrainer is constructed. A model that is given by its name has all its weights in its files.
+
+    SFTTrainer refuses adapters on `lm_head`, which its own head would leave out of the loss; ours computes them. So no
+    layer counts as an adapter in its module, where nothing else asks for one."""
+    replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
+
+    def load(name: str, **options: Any) -> Any:
+        return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
+
+    replacements.set(sft_trainer, "create_model_from_path", load)
     if hasattr(sft_trainer, "BaseTunerLayer"):
         replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
     try:

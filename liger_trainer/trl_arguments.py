@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .chat_rows import split_last
 from .config_rules import ELSEWHERE
 from .distill_config import LigerDistillConfig
 from .errors import ConfigError
@@ -32,18 +33,6 @@ class Origin:
     rows: Callable[[Any], Any] | None = None
 
 
-def _last_message_is_the_completion(dataset: Any) -> Any:
-    """GKDTrainer's collator learns the last message of a chat alone."""
-
-    def split(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-
-    columns = set(next(iter(dataset)))
-    return (
-        dataset.map(split, remove_columns="messages") if "messages" in columns and "prompt" not in columns else dataset
-    )
-
-
 ORIGINS: dict[str, Origin] = {
     # always on-policy; no T^2; prompts of any length; the order of the rows is the dataset's own without shuffling
     "DistillationConfig": Origin(
@@ -58,7 +47,7 @@ ORIGINS: dict[str, Origin] = {
         names={"max_new_tokens": "max_completion_length"},
         settings={"kd_temperature": 1.0, "truncation_mode": "keep_end"},
         values={"dataset_kwargs": lambda _: {}},  # GKDTrainer itself writes into them that it prepares the rows
-        rows=_last_message_is_the_completion,
+        rows=split_last,  # its collator learns the last message of a chat alone
     ),
 }
 

@@ -58,6 +58,11 @@ class Vocabulary:
     def named_student_only(self) -> str:
         return _named(self.student_only)
 
+    @property
+    def unshared(self) -> frozenset[int]:
+        """The ids that one tokenizer alone has."""
+        return frozenset({*self.student_only, *self.teacher_only})
+
     def check_rows(self, dataset: Any, name: str) -> None:
         """Raise DataError for a prepared dataset with tokens that the teacher's tokenizer does not have."""
         if not self.student_only:

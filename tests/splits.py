@@ -7,10 +7,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+import liger_trainer
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 
 LENGTHS = [(2, 1), (3, 9), (1, 2), (5, 4), (4, 12), (2, 3), (6, 7), (3, 5)]  # words of prompt and completion
 ROWS = [
@@ -25,8 +28,18 @@ OBJECTIVES = {
                {"type": "hidden_cosine", "layers": "last"}],
     "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "self": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # the student without its adapters
+    "lora": None,
+    "stock flag": None,
+    "callback": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
+    "lora kd": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
 }  # fmt: skip
 # greedy, so that the students of all processes write the same
+NOT_COMPARED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
+ADAPTERS = {
+    "self": LoraConfig(init_lora_weights=False),
+    "lora": LoraConfig(init_lora_weights=False, target_modules="all-linear"),
+    "lora kd": LoraConfig(init_lora_weights=False, target_modules=["q_proj", "down_proj", "lm_head"]),
+}
 ON_POLICY = {"lmbda": 1.0, "max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
 
 
@@ -36,7 +49,9 @@ class _Capture(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = [*model.named_parameters(), *(self.hidden.named_parameters() if self.hidden else [])]
-        self.gradients.update((name.removeprefix("module."), p.grad.clone()) for name, p in named if p.requires_grad)
+        whole = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
+                 if p.requires_grad}  # fmt: skip
+        self.gradients.update((name.removeprefix("module."), gradient.clone()) for name, gradient in whole.items())
 
 
 def capture_gradients(trainer):
@@ -47,31 +62,44 @@ def capture_gradients(trainer):
     return gradients
 
 
-def one_step(objective, batch, accumulation, evaluated=False):
+def student_of(objective, family):
+    student = tiny_model(family)
+    if objective not in ADAPTERS:
+        return student
+    torch.manual_seed(1)
+    return get_peft_model(student, ADAPTERS[objective])
+
+
+def one_step(objective, batch, accumulation, evaluated=False, family="llama"):
     """evaluated: before training too, which must change nothing."""
     options = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
         "optim": "sgd", "learning_rate": 0.0,
     }  # fmt: skip
     common = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tiny_tokenizer()}
-    if OBJECTIVES[objective] is None:
-        trainer = LigerTrainer(tiny_model(), args=train_args(SFTConfig, **options), **common)
+    student, losses = student_of(objective, family), OBJECTIVES[objective]
+    teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=48)
+    if objective == "stock flag":
+        liger_trainer.enable()
+        trainer = SFTTrainer(student, args=train_args(SFTConfig, use_liger_kernel=True, **options), **common)
+    elif objective == "callback":
+        callback = DistillationCallback(teacher, losses=losses)
+        trainer = SFTTrainer(student, args=train_args(SFTConfig, **options), callbacks=[callback], **common)
+    elif losses is None:
+        trainer = LigerTrainer(student, args=train_args(SFTConfig, **options), **common)
     else:
         options.update({"on_policy": ON_POLICY, "self": {"teacher": "self"}}.get(objective, {}))
-        args = train_args(LigerDistillConfig, losses=OBJECTIVES[objective], beta=0.4, temperature=2.0, **options)
-        student, teacher = tiny_model(), tiny_model("gemma2", seed=5, hidden_size=48)
-        if objective == "self":
-            torch.manual_seed(1)
-            student, teacher = get_peft_model(student, LoraConfig(init_lora_weights=False)), None
+        args = train_args(LigerDistillConfig, losses=losses, beta=0.4, temperature=2.0, **options)
         trainer = LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
     gradients = capture_gradients(trainer)
     if evaluated:
         trainer.evaluate(trainer.train_dataset)
     trainer.train()
+    liger_trainer.disable()
     logs = next(log for log in trainer.state.log_history if "loss" in log)
-    not_compared = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
     return {
-        "loss": logs["loss"], "gradients": gradients, "logs": {k: v for k, v in logs.items() if k not in not_compared},
+        "sharded": isinstance(trainer.model, FSDPModule), "loss": logs["loss"], "gradients": gradients,
+        "logs": {name: value for name, value in logs.items() if name not in NOT_COMPARED},
     }  # fmt: skip
 
 

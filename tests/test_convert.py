@@ -61,6 +61,7 @@ EXPECTED = {
         "learning_rate": 3e-4,
         "packing": True,
         "max_length": 4096,
+        "completion_only_loss": False,  # of Alpaca the prompt is learned too, unless said otherwise
         "output_dir": "/tmp/torchtune/qwen2_kd",
         "bf16": True,
         "dtype": "bfloat16",
@@ -110,6 +111,7 @@ EXPECTED = {
         "lora_dropout": 0.0,
         "lora_target_modules": ["q_proj", "v_proj"],
         "datasets": [{"path": "identity"}, {"path": "my_chats"}],
+        "assistant_only_loss": True,  # its masks, whatever the rows are
         "holdout_fraction": 0.1,
         "max_length": 4096,
         "packing": True,
@@ -134,7 +136,9 @@ def test_a_real_configuration(origin):
         line = (FILES / finding.where.partition(":")[0]).read_text().splitlines()[int(finding.where.split(":")[1]) - 1]
         assert finding.key.rpartition(".")[2] in line
 
+    assert result.supervised[0].startswith("Supervised: ")
     written = result.to_yaml()
+    assert all(f"# {line}\n" in written for line in result.supervised)
     assert yaml.safe_load(written) == json.loads(json.dumps(result.settings))
     assert all(f"#   {finding}" in written for finding in result.lost)
     checked = check_text(written, "converted.yaml")
@@ -161,6 +165,7 @@ def test_trl_distillation_and_gkd_start_from_other_defaults():
     assert (stable["beta"], stable["learning_rate"], stable["lmbda"]) == (1.0, 1e-6, 1.0)
     gkd = converted("trl", teacher + "lmbda: 0.3\nseq_kd: false\nmax_new_tokens: 64\n")
     want = {"beta": 0.5, "lmbda": 0.3, "max_completion_length": 64, "temperature": 0.9, "kd_temperature": 1.0}
+    want["last_turn_only"] = True
     assert {key: gkd.settings[key] for key in want} == want and "max_new_tokens" not in gkd.settings
     assert not gkd.lost
     shown = converted("trl", teacher + "log_completions: true\n").lost
@@ -189,6 +194,18 @@ def test_trl_distillation_and_gkd_start_from_other_defaults():
             "dataset_name",
             "x.json",
         ),
+        ("torchtune", "batch_size: 2\ntokenizer: {max_seq_len: null}\n", "max_length", None),  # rows are not cut
+        ("torchtune", "batch_size: 2\n", "max_length", None),
+        ("torchtune", "dataset: {_component_: a.wikitext_dataset}\n", "dataset_text_field", "page"),
+        ("torchtune", "dataset: {_component_: a.slimorca_dataset}\n", "assistant_only_loss", True),
+        (
+            "torchtune",
+            "dataset: {_component_: a.chat_dataset, source: d, train_on_input: true}\n",
+            "assistant_only_loss",
+            None,
+        ),
+        ("axolotl", "datasets: [{path: d, type: chat_template}]\ntrain_on_inputs: true\n", "assistant_only_loss", None),
+        ("axolotl", "datasets: [{path: d, type: completion, field: body}]\n", "dataset_text_field", "body"),
         ("axolotl", "bf16: full\n", "bf16", True),
         ("axolotl", "base_model: m\n", "max_length", 512),
         ("axolotl", "base_model: m\n", "warmup_steps", 0.03),
@@ -210,6 +227,10 @@ def test_trl_distillation_and_gkd_start_from_other_defaults():
                 {"type": "tvd", "weight": 0.5},
             ],
         ),
+        ("llamafactory", "dataset: d\nuse_dft_loss: true\n", "loss_type", "dft"),
+        ("llamafactory", "dataset: d\nmask_history: true\n", "last_turn_only", True),
+        ("llamafactory", "dataset: d\nmask_history: true\n", "assistant_only_loss", None),
+        ("llamafactory", "dataset: d\ntrain_on_prompt: true\n", "completion_only_loss", False),
         ("llamafactory", "finetuning_type: lora\nlora_target: all\n", "lora_target_modules", "all-linear"),
         ("llamafactory", "stage: sft\nlogging_steps: 3\n", "lora_r", 8),
         ("llamafactory", "finetuning_type: full\nlogging_steps: 3\n", "use_peft", None),
@@ -240,6 +261,69 @@ def test_what_cannot_be_said_here_is_told(origin, text, reason):
     assert reason in finding.message and finding.where == f"{origin}.yaml:2"
 
 
+VLLM = """\
+model: m
+teacher: {kind: vllm, base_url: "http://localhost:8000/", model: big, top_k: 256, api_key: "${VLLM_KEY}"}
+dataset: {train_dataset: {repo_id: d, split: train}}
+output_path: out
+sequence_length: 2048
+loss_functions: [{function: kl, weight: 1.0, temperature: 2.0, missing_probability_handling: zero}]
+"""
+
+
+def test_a_teacher_behind_vllm():
+    result = converted("distillkit", VLLM)
+    assert {key: value for key, value in result.settings.items() if key.startswith("teacher")} == {
+        "teacher": "server",
+        "teacher_server_base_url": "http://localhost:8000/v1",
+        "teacher_server_model": "big",
+        "teacher_server_top_k": 256,
+        "teacher_server_timeout": 120.0,  # DistillKit's defaults
+        "teacher_server_retries": 3,
+        "teacher_server_api_key_env": "VLLM_KEY",
+    }
+    assert result.lost == [] and check_text(result.to_yaml(), "converted.yaml")["teacher"] == "server"
+    assert any("temperature 1" in note.message for note in result.notes)
+    secret = converted("distillkit", VLLM.replace("${VLLM_KEY}", "hunter2"))
+    assert "hunter2" not in secret.to_yaml() and any("teacher_server_api_key_env" in str(n) for n in secret.notes)
+    assert "teacher_server_api_key_env" not in secret.settings
+
+
+@pytest.mark.parametrize(
+    ("origin", "text", "note"),
+    [
+        (
+            "torchtune",
+            "dataset: {_component_: a.chat_dataset, source: d, conversation_column: talk}\n",
+            "column talk must",
+        ),
+        ("torchtune", "dataset: {_component_: a.instruct_dataset, source: d}\n", "rows of this form are not read"),
+        (
+            "axolotl",
+            "datasets: [{path: d, type: chat_template, roles_to_train: [user]}]\n",
+            "roles_to_train: ['user'] cha",
+        ),
+        ("axolotl", "datasets: [{path: d, type: chat_template, train_on_eos: all}]\n", "train_on_eos: 'all' changes"),
+        (
+            "axolotl",
+            "datasets: [{path: d, type: chat_template, field_messages: talk}]\n",
+            "the column talk must be called",
+        ),
+        ("axolotl", "datasets: [{path: d, type: alpaca_chat.load_qa}]\n", "rows of this form are not read"),
+    ],
+)
+def test_what_must_be_checked_about_the_rows_is_told(origin, text, note):
+    assert any(note in finding.message for finding in converted(origin, text).notes)
+
+
+def test_alpaca_needs_no_note():
+    for origin, text in [
+        ("torchtune", "dataset: {_component_: torchtune.datasets.alpaca_dataset}\n"),
+        ("axolotl", "datasets: [{path: d, type: alpaca}]\n"),
+    ]:
+        assert converted(origin, text).notes == []
+
+
 def test_a_switched_off_option_is_no_loss():
     assert converted("axolotl", "base_model: m\nrl:\nkd_trainer: false\nearly_stopping_patience: 0\n").lost == []
 
@@ -251,6 +335,16 @@ def test_llamafactory_finds_files_in_its_table(tmp_path):
     text = "stage: sft\ndataset: chats\n"
     result = convert(text, str(tmp_path / "train.yaml"), table("llamafactory"))
     assert result.settings["dataset_name"] == str(tmp_path / "data" / "chats.jsonl") and result.notes == []
+    assert result.settings["assistant_only_loss"]
+
+    table_of_rows["chats"] = {"file_name": "chats.jsonl", "columns": {"prompt": "asked", "history": "history"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table_of_rows))
+    result = convert(text, str(tmp_path / "train.yaml"), table("llamafactory"))
+    assert "assistant_only_loss" not in result.settings  # Alpaca: the completion is what is learned anyway
+    assert [note.message for note in result.notes] == [
+        "chats: the column asked must be called instruction.",
+        "chats: the answers in history are context here; LLaMA-Factory learns them too.",
+    ]
 
 
 def test_what_is_no_configuration_of_that_tool():

@@ -3,15 +3,11 @@
 import dataclasses
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from processes import run_on
 from safetensors import safe_open
 from splits import OBJECTIVES, ROWS, capture_gradients, one_step
 from tiny import (
@@ -86,29 +82,7 @@ def test_micro_batches_equal_one_batch(whole_batch, objective, accumulation):
 def two_processes(tmp_path_factory):
     """What two processes with four rows each come to, for every objective."""
     out = tmp_path_factory.mktemp("two")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    here = Path(__file__).parent
-    common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]),
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(here / "splits.py"), str(out / "result.pt")],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        output = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(output)
+    run_on(2, "splits.py", out / "result.pt")
     return torch.load(out / "result.pt")
 
 
@@ -544,14 +518,14 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
 
     def create_model_from_path(path, **kwargs):
         seen.update(path=path, **kwargs)
-        return tiny_model("phi")
+        return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
     make(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {
         "path": "some/teacher", "revision": "v2", "attn_implementation": "eager", "trust_remote_code": False,
-        "dtype": dtype,
+        "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True,
     }  # fmt: skip
 
 

@@ -126,6 +126,17 @@ def test_fsdp2_with_lm_head_as_a_unit_of_its_own(one_process_mesh, tied):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_head_that_fsdp2_has_not_gathered_is_refused(one_process_mesh):
+    """Its gradient would be that of one rank: the forward of the unit that holds the head is not running."""
+    model = tiny_model()
+    patch(model)
+    for part in [*model.model.layers, model.model.embed_tokens, model.model.norm]:
+        fully_shard(part, mesh=one_process_mesh)
+    fully_shard(nn.Sequential(model), mesh=one_process_mesh)
+    with pytest.raises(ConfigError, match="FSDP2 has not gathered weight of the output head.*a unit of its own"):
+        model(**masked_batch())
+
+
 # Evaluation, and a second backward
 
 

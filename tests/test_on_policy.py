@@ -29,6 +29,7 @@ from liger_trainer.on_policy import DATASET, STUDENT, TEACHER, prompts_of, rows_
 from liger_trainer.run_config import check_text
 from liger_trainer.samplers import ModelSampler, end_tokens, until_the_end
 from liger_trainer.sampling_config import NOTHING_SAMPLED
+from liger_trainer.token_ids import Writable
 
 EOS = VOCAB - 3
 
@@ -47,7 +48,7 @@ def make(data=None, eval_data=None, student=None, teacher=None, peft_config=None
 
 def sampler(**options):
     args = train_args(LigerDistillConfig, **{"max_completion_length": 6, **options})
-    return ModelSampler(args, tiny_tokenizer())
+    return ModelSampler(args, tiny_tokenizer(), Writable(VOCAB))
 
 
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9]]

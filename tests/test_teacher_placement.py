@@ -101,7 +101,7 @@ def test_what_quantisation_asks_of_transformers(monkeypatch, bits, bf16):
 
     def create_model_from_path(path, **kwargs):
         seen.update(kwargs)
-        return tiny_model("phi")
+        return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
     make("some/teacher", bf16=bf16, **{f"teacher_load_in_{bits}bit": True})

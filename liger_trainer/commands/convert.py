@@ -54,6 +54,8 @@ def convert(
 
 def _tell(converted: "Converted") -> None:
     print(f"liger-trainer: {len(converted.settings)} settings from {converted.label}", file=sys.stderr)
+    for line in converted.supervised:
+        print(f"  {line}", file=sys.stderr)
     for title, findings in (("not converted", converted.lost), ("to check", converted.notes)):
         for finding in findings:
             print(f"  {title}: {finding}", file=sys.stderr)

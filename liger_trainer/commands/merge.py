@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,11 +85,11 @@ def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
 
 def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
     import torch
-    from peft import PeftModel
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..demo import resolve_model
+    from ..weights import load_whole, with_adapter
 
     path = resolve_model(name)
     target = getattr(torch, dtype, None) if dtype else None
@@ -100,18 +99,11 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
         config = AutoConfig.from_pretrained(path, revision=revision)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
-        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=torch.float32)
+        model = load_whole(AutoModelForCausalLM.from_pretrained, path, revision=revision, dtype=torch.float32)
     except OSError as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            merged: Any = PeftModel.from_pretrained(model, str(run_dir)).merge_and_unload(safe_merge=True)
-    except UserWarning:
-        raise ConfigError(
-            f"{run_dir} has no weights for some layers of {name}: it was trained on another base, or on one that "
-            "dropped layers. A run that drops layers saves the merged model itself, in its output_dir."
-        ) from None
+        merged: Any = with_adapter(model, run_dir).merge_and_unload(safe_merge=True)
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
     except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge

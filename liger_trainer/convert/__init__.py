@@ -57,6 +57,7 @@ class Tool:
         unsupported: there, or a prefix -> why it has no counterpart, and what to do.
         passes: prefixes under which our own names are used; "" is the top level.
         defaults: what the tool does where its configuration is silent: a function of the source.
+        differences: sentences about what is learned there and not here, or here and not there, from the source.
     """
 
     name: str
@@ -66,11 +67,13 @@ class Tool:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     passes: tuple[str, ...] = ()
     defaults: Callable[[Source], Settings] = lambda source: {}
+    differences: Callable[[Source], Iterator[str]] = lambda source: iter(())
 
 
 @dataclass(frozen=True)
 class Converted:
-    """Settings here; what was lost, each with its place and reason; what needs no counterpart; what to check."""
+    """Settings here; what was lost, each with its place and reason; what needs no counterpart; what to check; which
+    tokens are supervised, and how that differs from the other tool."""
 
     tool: str
     label: str
@@ -78,12 +81,13 @@ class Converted:
     lost: list[Finding]
     unneeded: list[Finding]
     notes: list[Finding]
+    supervised: list[str]
 
     def to_yaml(self) -> str:
-        """A configuration, with what could not be converted as comments at its end."""
+        """A configuration; comments say at its start what is supervised, at its end what could not be converted."""
         order = list(shipped_schema().keys)
         settings = dict(sorted(self.settings.items(), key=lambda item: order.index(item[0])))
-        text = f"# Converted from {self.tool}: {self.label}\n"
+        text = f"# Converted from {self.tool}: {self.label}\n" + "".join(f"# {line}\n" for line in self.supervised)
         text += yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
         not_needed: dict[str, list[str]] = {}
         for finding in self.unneeded:
@@ -126,9 +130,21 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
         raise ConfigError(f"{label}: nothing in it is known as a setting of {tool.name}.")
     here = {**tool.defaults(source), **here}
     keys = shipped_schema().keys
-    return Converted(
-        tool.name, label, {k: read(v, keys[k].rule) for k, v in here.items()}, lost, unneeded, source.notes
-    )
+    here = {key: read(value, keys[key].rule) for key, value in here.items()}
+    learned = [supervised(here), *tool.differences(source)]
+    return Converted(tool.name, label, here, lost, unneeded, source.notes, learned)
+
+
+def supervised(settings: Settings) -> str:
+    """The tokens that the loss of a run is on, in one sentence."""
+    sampled = settings.get("lmbda")
+    if sampled == 1:
+        return "Supervised: the completions that the student samples."
+    last, answers = settings.get("last_turn_only"), settings.get("assistant_only_loss")
+    of_chats = "the last message" if last else "the assistant's messages" if answers else "every token"
+    of_pairs = "every token" if settings.get("completion_only_loss") is False else "the completion"
+    also = " Of completions that are sampled, every token." if sampled or settings.get("seq_kd") else ""
+    return f"Supervised: of chats {of_chats}, of prompt and completion {of_pairs}, of text every token.{also}"
 
 
 class _Unneeded(Exception):
@@ -138,7 +154,7 @@ class _Unneeded(Exception):
 def _converted(name: str, value: Any, source: Source, tool: Tool) -> Settings:
     if name in tool.values:
         return tool.values[name](value, source)
-    if value is None and name not in ("max_length",):  # nothing was said
+    if value is None:  # nothing was said
         return {}
     if name in tool.names:
         return {tool.names[name]: value}

@@ -1,11 +1,31 @@
 """axolotl: supervised fine-tuning, full, LoRA and QLoRA."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, adapter_modules, datasets_of, optimizer, share_or_number, when_true
+from .rows import (
+    OTHER_ROWS,
+    OWN_PROMPT,
+    adapter_modules,
+    chat_column,
+    datasets_of,
+    optimizer,
+    share_or_number,
+    when_true,
+)
 
-_READ_AS_THEY_ARE = ("chat_template", "completion", "pretrain")
+_TEXTS = ("completion", "pretrain")
+_OTHER_COLUMNS = ("load_qa", "load_camel_ai")
+_WHAT_IS_LEARNED = {  # of chats; what axolotl does without being asked, as here
+    "roles_to_train": (None, ["assistant"], ["gpt"]),
+    "train_on_eos": (None, "turn"),
+    "train_on_eot": (None, "turn"),
+    "message_field_training": (None,),
+    "message_field_training_detail": (None,),
+    "drop_system_message": (None, False),
+    "roles": (None,),
+}
 _KERNELS = "the layers and the loss are fused anyway."
 _LOGPROBS = (
     "axolotl distils from log-probabilities in the rows or from a server; name a teacher in teacher_model_name_or_path."
@@ -16,16 +36,7 @@ _SHARDING = "sharding is accelerate's: `accelerate_config: fsdp2`, or one of its
 def _datasets(value: Any, source: Source) -> Settings:
     entries, here = [], {}
     for entry in value or []:
-        kind = entry.get("type")
-        kind = kind if isinstance(kind, str) else "one of its own"
-        if kind.partition(":")[0] not in _READ_AS_THEY_ARE:
-            source.note(f"{entry['path']}: {ALPACA}")
-        if kind == "chat_template" and not source.get("train_on_inputs"):
-            here["assistant_only_loss"] = True  # axolotl trains on assistant turns alone
-        if kind == "completion" and entry.get("field"):
-            here["dataset_text_field"] = entry["field"]
-        if entry.get("field_messages") not in (None, "messages", "conversations"):
-            source.note(f"{entry['path']}: the column {entry['field_messages']} must be called messages.")
+        here.update(_supervised(entry, source))
         files = entry.get("data_files")
         files = files[0] if isinstance(files, list) and len(files) == 1 else files
         if isinstance(files, list):
@@ -33,6 +44,44 @@ def _datasets(value: Any, source: Source) -> Settings:
         path = files or entry["path"]
         entries.append({"path": path, "name": entry.get("name"), "split": entry.get("split")})
     return {**datasets_of(entries, source), **here} if entries else {}
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    """chat, alpaca, text or other."""
+    kind = entry.get("type")
+    if kind == "chat_template" or kind in _TEXTS:
+        return "text" if kind in _TEXTS else "chat"
+    alpaca = isinstance(kind, str) and kind.startswith("alpaca") and not kind.endswith(_OTHER_COLUMNS)
+    return "alpaca" if alpaca else "other"
+
+
+def _supervised(entry: dict[str, Any], source: Source) -> Settings:
+    """The assistant's turns of a chat, and the output of Alpaca; with train_on_inputs the prompts, too."""
+    kind, on_prompt = _kind(entry), source.get("train_on_inputs")
+    if kind == "text":
+        return {"dataset_text_field": entry["field"]} if entry.get("field") else {}
+    if kind == "chat":
+        chat_column(entry.get("field_messages"), entry["path"], source)
+        for key, like_here in _WHAT_IS_LEARNED.items():
+            if entry.get(key) not in like_here:
+                source.note(f"{entry['path']}: {key}: {entry[key]!r} changes what is learned there, and nothing here.")
+        return {} if on_prompt else {"assistant_only_loss": True}
+    if kind == "other":
+        source.note(f"{entry['path']}: {OTHER_ROWS}")
+    return {"completion_only_loss": False} if on_prompt else {}
+
+
+def _differences(source: Source) -> Iterator[str]:
+    listed = source.get("datasets")
+    kinds = {_kind(entry) for entry in (listed if isinstance(listed, list) else []) if isinstance(entry, dict)}
+    if "chat" in kinds and source.get("train_on_inputs"):
+        yield "axolotl leaves the headers of messages out, such as <|im_start|>user; here they are supervised too."
+    if "alpaca" in kinds:
+        yield f"axolotl {OWN_PROMPT}"
+    if "text" in kinds:
+        yield "Of a text longer than max_length the rest is cut off; axolotl makes further rows of it."
+    if kinds - {"text"} and source.get("excess_length_strategy", "drop") == "drop":
+        yield "Of a row longer than max_length the rest is cut off; axolotl leaves such a row out."
 
 
 def _adapter(value: Any, source: Source) -> Settings:
@@ -154,7 +203,7 @@ TOOL = Tool(
         "saves_per_epoch": _per_epoch("save"),
         "wandb_project": _tracker,
         "chat_template": _template,
-        "train_on_inputs": when_true(completion_only_loss=False),
+        "train_on_inputs": lambda value, source: {},  # read together with datasets
         "group_by_length": when_true(train_sampling_strategy="group_by_length"),
         "fsdp": _sharded,
         "fsdp_version": lambda value, source: {},
@@ -199,4 +248,5 @@ TOOL = Tool(
     },
     passes=("",),
     defaults=_defaults,
+    differences=_differences,
 )

@@ -1,5 +1,7 @@
-"""DistillKit 1.0: a teacher in the same process, or captured logits, which have no counterpart."""
+"""DistillKit 1.0: a teacher in the same process or behind vLLM; captured logits have no counterpart."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from . import NotHere, Settings, Source, Tool
@@ -29,6 +31,11 @@ def _losses(value: Any, source: Source) -> Settings:
     if missing:
         known = ", ".join(_TYPES)
         source.note(f"no counterpart to {', '.join(missing)}; left out, the others keep their weights. Known: {known}.")
+    if source.get("teacher.kind") == "vllm":
+        if temperatures - {1.0}:
+            source.note("a server's log-probabilities are of temperature 1, and so are the losses here.")
+        source.note("what is beyond top_k counts as one more outcome here, whatever missing_probability_handling says.")
+        temperatures = set()
     if len(temperatures) > 1:
         source.note(f"one temperature for all losses here; they had {sorted(temperatures)}, the highest is taken.")
     if temperatures:
@@ -58,9 +65,32 @@ def _with_losses(value: Any, source: Source) -> Settings:
 
 
 def _kind(value: Any, source: Source) -> Settings:
-    if value != "hf":
-        raise NotHere(_CAPTURED if value == "dataset" else "a served teacher; name it in teacher_model_name_or_path.")
+    if value not in ("hf", "vllm"):
+        raise NotHere(_CAPTURED if value == "dataset" else "expected hf, vllm or dataset.")
+    return {"teacher": "server"} if value == "vllm" else {}
+
+
+def _url(value: Any, source: Source) -> Settings:
+    """DistillKit itself adds the version of the protocol."""
+    return {"teacher_server_base_url": value.rstrip("/").removesuffix("/v1") + "/v1"}
+
+
+def _api_key(value: Any, source: Source) -> Settings:
+    variable = re.fullmatch(r"\$\{(\w+)\}", value or "")
+    if variable:
+        return {"teacher_server_api_key_env": variable[1]}
+    if value:
+        source.note(
+            "a key is in no file here: put it into an environment variable, and name that in "
+            "teacher_server_api_key_env."
+        )
     return {}
+
+
+def _top_k(value: Any, source: Source) -> Settings:
+    if value and source.get("teacher.kind") != "vllm":
+        raise NotHere("the divergence is taken over the whole vocabulary.")
+    return {"teacher_server_top_k": value} if value else {}
 
 
 def _evaluation(value: Any, source: Source) -> Settings:
@@ -87,7 +117,20 @@ def _attention(value: Any, source: Source) -> Settings:
 
 def _defaults(source: Source) -> Settings:
     losses = [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]
-    return {"recipe": "distill", **({} if "loss_functions" in source.values else {"losses": losses})}
+    server = {"teacher_server_timeout": 120.0, "teacher_server_retries": 3}
+    return {
+        "recipe": "distill",
+        **({} if "loss_functions" in source.values else {"losses": losses}),
+        **(server if source.get("teacher.kind") == "vllm" else {}),
+    }
+
+
+def _differences(source: Source) -> Iterator[str]:
+    yield "DistillKit adds the end-of-text token to a chat whose template does not end with it; here it is not added."
+    yield (
+        "Of conversations with from and value, DistillKit leaves out other roles than system, human and gpt; here they "
+        "are an error where the chat template does not know them."
+    )
 
 
 TOOL = Tool(
@@ -95,6 +138,9 @@ TOOL = Tool(
     names={
         "model": "model_name_or_path",
         "teacher.path": "teacher_model_name_or_path",
+        "teacher.model": "teacher_server_model",
+        "teacher.timeout": "teacher_server_timeout",
+        "teacher.max_retries": "teacher_server_retries",
         "output_path": "output_dir",
         "sequence_length": "max_length",
         "project_name": "project",
@@ -111,6 +157,9 @@ TOOL = Tool(
         "layer_mapping": _with_losses,
         "force_hidden_state_projection": _with_losses,
         "teacher.kind": _kind,
+        "teacher.base_url": _url,
+        "teacher.api_key": _api_key,
+        "teacher.top_k": _top_k,
         "dataset.eval_dataset.repo_id": _evaluation,
         "dataset.eval_dataset.disk_path": _evaluation,
         "dataset.eval_dataset.split": _evaluation,
@@ -123,7 +172,6 @@ TOOL = Tool(
         "model_auto_class": "the class of the model is found by its configuration.",
     },
     unsupported={
-        "teacher.top_k": "the divergence is taken over the whole vocabulary.",
         "teacher.logprob_compressor": _CAPTURED,
         "teacher.logprob_compressor.": _CAPTURED,
         "teacher.legacy_logit_compression.": _CAPTURED,
@@ -138,4 +186,5 @@ TOOL = Tool(
     },
     passes=("training_args.",),
     defaults=_defaults,
+    differences=_differences,
 )

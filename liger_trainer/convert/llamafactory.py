@@ -1,15 +1,17 @@
 """LLaMA-Factory: supervised fine-tuning, full and LoRA, also of quantized weights."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, adapter_modules, datasets_of, share_or_number, when_true
+from .rows import adapter_modules, chat_column, datasets_of, share_or_number, when_true
 
 _KERNELS = "the layers and the loss are fused anyway."
 _TABLE = "dataset_info.json"
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 
 
 def _stage(value: Any, source: Source) -> Settings:
@@ -34,7 +36,7 @@ def _datasets(value: Any, source: Source) -> Settings:
     folder = Path(source.get("dataset_dir", "data"))
     found = [path for path in (Path(source.label).parent / folder / _TABLE, folder / _TABLE) if path.is_file()]
     known = json.loads(found[0].read_text(encoding="utf-8")) if found else {}
-    entries = []
+    entries, chats = [], False
     for name in _names(value):
         about = known.get(name, {})
         if "file_name" in about:
@@ -43,9 +45,36 @@ def _datasets(value: Any, source: Source) -> Settings:
             entries.append({"path": about.get("hf_hub_url", name), "name": about.get("subset")})
         if not about:
             source.note(f"{name} is a name in {_TABLE}, which was not found; put its file or hub id here.")
-        elif about.get("formatting", "alpaca") == "alpaca":
-            source.note(f"{name}: {ALPACA}")
-    return datasets_of(entries, source)
+        chats = chats or not about or about.get("formatting", "alpaca") != "alpaca"
+        _columns(name, about, source)
+    return {**datasets_of(entries, source), **_supervised(chats, source)}
+
+
+def _columns(name: str, about: dict[str, Any], source: Source) -> None:
+    """Note the columns that are not found by their names, and what is learned of Alpaca's there alone."""
+    columns = about.get("columns", {})
+    if about.get("formatting", "alpaca") != "alpaca":
+        chat_column(columns.get("messages"), name, source)
+        return
+    for key, here in _ALPACA.items():
+        if columns.get(key) not in (None, here):
+            source.note(f"{name}: the column {columns[key]} must be called {here}.")
+    if columns.get("history"):
+        source.note(f"{name}: the answers in {columns['history']} are context here; LLaMA-Factory learns them too.")
+
+
+def _supervised(chats: bool, source: Source) -> Settings:
+    """All answers; with mask_history the last, with train_on_prompt everything."""
+    if source.get("mask_history"):
+        return {"last_turn_only": True}
+    if source.get("train_on_prompt"):
+        return {"completion_only_loss": False}
+    return {"assistant_only_loss": True} if chats else {}
+
+
+def _differences(source: Source) -> Iterator[str]:
+    yield "What the chat template writes after an answer, such as a line break, is supervised as the template marks it."
+    yield "Of a row longer than max_length the end is cut off; LLaMA-Factory cuts ends of its questions and answers."
 
 
 def _quantized(value: Any, source: Source) -> Settings:
@@ -77,10 +106,6 @@ def _checkpointing_off(value: Any, source: Source) -> Settings:
 
 def _shared_packing(value: Any, source: Source) -> Settings:
     return {"packing": True, "packing_strategy": "bfd"} if value else {}
-
-
-def _on_prompt(value: Any, source: Source) -> Settings:
-    return {"completion_only_loss": False} if value else {}
 
 
 def _defaults(source: Source) -> Settings:
@@ -118,7 +143,8 @@ TOOL = Tool(
         "template": _template,
         "disable_gradient_checkpointing": _checkpointing_off,
         "neat_packing": _shared_packing,
-        "train_on_prompt": _on_prompt,
+        **dict.fromkeys(("train_on_prompt", "mask_history"), lambda value, source: {}),  # read together with dataset
+        "use_dft_loss": when_true(loss_type="dft"),
         "pure_bf16": when_true(bf16=True),
     },
     unneeded={
@@ -136,11 +162,11 @@ TOOL = Tool(
         "max_samples": "shorten the dataset itself, or set max_steps.",
         "eval_dataset": "rows are held out of the training rows; see holdout_fraction and dataset_test_split.",
         "adapter_name_or_path": "merge that adapter first: liger-trainer merge RUN_DIR OUT.",
-        "mask_history": "all assistant turns are trained on; split the rows.",
         "rope_scaling": "set it in the model's config.json.",
         "freeze_trainable_layers": "train adapters instead, with use_peft and lora_target_modules.",
         "predict_with_generate": "a run completes num_sample_completions prompts.",
     },
     passes=("",),
     defaults=_defaults,
+    differences=_differences,
 )

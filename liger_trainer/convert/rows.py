@@ -7,15 +7,25 @@ from typing import Any
 from . import NotHere, Settings, Source
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-ALPACA = (
-    "rows with instruction, input and output are not read: give them a prompt and a completion, or messages, "
-    "and name that file in dataset_name."
+OTHER_ROWS = (
+    "rows of this form are not read: give them a prompt and a completion, or messages, and name that file in "
+    "dataset_name."
 )
+OWN_PROMPT = "writes a prompt of its own around an instruction; here it is the user's message, in the chat template."
+CHAT_COLUMNS = ("messages", "conversations")
 
 
 def when_true(**settings: Any) -> Callable[[Any, Source], Settings]:
     """For a switch: these settings where it is on, none where it is off."""
     return lambda value, source: settings if value else {}
+
+
+def chat_column(name: Any, where: str, source: Source) -> None:
+    """Note a column of chats that is not found by its name."""
+    if name not in (None, *CHAT_COLUMNS):
+        source.note(
+            f"{where}: the column {name} must be called messages, or conversations where it has from and value."
+        )
 
 
 def datasets_of(entries: list[dict[str, Any]], source: Source) -> Settings:

@@ -1,10 +1,11 @@
 """torchtune: recipes for one device and several, full and LoRA, fine-tuning and knowledge distillation."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import NotHere, Settings, Source, Tool
-from .rows import ALPACA, BUILDERS, optimizer, when_true
+from .rows import BUILDERS, OTHER_ROWS, OWN_PROMPT, chat_column, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -17,7 +18,13 @@ _DATASETS = {
     "wikitext_dataset": "EleutherAI/wikitext_document_level",
     "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
 }
-_READ_AS_THEY_ARE = ("chat_dataset", "text_completion_dataset")
+_CHATS = ("chat_dataset", "slimorca_dataset")
+_ALPACA = ("alpaca_dataset", "alpaca_cleaned_dataset")
+_TEXTS = {
+    "text_completion_dataset": "text",
+    "wikitext_dataset": "page",
+    "cnn_dailymail_articles_dataset": "article",
+}
 _NO_FILES = "transformers finds the files of a model by its directory."
 
 
@@ -85,12 +92,36 @@ def _dataset(value: Any, source: Source) -> Settings:
     name, where = _component(value), source.get("dataset.source")
     if where is None and name not in _DATASETS:
         raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
-    if name not in _READ_AS_THEY_ARE:
-        source.note(ALPACA)
     files = source.get("dataset.data_files")
-    if where in BUILDERS.values() and files is not None:
-        return {"dataset_name": files if isinstance(files, str) else files[0]}
-    return {"dataset_name": where or _DATASETS[name]}
+    files = files if isinstance(files, list) else [files]
+    if len(files) > 1:
+        raise NotHere("several data_files; put them into one directory, and name that in dataset_name.")
+    named = files[0] if where in BUILDERS.values() and files[0] is not None else where or _DATASETS[name]
+    return {"dataset_name": named, **_supervised(name, source)}
+
+
+def _supervised(name: str, source: Source) -> Settings:
+    """The prompt of Alpaca is learned unless said otherwise; that of the others is not."""
+    on_prompt = source.get("dataset.train_on_input", name in _ALPACA)
+    if name in _TEXTS:
+        return {"dataset_text_field": source.get("dataset.column", _TEXTS[name])}
+    if name in _CHATS:
+        chat_column(source.get("dataset.conversation_column"), "dataset", source)
+        return {} if on_prompt else {"assistant_only_loss": True}
+    if name not in _ALPACA:
+        source.note(OTHER_ROWS)
+    return {"completion_only_loss": False} if on_prompt else {}
+
+
+def _differences(source: Source) -> Iterator[str]:
+    name = _component(source.get("dataset._component_", ""))
+    if not name or name in _TEXTS:
+        return
+    if not source.get("dataset.train_on_input", name in _ALPACA):
+        yield "torchtune supervises the header before an answer too, such as <|im_start|>assistant; here it is context."
+    if name in _ALPACA:
+        yield f"torchtune {OWN_PROMPT}"
+    yield "The chat template is that of the model's tokenizer; it may begin with a system prompt, torchtune's do not."
 
 
 def _optimizer(value: Any, source: Source) -> Settings:
@@ -131,6 +162,7 @@ def _defaults(source: Source) -> Settings:
         "recipe": "distill" if "teacher_checkpointer.checkpoint_dir" in source.values else "sft",
         "gradient_checkpointing": False,
         "max_grad_norm": 0.0,
+        "max_length": None,
         "lr_scheduler_type": "constant",
         **({"weight_decay": 0.01} if "AdamW" in str(source.get("optimizer._component_")) else {}),
     }
@@ -155,10 +187,8 @@ TOOL = Tool(
         "optimizer.weight_decay": "weight_decay",
         "optimizer.eps": "adam_epsilon",
         "lr_scheduler.num_warmup_steps": "warmup_steps",
-        "tokenizer.max_seq_len": "max_length",
         "dataset.packed": "packing",
         "dataset.split": "dataset_train_split",
-        "dataset.column": "dataset_text_field",
         "enable_activation_checkpointing": "gradient_checkpointing",
         "enable_activation_offloading": "activation_offloading",
         "compile": "torch_compile",
@@ -180,7 +210,7 @@ TOOL = Tool(
         "lr_scheduler._component_": _schedule,
         "kd_loss._component_": _distillation,
         "dataset._component_": _dataset,
-        "dataset.train_on_input": when_true(completion_only_loss=False),
+        "tokenizer.max_seq_len": lambda value, source: {"max_length": value},
         "metric_logger._component_": _tracker,
         "device": _device,
         "resume_from_checkpoint": _resumed,
@@ -198,6 +228,10 @@ TOOL = Tool(
                 "kd_loss.sym_kd_ratio",
                 "dataset.source",
                 "dataset.data_files",
+                "dataset.train_on_input",
+                "dataset.column",
+                "dataset.conversation_column",
+                "dataset.conversation_style",
             ),
             _said_elsewhere,
         ),
@@ -225,4 +259,5 @@ TOOL = Tool(
         "dataset_val.": "rows are held out of the training rows; see holdout_fraction and dataset_test_split.",
     },
     defaults=_defaults,
+    differences=_differences,
 )

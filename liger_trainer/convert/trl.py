@@ -1,5 +1,7 @@
 """TRL: `trl sft`, `trl distillation` and the script of its experimental GKD trainer."""
 
+from collections.abc import Iterator
+
 from . import Settings, Source, Tool
 
 
@@ -16,6 +18,7 @@ def _defaults(source: Source) -> Settings:
             "kd_temperature": 1.0,  # its temperature is that of sampling alone
             "max_completion_length": 128,
             "disable_dropout": True,
+            "last_turn_only": True,  # its collator learns the last message of a chat alone
             "truncation_mode": "keep_end",
         }
     return {
@@ -25,6 +28,10 @@ def _defaults(source: Source) -> Settings:
         "learning_rate": 1e-6,
         "scale_loss_by_temperature_squared": False,
     }
+
+
+def _differences(source: Source) -> Iterator[str]:
+    yield "Of conversations with from and value, TRL writes human and gpt as roles; here they are user and assistant."
 
 
 TOOL = Tool(
@@ -38,4 +45,5 @@ TOOL = Tool(
     },
     passes=("",),
     defaults=_defaults,
+    differences=_differences,
 )

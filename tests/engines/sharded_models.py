@@ -1,0 +1,141 @@
+"""Gradients of patched models that FSDP2 has sharded in every way a head can lie in, in one of two processes.
+
+Run as a script it writes, for each case, the largest relative error of a gradient against one fp32 model on all rows,
+for the patched model and for the plain one that was prepared likewise.
+"""
+
+import copy
+import itertools
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from liger_trainer import patch
+
+ROWS, LENGTH = 8, 24
+ADAPTERS = {
+    "full": None,
+    "lora": LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"]),
+    "lora on the head": LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "lm_head"]),
+    "saved head": LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+
+def device():
+    return torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def model_of(adapters, tied):
+    model = tiny_model("qwen3", tie_word_embeddings=tied, vocab_size=96)
+    if ADAPTERS[adapters] is not None:
+        torch.manual_seed(3)
+        model = get_peft_model(model, ADAPTERS[adapters])
+    return model
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def accelerated(model, precision, reshard, ram_efficient=False):
+    """As `accelerator.prepare` does it."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=reshard,
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"], cpu_ram_efficient_loading=ram_efficient,
+    )  # fmt: skip
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=None, mixed_precision=precision,
+        is_main_process=dist.get_rank() == 0, device=device(), num_processes=dist.get_world_size(),
+    )  # fmt: skip
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def by_hand(model, precision, reshard, *units):
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16} if precision == "bf16" else {}
+    how = {"mp_policy": MixedPrecisionPolicy(**half), "reshard_after_forward": reshard}
+    base = base_of(model)
+    for unit in (*base.model.layers, *(unit(base) for unit in units)):
+        fully_shard(unit, **how)
+    return fully_shard(model, **how)
+
+
+PLACEMENTS = {
+    "accelerate": accelerated,
+    "accelerate, loaded by rank 0": lambda *args: accelerated(*args, ram_efficient=True),
+    "root": by_hand,
+    "own unit": lambda *args: by_hand(*args, lambda base: base.get_output_embeddings()),
+    "unit within the head": lambda *args: by_hand(*args, lambda base: base.get_output_embeddings().base_layer),
+}
+
+
+def cases():
+    for placement, adapters, tied, reshard in itertools.product(PLACEMENTS, ADAPTERS, (True, False), (True, False)):
+        if tied and (adapters in ("saved head", "lora on the head") or placement == "own unit"):
+            continue  # a tied weight cannot be in two units, nor have adapters on one side
+        if placement == "unit within the head" and adapters != "lora on the head":
+            continue  # there is no module within
+        if reshard or placement in ("accelerate", "own unit"):
+            yield "no", placement, adapters, tied, reshard
+            if placement == "accelerate":
+                yield "bf16", placement, adapters, tied, reshard
+
+
+def gradients(model, ids, **kwargs):
+    model.train()
+    outputs = model(input_ids=ids, labels=ids, **kwargs)
+    loss = outputs.in_fp32().token_loss if kwargs else outputs.loss
+    loss.backward()
+    return loss.item(), {
+        name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().float()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def error(got, want):
+    return max(((got[name] - truth).norm() / truth.norm()).item() for name, truth in want.items())
+
+
+def main(path):
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.set_default_device(device())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    ids = torch.randint(96, (ROWS, LENGTH), generator=torch.Generator(device()).manual_seed(0))
+    mine = ids[rank * ROWS // size : (rank + 1) * ROWS // size]
+    items = torch.tensor(ROWS * (LENGTH - 1))
+    ways = {"plain": {}, "ours": {"fused_lm_head": True, "num_items_in_batch": items, "num_processes": size}}
+    results = {}
+    for case in cases():
+        precision, placement, adapters, tied, reshard = case
+        plain = model_of(adapters, tied)
+        loss, want = gradients(copy.deepcopy(plain), ids)
+        results[case] = {"loss": loss}
+        for name, kwargs in ways.items():
+            model = copy.deepcopy(plain)
+            if name == "ours":
+                patch(base_of(model))
+            model = PLACEMENTS[placement](model, precision, reshard)
+            with torch.no_grad():  # an evaluation before leaves nothing behind
+                model.eval()(input_ids=mine, labels=mine)
+            loss, got = gradients(model, mine, **kwargs)
+            total = torch.tensor(loss)
+            dist.all_reduce(total)
+            results[case][name] = {"loss": total.item() / size, "error": error(got, want)}
+    if rank == 0:
+        torch.save(results, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

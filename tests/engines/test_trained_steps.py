@@ -1,0 +1,30 @@
+"""A step of each trainer by DDP and FSDP2 in two processes, against the same step in one."""
+
+import pytest
+import torch
+from engines.trained_steps import OBJECTIVES, STEPS, step
+from processes import run_on
+from tiny import assert_same_gradients
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained") / "results.pt"
+    run_on(2, "engines/trained_steps.py", path)
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return {objective: step(objective, 8, 1) for objective in OBJECTIVES}
+
+
+@pytest.mark.parametrize(("engine", "objective"), STEPS)
+def test_a_step_in_two_processes_is_that_of_one(two_processes, one_process, engine, objective):
+    got, want = two_processes[engine, objective], one_process[objective]
+    assert got["sharded"] == engine.startswith("fsdp2")
+    assert_same_gradients(got["gradients"], want["gradients"])
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    for name, value in want["logs"].items():
+        if name not in ("entropy", "mean_token_accuracy"):  # as TRL, means over micro-batches
+            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name

@@ -1,0 +1,232 @@
+"""Rows of ShareGPT and Alpaca: in preview, training and capture they are the same rows as their messages."""
+
+import json
+
+import pytest
+from datasets import Dataset, IterableDataset
+from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
+from trl import SFTConfig, chat_template_utils
+
+from liger_trainer import LigerDistillConfig, LigerTrainer
+from liger_trainer.cache_capture import prepare_rows
+from liger_trainer.chat_rows import check_chats, in_messages, split_last
+from liger_trainer.data import load_run_datasets
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.evaluation import held_out_prompts
+from liger_trainer.loading import check_student, open_model
+from liger_trainer.preview import preview
+from liger_trainer.run_config import load_run_config
+
+SETTINGS = """
+model_name_or_path: student
+dataset_name: rows.jsonl
+output_dir: out
+holdout_fraction: 0.2
+use_cpu: true
+report_to: none
+"""
+NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+def said(start: int, count: int = 2) -> str:
+    return " ".join(WORDS[start : start + count])
+
+
+def turns(i: int, system: bool = False) -> list[dict]:
+    """Two questions and answers, or one, and perhaps a system prompt, which differ from row to row."""
+    roles = ["system"] * system + ["user", "assistant"] * (1 + i % 2)
+    return [{"role": role, "content": said(i + 3 * n)} for n, role in enumerate(roles)]
+
+
+CHATS = [turns(i, system=i % 3 == 0) for i in range(12)]
+SHAREGPT = [[{"from": NAMES[turn["role"]], "value": turn["content"]} for turn in chat] for chat in CHATS]
+OF_MESSAGES = [{"messages": chat} for chat in CHATS]
+OF_SHAREGPT = [{"conversations": chat} for chat in SHAREGPT]
+OF_ALPACA = [
+    {"instruction": said(i), "input": [said(i + 9), "", None][i % 3], "output": said(i + 20), "text": "w1 w2"}
+    for i in range(12)
+]
+OF_PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": f"{row['instruction']}\n{row['input']}" if row["input"] else said(i)}],
+        "completion": [{"role": "assistant", "content": row["output"]}],
+    }
+    for i, row in enumerate(OF_ALPACA)
+]
+EQUAL = [(OF_SHAREGPT, OF_MESSAGES), (OF_ALPACA, OF_PAIRS)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Rows in a file, and a configuration that names them: the configuration, the data and the model's files."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().config.save_pretrained("student")
+    tiny_tokenizer().save_pretrained("student")
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+
+    def load(rows: list[dict], *overrides: str):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = load_run_config("run.yaml", overrides)
+        data, files = load_run_datasets(config), open_model(config, "model_name_or_path")
+        check_student(config, files, data)
+        return config, data, files
+
+    return load
+
+
+def seen(run, rows: list[dict], *overrides: str) -> list:
+    return [row.documents for row in preview(*run(rows, *overrides), 100).rows]
+
+
+@pytest.mark.parametrize("options", [(), ("assistant_only_loss=true",), ("last_turn_only=true",)])
+@pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
+def test_preview_shows_the_same_text_and_the_same_supervised_tokens(run, theirs, ours, options):
+    got = seen(run, theirs, *options)
+    assert len(got) == 10 and got == seen(run, ours, *options)
+    assert all("<user>" in str(row) and "<assistant>" in str(row) and "<unk>" not in str(row) for row in got)
+
+
+def test_of_alpaca_the_output_alone_is_learned_and_of_sharegpt_every_token(run):
+    def learned(rows, *options):
+        return [
+            [(piece.text.split()[-1], piece.supervised) for [*row] in seen(run, rows, *options)[:1] for piece in row[0]]
+        ]
+
+    assert learned(OF_ALPACA) == [[("<assistant>", False), ("<eos>", True)]]
+    assert learned(OF_ALPACA, "completion_only_loss=false") == [[("<user>", False), ("<eos>", True)]]
+    assert learned(OF_SHAREGPT) == [[("<user>", False), ("<eos>", True)]]  # the first token is never predicted
+
+
+def test_the_last_turn_alone(run):
+    rows = [{"conversations": chat} for chat in SHAREGPT if len(chat) > 3]
+    for (document,) in seen(run, rows, "last_turn_only=true"):
+        assert [piece.supervised for piece in document] == [False, True]
+        assert document[0].text.count("<assistant>") == 2
+    with pytest.raises(ConfigError, match="last_turn_only: needs rows of chat messages; the rows have plain text"):
+        run([{"text": "w1 w2"}] * 4, "last_turn_only=true")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
+def test_training_and_capture_in_python(theirs, ours, tmp_path):
+    """The trainer and the capture read such a dataset themselves, streamed or not."""
+    theirs, ours = Dataset.from_list(theirs), Dataset.from_list(ours)
+    if "text" in theirs.column_names:
+        theirs = theirs.remove_columns("text")
+
+    def prepared(rows, **options):
+        args = train_args(SFTConfig, max_length=64, max_steps=1, **options)
+        trainer = LigerTrainer(tiny_model(), args=args, train_dataset=rows, processing_class=tiny_tokenizer())
+        return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+
+    assert prepared(theirs) == prepared(ours)
+    assert prepared(theirs, assistant_only_loss=True) == prepared(ours, assistant_only_loss=True)
+    assert prepared(theirs.to_iterable_dataset()) == prepared(ours)
+    args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / "cache"), max_length=64)
+    captured = [prepare_rows(args, tiny_tokenizer(), rows).datasets["train"] for rows in (theirs, ours)]
+    assert captured[0]["input_ids"] == captured[1]["input_ids"] and captured[0]["labels"] == captured[1]["labels"]
+
+
+def test_a_column_of_text_that_is_named_is_read_as_text(run):
+    assert run(OF_ALPACA)[1].facts.form == "prompt-completion"
+    assert run(OF_ALPACA, "dataset_text_field=text")[1].facts.form == "text"
+    assert in_messages(Dataset.from_list(OF_ALPACA)).column_names == ["instruction", "input", "output", "text"]
+
+
+def test_system_prompts_and_history_of_their_own_columns(run):
+    alpaca = {"instruction": "w1", "output": "w2", "system": "w3", "history": [["w4", "w5"]]}
+    row = run([alpaca] * 4)[1].train[0]
+    assert [(m["role"], m["content"]) for m in row["prompt"]] == [
+        ("system", "w3"), ("user", "w4"), ("assistant", "w5"), ("user", "w1"),
+    ]  # fmt: skip
+    sharegpt = [{"conversations": chat, "system": "w9"} for chat in SHAREGPT[:4]]
+    for row in run(sharegpt)[1].train:
+        systems = [m["content"] for m in row["messages"] if m["role"] == "system"]
+        assert systems in (["w9"], [CHATS[0][0]["content"]], [CHATS[3][0]["content"]])  # the row's own goes first
+
+
+def test_conversations_of_role_and_content(run):
+    ours = [{"conversations": chat} for chat in CHATS]
+    assert seen(run, ours) == seen(run, OF_MESSAGES)
+
+
+def test_held_out_prompts_end_before_the_last_answer(run):
+    config, data, files = run(OF_SHAREGPT)
+    for prompt in held_out_prompts(config, data, files.tokenizer):
+        assert files.tokenizer.decode(prompt.input_ids).endswith("<assistant>") and prompt.reference
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
+    names = ("from", "value") if key == "conversations" else ("role", "content")
+    good = [{names[0]: "user", names[1]: "w1"}, {names[0]: "assistant", names[1]: "w2"}]
+    rows = [{key: good}] * 9
+    rows[6] = {key: [*good, {names[0]: "critic", names[1]: "w3"}]}
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the chat template does not know the role 'critic'; it knows "):
+        run(rows)
+    with pytest.raises(DataError, match=r"^row 6 of the train dataset: .*'critic'; it knows assistant, system, user "):
+        LigerTrainer(
+            tiny_model(),
+            args=train_args(SFTConfig),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+def test_tool_roles_where_the_template_names_them():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "w2"},
+        {"role": "assistant", "content": "w3"},
+    ]
+    rows = Dataset.from_list([{"messages": chat}])
+    for name in ("qwen3", "llama3_1", "gptoss"):  # by ==, by `in [...]`
+        template = getattr(chat_template_utils, f"{name}_chat_template", None)
+        if template is not None:
+            check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+    for template in (chat_template_utils.llama3_chat_template, CHAT_TEMPLATE):
+        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'tool'"):
+            check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+
+
+def test_a_row_that_the_template_refuses_is_named():
+    rows = Dataset.from_list([{"messages": chat} for chat in CHATS[1:]])  # the third begins with a system prompt
+    with pytest.raises(DataError, match="row 2: the chat template refuses the row: System role not supported"):
+        check_chats(rows, tiny_tokenizer(), chat_template_utils.gemma_chat_template, "row {}".format)
+    with pytest.raises(ConfigError, match="the chat template cannot be read: line 1"):
+        check_chats(rows, tiny_tokenizer(), "{% if %}", "row {}".format)
+
+
+def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": "w1"}, {"from": "critic", "value": "w2"}]}] * 4
+    knows = CHAT_TEMPLATE.replace("{% else %}", "{% elif m['role'] in ['critic'] %}{{ '<user> ' }}{% else %}")
+    (tmp_path / "critics.jinja").write_text(knows)
+    run(rows, "chat_template_path=critics.jinja")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = knows
+    tokenizer.save_pretrained("critics")
+    run(rows, "chat_template_path=critics")
+    with pytest.raises(DataError, match="'critic'"):
+        run(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"instruction": "w1", "output": None}, "column 'output': expected text, got null"),
+        ({"instruction": "w1", "output": "w2", "input": 3}, "column 'input': expected text or null, got an integer"),
+        ({"instruction": "w1", "output": "w2", "history": [["w3"]]}, "column 'history': expected pairs"),
+        ({"conversations": [{"from": "human", "value": "w1"}], "system": 3}, "column 'system': expected text or null"),
+        ({"conversations": [{"from": "human", "text": "w1"}]}, "expected a list of {from, value} messages"),
+    ],
+)
+def test_wrong_rows(run, row, complaint):
+    with pytest.raises(DataError, match=rf"rows.jsonl:\d: .*{complaint}"):
+        run([row] * 4)
+
+
+def test_splitting_leaves_prompts_as_they_are():
+    rows = Dataset.from_list(OF_PAIRS)
+    assert split_last(rows) is rows
+    assert isinstance(split_last(Dataset.from_list(OF_MESSAGES).to_iterable_dataset()), IterableDataset)

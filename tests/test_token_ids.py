@@ -1,0 +1,333 @@
+"""Token ids that nobody knows: padded heads never write them, and rows that have them are found before training."""
+
+import contextlib
+import json
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny import SPECIAL, VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig
+from trl.generation import vllm_client, vllm_generation
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.cache_capture import capture
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.samplers import ModelSampler
+from liger_trainer.token_ids import LargestIds, Writable
+
+PADDED = 96
+
+
+def hot(family: str = "llama", rows: int = PADDED, **options):
+    """A model whose head has rows of padding, which are all likelier than any token."""
+    model = tiny_model(family, vocab_size=rows, **options)
+    with torch.no_grad():
+        head = torch.nn.Linear(model.config.hidden_size, rows)
+        head.weight.copy_(model.get_output_embeddings().weight)
+        head.bias[:] = 0.0
+        head.bias[VOCAB:] = 20.0
+    model.lm_head = head
+    return model
+
+
+def with_tokens(*tokens: str) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
+def make(student, taught_by, data=None, tokenizer=None, **options):
+    options = {"max_completion_length": 6, "max_steps": 2, "learning_rate": 0.0, **options}
+    peft = options.pop("peft_config", None)
+    return LigerDistillTrainer(
+        student, teacher_model=taught_by, args=train_args(LigerDistillConfig, **options),
+        train_dataset=completions(16) if data is None else data, processing_class=tokenizer or tiny_tokenizer(),
+        peft_config=peft,
+    )  # fmt: skip
+
+
+def trained(trainer) -> list[torch.Tensor]:
+    """The token ids of each micro-batch."""
+    seen, compute = [], trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"].clone())
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses and np.isfinite(losses).all()
+    return seen
+
+
+SIZES = {"student padded": (PADDED, VOCAB), "teacher padded": (VOCAB, PADDED), "both padded": (PADDED, PADDED)}
+
+
+@pytest.mark.parametrize("whose", [{"lmbda": 1.0}, {"seq_kd": True}, {"lmbda": 1.0, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_of_padding_are_not_sampled(sizes, whose):
+    """Else: an IndexError in the embedding of the one that has fewer rows, an index out of bounds in the loss."""
+    student, teacher = (hot(rows=rows, seed=i) for i, rows in enumerate(SIZES[sizes]))
+    assert max(int(ids.max()) for ids in trained(make(student, teacher, **whose))) < VOCAB
+
+
+def test_nor_by_adapters_on_the_head_or_by_the_student_without_them():
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    trainer = make(hot(), hot(seed=3), lmbda=1.0, peft_config=lora)
+    assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
+    options = {"teacher": "self", "beta": 1.0, "lmbda": 0.5, "seq_kd": True}
+    trainer = make(hot(), None, peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"), **options)
+    assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
+
+
+def test_nor_in_the_evaluation_of_prompts_alone():
+    trainer = LigerDistillTrainer(
+        hot(), teacher_model=hot(seed=3), args=train_args(LigerDistillConfig, max_completion_length=6),
+        train_dataset=completions(4), eval_dataset=completions(4).remove_columns("completion"),
+        processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+    assert np.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_tokens_of_one_tokenizer_alone_are_not_sampled(tmp_path):
+    """The teacher's, which the student's tokenizer could not read, and the student's, which the teacher could not."""
+    with_tokens("<tool>").save_pretrained(tmp_path)
+    named = {"teacher_tokenizer_name_or_path": str(tmp_path)}
+    ids = trained(make(hot(rows=VOCAB + 3), hot(rows=VOCAB + 2, seed=3), lmbda=0.5, seq_kd=True, **named))
+    assert max(int(x.max()) for x in ids) < VOCAB
+    tiny_model().save_pretrained(tmp_path / "short")
+    tiny_tokenizer().save_pretrained(tmp_path / "short")
+    ids = trained(make(hot(rows=VOCAB + 3), str(tmp_path / "short"), tokenizer=with_tokens("<mine>"), lmbda=1.0))
+    assert max(int(x.max()) for x in ids) < VOCAB
+
+
+def test_the_other_tokens_keep_their_shares():
+    """Of a softmax over the tokens that there are; `suppress_tokens` of one's own count beside ours."""
+    model, draws = hot(), 4000
+    args = train_args(LigerDistillConfig, max_completion_length=1, generation_kwargs={"suppress_tokens": [7]})
+    sampler = ModelSampler(args, tiny_tokenizer(), Writable(VOCAB, frozenset({9, 200})))
+    assert sampler.settings(model).suppress_tokens == [7, 9, *range(VOCAB, PADDED)]
+    drawn = torch.tensor([row[0] for row in sampler.sample(model, [[3, 4, 5]] * draws, seed=1)])
+    logits = model(torch.tensor([[3, 4, 5]])).logits[0, -1, :VOCAB].double()
+    logits[[7, 9]] = -torch.inf
+    shares = torch.bincount(drawn, minlength=VOCAB) / draws
+    assert (shares - logits.softmax(-1)).abs().sum() / 2 < 0.06
+    args = train_args(LigerDistillConfig)
+    assert ModelSampler(args, tiny_tokenizer(), Writable(VOCAB)).settings(tiny_model()).suppress_tokens is None
+
+
+# vLLM, as far as TRL's own code goes: there is no vLLM in these tests
+
+
+@contextlib.contextmanager
+def completions_server(model, obeys: bool):
+    """`/v1/completions` as vLLM's server answers it: a bias of -100 to 100 is added to the logits."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._send({"data": [{"id": "student"}]})
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append(request)
+            bias = torch.zeros(PADDED)
+            for token, value in (request.get("logit_bias") or {}).items():
+                bias[int(token)] = min(100.0, max(-100.0, value)) if obeys else 0.0
+            self._send({"choices": [self._complete(ids, bias, request["max_tokens"]) for ids in request["prompt"]]})
+
+        @torch.no_grad()
+        def _complete(self, prompt, bias, count):
+            ids = torch.tensor([prompt])
+            for _ in range(count):
+                ids = torch.cat([ids, (model(ids).logits[:, -1] + bias).softmax(-1).multinomial(1)], 1)
+            return {"prompt_token_ids": prompt, "token_ids": ids[0, len(prompt) :].tolist(), "logprobs": None}
+
+        def _send(self, answer):
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    """TRL's client and generation, but for what sends weights to a GPU."""
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda *args, **kwargs: True)
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, **kwargs: None)
+    monkeypatch.setattr(vllm_client.VLLMClient, "close_communicator", lambda self: None)
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", lambda self: None)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_vllm_server_is_told_through_trls_client(without_vllm, obeys):
+    student = hot()
+    with completions_server(hot(), obeys) as (url, requests):
+        trainer = make(
+            student, hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
+            generation_kwargs={"logit_bias": {"5": 2.0}, "seed": 1},
+        )  # fmt: skip
+        if obeys:
+            assert max(int(ids.max()) for ids in trained(trainer)) < VOCAB
+        else:
+            with pytest.raises(ConfigError, match=r"vLLM sampled the token \d+, which student and"):
+                trainer.train()
+    wanted = {"5": 2.0, **{str(token): -100.0 for token in range(VOCAB, PADDED)}}
+    assert requests and all(request["logit_bias"] == wanted and request["seed"] == 1 for request in requests)
+
+
+def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, monkeypatch):
+    """By TRL's own code around LLM and SamplingParams, which are vLLM's."""
+    made = []
+
+    class Engine:
+        def __init__(self, **kwargs):
+            pass
+
+        def generate(self, prompts, sampling_params, **kwargs):
+            made.append(sampling_params)
+            output = types.SimpleNamespace(token_ids=[3, 4], logprobs=None)
+            return [types.SimpleNamespace(outputs=[output], prompt_token_ids=p["prompt_token_ids"]) for p in prompts]
+
+    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: kwargs, raising=False)
+    trained(make(hot(), hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
+    assert made[0]["logit_bias"] == dict.fromkeys(range(VOCAB, PADDED), -100.0)
+    made.clear()
+    trained(make(tiny_model(), tiny_model(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
+    assert "logit_bias" not in made[0]
+
+
+# Rows
+
+
+def rows(*ids: list[int], labels: list[list[int]] | None = None) -> Dataset:
+    return Dataset.from_dict({"input_ids": list(ids), "labels": labels or [[-100, *row[1:]] for row in ids]})
+
+
+GOOD, BAD = [1, 2, 3, 4], [1, 2, VOCAB + 6, 4]
+FOUND = rf"Row 2 of the (train|eval) dataset has token id {VOCAB + 6}, but the model has 64 tokens, ids 0 to 63; rows "
+FOUND += "with such ids: 2"
+
+
+def sft(data, test=None, model=None, tokenizer=None, **options):
+    return LigerTrainer(
+        model or tiny_model(), args=train_args(SFTConfig, max_steps=1, **options), train_dataset=data,
+        eval_dataset=test, processing_class=tokenizer or tiny_tokenizer(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": True, "max_length": 16},  # the row, not the packed sequence
+        {"shuffle_dataset": True},  # as it was before
+        {"dataset_kwargs": {"skip_prepare_dataset": True}},
+    ],
+)
+def test_a_row_with_an_id_that_the_model_does_not_have(options):
+    nothing = [[-100] * 4, [-100, 2, 3, 4], [-100, 2, VOCAB + 6, 4], [-100, 2, VOCAB + 6, 4]]  # the first is left out
+    data = rows(GOOD, GOOD, BAD, BAD, labels=nothing)
+    with pytest.raises(DataError, match=FOUND):
+        sft(data, **options)
+    with pytest.raises(DataError, match=FOUND.replace("(train|eval)", "eval")):
+        sft(rows(GOOD, GOOD), data, **options)
+    with pytest.raises(DataError, match=FOUND.replace("(train|eval)", "seen")):
+        sft(rows(GOOD, GOOD), {"seen": data}, **options)
+    sft(data, model=tiny_model(vocab_size=PADDED), **options).train()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model():
+    tokenizer = with_tokens("<more>")
+    data = Dataset.from_list([*completions(3), {"prompt": "w1 <more>", "completion": " w2"}])
+    with pytest.raises(DataError, match=f"Row 3 of the train dataset has token id {VOCAB}, but the model has 64 to"):
+        sft(data, tokenizer=tokenizer)
+    sft(completions(3), tokenizer=tokenizer).train()  # none of which uses it
+
+
+def test_ids_below_zero():
+    with pytest.raises(DataError, match="Row 1 of the train dataset has token id -7"):
+        sft(rows(GOOD, [1, -7, 3]))
+    with pytest.raises(DataError, match="Row 0 of the train dataset has a supervised token of id -1, but the model"):
+        sft(rows([1, 2, 3], labels=[[-100, -1, 3]]))
+
+
+def test_rows_of_a_distillation():
+    """Tokens may be those of either's padding, as far as both have it; supervised ones are those of the vocabulary."""
+    masked = rows(GOOD, [1, VOCAB + 6, 3, 4], labels=[[-100, 2, 3, 4], [-100, -100, 3, 4]])
+    wide, narrow = tiny_model(vocab_size=PADDED), tiny_model(seed=1)
+    with pytest.raises(DataError, match=f"Row 1 of the train dataset has token id {VOCAB + 6}, but the teacher"):
+        make(wide, narrow, masked)
+    make(wide, tiny_model(vocab_size=PADDED, seed=1), masked).train()
+    supervised = f"Row 2 of the train dataset has a supervised token of id {VOCAB + 6}, but the vocabulary that st"
+    with pytest.raises(DataError, match=supervised):
+        make(wide, tiny_model(vocab_size=PADDED, seed=1), rows(GOOD, GOOD, BAD))
+
+
+def test_rows_of_a_capture(tmp_path):
+    args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=f"Row 1 of the train dataset has token id {VOCAB + 6}, but the teacher has 64"):
+        capture(tiny_model(), args, tiny_tokenizer(), rows(GOOD, BAD))
+    with pytest.raises(DataError, match="Row 1 of the train dataset has a supervised token of id 70, but the token"):
+        capture(tiny_model(vocab_size=PADDED), args, tiny_tokenizer(), rows(GOOD, BAD))
+
+
+def test_rows_of_several_teachers_and_of_one_of_another_tokenizer(tmp_path):
+    """The one reads what the student does; the other its own tokens."""
+    teachers = {"a": tiny_model(vocab_size=PADDED, seed=1), "b": tiny_model(seed=2)}
+    masked = rows(GOOD, [1, VOCAB + 6, 3, 4], labels=[[-100, 2, 3, 4], [-100, -100, 3, 4]])
+    with pytest.raises(DataError, match="Row 1 of the train dataset has token id 70, but the teacher has 64 tokens"):
+        make(tiny_model(vocab_size=PADDED), teachers, masked)
+    tiny_model(vocab_size=PADDED).save_pretrained(tmp_path)
+    with_tokens(*(f"{word}x" for word in WORDS[:8])).save_pretrained(tmp_path)
+    make(tiny_model(), str(tmp_path), texts(8), losses=[{"type": "uld"}]).train()
+
+
+def test_by_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("student")
+    with_tokens("<more>").save_pretrained("student")
+    lines = [{"prompt": "w1 w2", "completion": " w3"}] * 9 + [{"prompt": "w1", "completion": " <more>"}] * 9
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "model_name_or_path: student\ndataset_name: rows.jsonl\noutput_dir: out\nuse_cpu: true\nbf16: false\n"
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "run.yaml"])
+    assert stopped.value.code == DataError.exit_code
+    assert f"dataset has token id {VOCAB}, but the model has 64 tokens" in capsys.readouterr().err
+
+
+def test_the_largest_of_each_row():
+    """Empty rows, rows over many chunks, labels that are ignored; against Python."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 10**6, rng.integers(0, 5)).tolist() for _ in range(9000)]
+    labels = [[-100 if token % 3 else token for token in row] for row in ids]
+    found = LargestIds.of(Dataset.from_dict({"input_ids": ids, "labels": labels}))
+    assert found.tokens.tolist() == [max(row, default=0) for row in ids]
+    assert found.labels.tolist() == [max([0, *row]) for row in labels]
+    part = Dataset.from_dict({"input_ids": ids}).select(range(10, 20))
+    assert LargestIds.of(part).labels.tolist() == [max(row, default=0) for row in ids[10:20]]
+    assert len(SPECIAL) + len(WORDS) == VOCAB
