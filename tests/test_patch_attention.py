@@ -299,6 +299,26 @@ def test_hooks_on_a_norm_see_a_tensor(calls):
     assert calls == {ROPE: 1, FUSED: 1}
 
 
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_on_one_of_the_norms_count(norm, kind):
+    """Each doubles what it is given; the other norm is put off all the same."""
+    model = model_of("qwen3")
+    plain = copy.deepcopy(model)
+    patch_rope(model)
+    seen = []
+
+    def double(module, *given):
+        seen.append(module)
+        last = given[0] if kind in ("full_backward_hook", "forward_pre_hook") else given[-1]
+        return tuple(x * 2 for x in last) if isinstance(last, tuple) else last * 2
+
+    for each in (model, plain):
+        getattr(each.model.layers[0].self_attn.get_submodule(norm), f"register_{kind}")(double)
+    assert_same(model, plain)
+    assert len(seen) == 2
+
+
 def test_norms_that_are_changed_in_place():
     """OLMoE clips its queries between norm and rotation."""
     model = build("olmoe", "OlmoeForCausalLM")
