@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .metric_rows import said_already
 from .run_reading import Run, number
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     others = [Chart(key, _title(key)) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
     terms = [chart for chart in others if chart.metric.startswith(TERM)]
     rest = [chart for chart in others if chart not in terms]
-    charts = (CHARTS[0], *terms, *CHARTS[1:], *rest)
+    measured = [{key.removeprefix("eval_") for entry in run.log_history for key in entry} for run in runs]
+    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not said_already(c.metric, measured)]
     return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
 
 

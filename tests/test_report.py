@@ -286,6 +286,17 @@ def test_points_are_those_of_the_log(make):
     assert len({line.color for line in (train, held_out, teacher)}) == 3
 
 
+def test_what_is_logged_by_two_names_is_shown_once(make):
+    """Unless a run has the one name alone: then it is what they can be compared by."""
+    logged = {"perplexity": 9.0, "student_perplexity": 9.0, "forward_kl": 1.0}
+    logs = [{"step": step, **logged} for step in (1, 2)]
+    distilled = read_run(make("kd", metrics={"log_history": logs, "before": logged, "after": logged}))
+    assert [chart.metric for chart in charts_of([distilled])] == ["forward_kl", "student_perplexity"]
+    assert [row.label for row in before_and_after(distilled).rows] == ["forward KL (nats/token)", "student perplexity"]
+    tuned = distilled.model_copy(update={"log_history": [{"step": step, "perplexity": 8.0} for step in (1, 2)]})
+    assert "perplexity" in {chart.metric for chart in charts_of([distilled, tuned])}
+
+
 def test_terms_of_the_loss_follow_it_and_the_unknown_comes_last(make):
     logged = dict.fromkeys(["odd/one", "loss/ce", "loss", "eval_loss/jsd", "schedule/temperature", "entropy"], 1.0)
     logs = [{"step": step, **logged} for step in (1, 2)]
