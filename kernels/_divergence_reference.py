@@ -91,8 +91,8 @@ def _divergences(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """(their weighted sum, those that kind names), each (N,)."""
     if teacher_share != 1:
-        sides = (x.clamp(min=LOWEST) for x in (student_logits.detach(), teacher_logits))
-        teacher_logits = torch.lerp(*sides, teacher_share)
+        s, t = (x.clamp(min=LOWEST) for x in (student_logits.detach(), teacher_logits))
+        teacher_logits = torch.lerp(s, t, teacher_share)
     q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
     weights = divergence_weights(kind, beta, alpha)
     values = {part: _divergence(part, q, p, beta, alpha) for part in weights}

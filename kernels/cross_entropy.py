@@ -67,12 +67,12 @@ def cross_entropy_reference(
     parts = parts.where(keep, 0)
     if reduction == "mean":
         count = token_count(keep, num_items, parts.dtype)
-        own = weight is not None and num_items is None
-        parts = parts.sum(-1) / torch.stack([_weight_of_labels(labels, weight, ignore_index) if own else count, count])
+        weighed = count if weight is None or num_items is not None else _weight_of_labels(labels, weight, ignore_index)
+        parts = parts.sum(-1) / torch.stack([weighed, count])
     loss = parts.sum() if reduction == "sum" else parts.sum(0)
     is_top1 = (log_prob >= log_probs.amax(-1)) & keep
-    per_token = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
-    return CrossEntropy(loss, *per_token, is_top1)
+    log_prob, entropy = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
+    return CrossEntropy(loss, log_prob, entropy, is_top1)
 
 
 def _weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:

@@ -263,8 +263,8 @@ def _refuse_data_parallel() -> None:
 def _refuse_to_pickle(model: Any, protocol: Any = None) -> None:
     """In place of `__reduce_ex__`, which pickle asks of the object before any of its weights."""
     raise pickle.PicklingError(
-        f"A patched {type(model).__name__} cannot be pickled, as torch.save(model), copy.copy(model) and processes that "
-        "are spawned do: its forwards are functions made in this process. Save it with model.save_pretrained(...) or "
+        f"A patched {type(model).__name__} cannot be pickled, as torch.save(model), copy.copy(model) and spawned "
+        "processes do: its forwards are functions made in this process. Save it with model.save_pretrained(...) or "
         "torch.save(model.state_dict(), ...), or undo the patch first: patched.undo(). copy.deepcopy(model) works."
     )
 
