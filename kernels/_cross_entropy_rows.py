@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._chunks import stats_dtype
-from ._rows import LogitTransform, check_scalars, load_label_logit, load_logits, transform
+from ._rows import LOWEST, LogitTransform, check_scalars, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
@@ -137,7 +137,7 @@ def _statistics(
         keep = tl.exp2(top - higher)
         e = tl.exp2(x - higher)
         total = total * keep + e
-        weighted = weighted * keep + e * x
+        weighted = weighted * keep + tl.where(e > 0, e * x, 0.0)  # 0 of -inf is no number
         top = higher
         if HAS_SMOOTHING:
             share = 1.0
@@ -387,7 +387,7 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
         inside = torch.ones_like(inside)  # so that a label outside is an error, as in torch
     carry[0] = highest
     carry[1] = total * keep + e.sum(-1)
-    carry[2] = weighted * keep + torch.linalg.vecdot(e, x)
+    carry[2] = weighted * keep + torch.linalg.vecdot(e, x.clamp(min=LOWEST))
     if o.label_smoothing:
         carry[3] = plain + (x.sum(-1) if class_weight is None else x @ class_weight.to(x.dtype))
     carry[4] = x.gather(1, place.where(inside, 0)[:, None]).squeeze(1).where(inside, x_label)

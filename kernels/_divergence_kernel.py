@@ -17,6 +17,7 @@ from ._divergence_pieces import (
     sign,
     skew,
     skew_reverse,
+    unbounded,
 )
 from ._triton import tl, triton
 
@@ -91,14 +92,16 @@ def divergence_kernel(
 
     s_max = tl.max(s_top, 0)
     t_max = tl.max(t_top, 0)
+    s_max = tl.where(s_max == -1e30, float("nan"), s_max)  # a row without any token
+    t_max = tl.where(t_max == -1e30, float("nan"), t_max)
     s_share = tl.exp2(s_top - s_max)
     t_share = tl.exp2(t_top - t_max)
     s_sum = tl.sum(s_total * s_share, 0)
     t_sum = tl.sum(t_total * t_share, 0)
     s_lse = s_max + tl.log2(s_sum)
     t_lse = t_max + tl.log2(t_sum)
-    out_forward = tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse)
-    out_reverse = tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse)
+    out_forward = unbounded(tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse))
+    out_reverse = unbounded(tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse))
     agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
     log_prob, is_top1, teacher_log_prob = 0.0, 0.0, 0.0
     if HAS_LABELS:
@@ -129,9 +132,10 @@ def divergence_kernel(
         t_sum = tl.sum(t_total_T * t_share, 0)
         s_lse_T = s_max * inv_t + tl.log2(s_sum)
         t_lse_T = u_max * inv_t + tl.log2(t_sum)
-        forward_T = inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T)
-        reverse_T = inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T)
-    divergence = forward_kl * forward_T + reverse_kl * reverse_T
+        forward_T = unbounded(inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T))
+        reverse_T = unbounded(inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T))
+    divergence = tl.where(forward_kl != 0, forward_kl * forward_T, 0.0)  # 0 of an infinite KL is no number
+    divergence += tl.where(reverse_kl != 0, reverse_kl * reverse_T, 0.0)
     unit = divergence_scale * LN2
     tl.store(out_ptr + 10 * stride_out + row, forward_T * unit)
     tl.store(out_ptr + 11 * stride_out + row, reverse_T * unit)
@@ -206,7 +210,8 @@ def divergence_kernel(
     if HAS_CE:
         ce = log_partition - s_label * LN2 + z_loss * log_partition * log_partition
         if HAS_SMOOTHING:
-            ce += smoothing * LN2 * (s_label - tl.sum(s_plain, 0) / V)
+            plain = tl.sum(s_plain, 0)
+            ce += smoothing * LN2 * (s_label - tl.where(plain < -1e25, float("-inf"), plain) / V)
         loss += ce_weight * ce
     token_weight = 1.0
     if HAS_TOKEN_WEIGHT:

@@ -24,7 +24,8 @@ def load(
     raw_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """(logits in base 2, d logits / d raw). Beyond the vocabulary they are so low that they weigh nothing, yet finite.
+    """(logits in base 2, d logits / d raw). -inf and what is beyond the vocabulary are so low that they weigh nothing,
+    yet finite: two of them differ by 0.
 
     padded: columns that may be read. Where that is a multiple of 16, whatever V is, vectors are loaded at once.
     """
@@ -33,7 +34,7 @@ def load(
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x, slope = _base_two(z, scale, softcap, HAS_SOFTCAP)
-    return tl.where(mask, x, -1e30), slope
+    return tl.where((x < -1e30) | (cols >= V), -1e30, x), slope  # NaN passes
 
 
 @triton.jit
@@ -61,6 +62,12 @@ def fold(x, other, top, total, own, ratio, inv_t):
     total = total * keep + tl.sum(e, 1)
     ratio = ratio * keep + tl.sum(e * (x - other), 1)
     return higher, total, own, ratio
+
+
+@triton.jit
+def unbounded(kl):
+    """A KL, infinite where a side has mass that the other rules out by -1e30."""
+    return tl.where(kl > 1e20, float("inf"), kl)
 
 
 @triton.jit

@@ -10,7 +10,9 @@ from torch import Tensor
 from ._chunks import stats_dtype
 from ._divergence_kinds import divergence_weights, named, parts
 from ._head import Adapters, linear_reference
-from ._rows import LogitTransform, transform
+from ._rows import LOWEST, LogitTransform, entropy_of, transform
+from ._selection import token_count
+from .kl_div import kl_values
 
 
 class LinearDivergence(NamedTuple):
@@ -56,9 +58,10 @@ def _divergence(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> T
     """(N,) of log-probabilities (N, V) of student and teacher."""
 
     def kl(a, b):
-        return (a.exp() * (a - b)).sum(-1)
+        return kl_values(b, a, log_target=True).sum(-1)
 
     def mixture(a, b, share):
+        a, b = a.clamp(min=LOWEST), b.clamp(min=LOWEST)
         return torch.logsumexp(torch.stack([a + math.log(share), b + math.log(1 - share)]), 0)
 
     match kind:
@@ -88,7 +91,8 @@ def _divergences(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """(their weighted sum, those that kind names), each (N,)."""
     if teacher_share != 1:
-        teacher_logits = torch.lerp(student_logits.detach(), teacher_logits, teacher_share)
+        s, t = (x.clamp(min=LOWEST) for x in (student_logits.detach(), teacher_logits))
+        teacher_logits = torch.lerp(s, t, teacher_share)
     q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
     weights = divergence_weights(kind, beta, alpha)
     values = {part: _divergence(part, q, p, beta, alpha) for part in weights}
@@ -121,23 +125,25 @@ def distillation_reference(
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     q, p = s.log_softmax(-1), t.log_softmax(-1)
-    log_prob, teacher_log_prob = (x.gather(1, label[:, None]).squeeze(1) * has_label for x in (q, p))
-    ce = -(1 - label_smoothing) * log_prob - label_smoothing * q.mean(-1) + z_loss * s.logsumexp(-1).square()
+    log_prob, teacher_log_prob = (x.gather(1, label[:, None]).squeeze(1).where(has_label, 0) for x in (q, p))
+    ce = -(1 - label_smoothing) * log_prob + z_loss * s.logsumexp(-1).square()
+    if label_smoothing:
+        ce = ce - label_smoothing * q.mean(-1)
     divergence, terms = _divergences(s, t, kind, beta, temperature, alpha, teacher_share)
     factor = temperature**2 if scale_by_temperature_squared else 1.0
     divergence = divergence * factor
-    loss = (divergence + ce_weight * ce).where(keep, 0)
+    loss = (divergence + ce_weight * ce if ce_weight else divergence).where(keep, 0)
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
     agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
     fields = (
-        divergence, log_prob, -(q.exp() * q).sum(-1), (log_prob >= q.amax(-1)) & has_label,
-        (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), agrees, teacher_log_prob, -(p.exp() * p).sum(-1),
+        divergence, log_prob, entropy_of(q), (log_prob >= q.amax(-1)) & has_label, kl_values(q, p, True).sum(-1),
+        kl_values(p, q, True).sum(-1), agrees, teacher_log_prob, entropy_of(p),
     )  # fmt: skip
-    terms = {name: (x * factor * keep).detach() for name, x in terms.items()}
-    return LinearDivergence(loss, *((x * keep).detach() for x in fields), terms=terms)
+    terms = {name: (x * factor).where(keep, 0).detach() for name, x in terms.items()}
+    return LinearDivergence(loss, *(x.where(keep, x.new_zeros(())).detach() for x in fields), terms=terms)
 
 
 def linear_divergence_reference(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ._divergence_kernel import divergence_kernel
 from ._divergence_kinds import ROW_KINDS
 from ._divergence_reference import likeliest_half
-from ._rows import LogitTransform, check_scalars, transform
+from ._rows import LOWEST, LogitTransform, check_scalars, transform
 from ._triton import kept_launch, use_triton
 
 LANES, WARPS = 1024, 32  # half of either with a second pass, which computes more a number
@@ -130,7 +130,7 @@ def _rows_triton(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOp
 
 
 class Distributions(NamedTuple):
-    """Both sides at the loss's temperature, each (n, V), and whether a gradient is wanted."""
+    """Both sides at the loss's temperature, each (n, V), LOWEST in place of -inf, and whether a gradient is wanted."""
 
     log_q: Tensor
     log_p: Tensor
@@ -143,15 +143,20 @@ class Distributions(NamedTuple):
 Term = tuple[Tensor, Tensor | None]
 
 
+def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(n,) KL(p || q), infinite where p has mass that q rules out."""
+    value = torch.linalg.vecdot(p, log_p - log_q)
+    return value.masked_fill(value > 1e20, torch.inf)
+
+
 def _forward_kl(x: Distributions, _) -> Term:
-    value = torch.linalg.vecdot(x.p, x.log_p - x.log_q)
+    value = _kl(x.p, x.log_p, x.log_q)
     return value, x.q - x.p if x.write_grad else None
 
 
 def _reverse_kl(x: Distributions, _) -> Term:
-    log_ratio = x.log_q - x.log_p
-    value = torch.linalg.vecdot(x.q, log_ratio)
-    return value, x.q * (log_ratio - value[:, None]) if x.write_grad else None
+    value = _kl(x.q, x.log_q, x.log_p)
+    return value, x.q * (x.log_q - x.log_p - value[:, None]) if x.write_grad else None
 
 
 def _log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
@@ -215,22 +220,22 @@ def _rows_torch(x: RowInputs, out: Tensor, grad: Tensor | None, o: DivergenceOpt
     labels = x.labels
     s, slope = transform(x.student, x.bias, o.student)
     t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
-    log_q1, log_p1 = s.log_softmax(-1), t.log_softmax(-1)
+    label_log_probs = s.log_softmax(-1), t.log_softmax(-1)
+    log_q1, log_p1 = (x.clamp(min=LOWEST) for x in label_log_probs)
     q1, p1 = log_q1.exp(), log_p1.exp()
-    log_ratio = log_p1 - log_q1
     agrees = ((s == s.amax(-1, True)) & (t == t.amax(-1, True))).any(-1)
     out[3], out[9] = -torch.linalg.vecdot(q1, log_q1), -torch.linalg.vecdot(p1, log_p1)
-    out[5], out[6], out[7] = torch.linalg.vecdot(p1, log_ratio), -torch.linalg.vecdot(q1, log_ratio), agrees
+    out[5], out[6], out[7] = _kl(p1, log_p1, log_q1), _kl(q1, log_q1, log_p1), agrees
     out[2] = out[4] = out[8] = 0
     if labels is not None:
-        out[2], out[8] = (log_probs.gather(1, labels[:, None]).squeeze(1) for log_probs in (log_q1, log_p1))
+        out[2], out[8] = (log_probs.gather(1, labels[:, None]).squeeze(1) for log_probs in label_log_probs)
         out[4] = s.gather(1, labels[:, None]).squeeze(1) >= s.amax(-1)
 
     log_q, log_p = log_q1, log_p1
     if o.teacher_share != 1.0:
-        t = torch.lerp(s, t, o.teacher_share)
+        t = torch.lerp(s.clamp(min=LOWEST), t.clamp(min=LOWEST), o.teacher_share)
     if o.temperature != 1.0 or o.teacher_share != 1.0:
-        log_q, log_p = ((logits / o.temperature).log_softmax(-1) for logits in (s, t))
+        log_q, log_p = ((logits / o.temperature).log_softmax(-1).clamp(min=LOWEST) for logits in (s, t))
     divergence, dlogits = _divergence_torch(log_q, log_p, o, out[TERMS:], grad is not None)
     out[0] = out[1] = divergence
     if o.ce_weight:
@@ -271,4 +276,5 @@ def _cross_entropy_torch(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlo
         dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])
         dlogits.scatter_add_(1, labels[:, None], torch.full_like(lse, o.ce_weight * (o.label_smoothing - 1))[:, None])
         dlogits -= o.ce_weight * o.label_smoothing / s.shape[1]
-    return lse - s_label + o.z_loss * lse.square() + o.label_smoothing * (s_label - s.mean(-1))
+    ce = lse - s_label + o.z_loss * lse.square()
+    return ce + o.label_smoothing * (s_label - s.mean(-1)) if o.label_smoothing else ce

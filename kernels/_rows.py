@@ -12,6 +12,8 @@ from torch import Tensor
 from ._chunks import stats_dtype
 from ._triton import tl, triton
 
+LOWEST = -1e30  # in place of -inf, the logit of a token that is ruled out: of two such the difference is a number
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -44,6 +46,11 @@ def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Te
         return z, how.scale
     tanh = torch.tanh(z / how.softcap)
     return how.softcap * tanh, (1 - tanh.square()) * how.scale
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """(n,) of log-probabilities (n, V), nats. A token of probability 0 adds nothing."""
+    return -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=LOWEST))
 
 
 @triton.jit

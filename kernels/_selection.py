@@ -35,13 +35,41 @@ class HostCopy:
         return self._value
 
 
+def token_count(keep: Tensor, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a sum over the tokens in `keep` (N,) is divided by, on their device: num_items, or how many they are.
+
+    1 where it is 0 and there is no token, so that the loss is 0 and not NaN. 0 otherwise gives inf, as torch does: only
+    the device knows. A number is filled in there: a copy would wait for the device.
+    """
+    if num_items is None:
+        return keep.sum(dtype=dtype).clamp(min=1)
+    if isinstance(num_items, Tensor):
+        total = num_items.to(keep.device, dtype).reshape(())
+    else:
+        total = torch.full((), num_items, dtype=dtype, device=keep.device)
+        if num_items:
+            return total
+    return total.where((total != 0) | keep.any(), 1)
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The labelled rows of a batch, known to the host."""
+    """The labelled rows of a batch, known to the host.
+
+    Raises:
+        ValueError: rows that nothing counts: a sum over them cannot be divided by 0.
+    """
 
     index: Tensor | None  # (count,) int64 on the device; None when every row counts
     count: int
     num_items: float  # what the summed loss is divided by
+
+    def __post_init__(self):
+        if self.count and not self.num_items > 0:
+            raise ValueError(
+                f"num_items must be positive, got {self.num_items} for {self.count} rows that take part in the loss. "
+                "Count the labels that are in use, over all micro-batches and processes, or leave num_items out."
+            )
 
     @property
     def alpha(self) -> float:

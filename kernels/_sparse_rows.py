@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._rows import LogitTransform, check_scalars, load_label_logit, load_logits, transform
+from ._rows import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
@@ -72,7 +72,7 @@ def _load_rest(
         tanh = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
         z = softcap * tanh
         slope = (1.0 - tanh * tanh) * scale
-    return tl.where(rest, z, -1e30), slope, rest
+    return tl.where(rest & (z != float("-inf")), z, -1e30), slope, rest
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _sparse_kernel(
     e_k = tl.where(known, tl.exp2(x_k - top), 0.0)
     total = total_rest * keep + tl.sum(e_k, 0)
     lse = top + tl.log2(total)
-    entropy = lse - (weighted_rest * keep + tl.sum(e_k * x_k, 0)) / total
+    entropy = lse - (weighted_rest * keep + tl.sum(tl.where(e_k > 0, e_k * x_k, 0.0), 0)) / total
     e_k_T, total_T = e_k, total
     if HAS_TEMPERATURE:
         e_k_T = tl.where(known, tl.exp2((x_k - top) * inv_t), 0.0)
@@ -168,7 +168,7 @@ def _sparse_kernel(
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
     log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * 0.6931471805599453
     log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * 0.6931471805599453
-    divergence = tl.sum(p * (log_p - log_q_k), 0)
+    divergence = tl.sum(tl.where(p > 0, p * (log_p - log_q_k), 0.0), 0)  # 0 of an infinite one is no number
     rest_p = 0.0
     if HAS_BUCKET:
         rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
@@ -264,19 +264,20 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     log_p, p = log_p.where(known, 0), log_p.exp().where(known, 0)
     mass, log_q_k = p.sum(-1), log_q_T.gather(1, index)
     log_rest_q = log_q_T.masked_fill(taken, -torch.inf).logsumexp(-1)
-    divergence, rest_p = torch.linalg.vecdot(p, log_p - log_q_k), torch.zeros_like(mass)
+    divergence, rest_p = torch.linalg.vecdot(p, log_p - log_q_k.where(p > 0, 0)), torch.zeros_like(mass)
     if o.tail == "bucket":
         rest_p = (1 - mass).clamp(min=0).where(~taken.all(-1), 0)
         divergence += (rest_p * (rest_p.log() - log_rest_q)).where(rest_p > 0, 0)
     out[0] = out[1] = divergence * o.divergence_scale
     out[2] = out[4] = out[6] = 0
-    out[3], out[5] = -torch.linalg.vecdot(log_q.exp(), log_q), mass
+    out[3], out[5] = entropy_of(log_q), mass
     if labels is not None:
         out[2] = log_q.gather(1, labels[:, None]).squeeze(1)
         out[4] = x.gather(1, labels[:, None]).squeeze(1) >= x.amax(-1)
     if targets.top_ids is not None:
         out[6] = x.gather(1, targets.top_ids[:, None].long()).squeeze(1) >= x.amax(-1)
-    out[0] -= o.ce_weight * out[2]
+    if o.ce_weight:
+        out[0] -= o.ce_weight * out[2]
     factor = torch.ones_like(mass) if targets.token_weight is None else targets.token_weight
     out[0] *= factor
     if grad is None:

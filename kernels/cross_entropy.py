@@ -3,6 +3,7 @@
     x = transform(logits) / temperature                                   transform: scale, then softcap (_rows.py)
     per token: (1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2
                with nll = lse - x[label], c class weights, s label_smoothing, z z_loss
+    mean:      the sum over tokens by that of c[label], as in torch, but of the last part by the number of tokens
 
 Shapes    logits: (N, V)  labels: (N,) int64  weight: (V,)
 Numerics  softmax and sums in fp32, the gradient rounded once to the logits' dtype
@@ -27,7 +28,8 @@ from ._cross_entropy_rows import (
     tile_gradient,
     whole_rows,
 )
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform, entropy_of, transform
+from ._selection import token_count
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -57,37 +59,26 @@ def cross_entropy_reference(
     per_token = -(1 - label_smoothing) * (log_prob if weight is None else weight[label] * log_prob)
     if label_smoothing:
         per_token = per_token - label_smoothing * (log_probs if weight is None else log_probs * weight).mean(-1)
-    if z_loss:
-        per_token = per_token + z_loss * x.logsumexp(-1).square()
+    parts = torch.stack([per_token, z_loss * x.logsumexp(-1).square() if z_loss else torch.zeros_like(per_token)])
     if dft:
-        per_token = per_token * log_prob.detach().exp()
+        parts = parts * log_prob.detach().exp()
     if token_weight is not None:
-        per_token = per_token * token_weight
-    loss = per_token.where(keep, 0)
-    if reduction != "none":
-        loss = loss.sum()
+        parts = parts * token_weight
+    parts = parts.where(keep, 0)
     if reduction == "mean":
-        loss = loss / _denominator(labels, weight, ignore_index, num_items, loss.dtype)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
+        count = token_count(keep, num_items, parts.dtype)
+        weighed = count if weight is None or num_items is not None else _weight_of_labels(labels, weight, ignore_index)
+        parts = parts.sum(-1) / torch.stack([weighed, count])
+    loss = parts.sum() if reduction == "sum" else parts.sum(0)
     is_top1 = (log_prob >= log_probs.amax(-1)) & keep
-    return CrossEntropy(loss, (log_prob * keep).detach(), (entropy * keep).detach(), is_top1)
+    log_prob, entropy = (x.where(keep, 0).detach() for x in (log_prob, entropy_of(log_probs)))
+    return CrossEntropy(loss, log_prob, entropy, is_top1)
 
 
-def _denominator(labels, weight, ignore_index: int, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What the sum is divided by, on its device: num_items, or as in torch the weights of the labels in use.
-
-    1 where that is 0, so that a batch without labels gives 0; torch gives NaN. A number is filled in there: a copy
-    would wait for the device.
-    """
-    if isinstance(num_items, Tensor):
-        total = num_items.to(labels.device, dtype).reshape(())
-    elif num_items is not None:
-        return torch.full((), num_items or 1.0, dtype=dtype, device=labels.device)
-    elif weight is None:
-        return (labels != ignore_index).sum(dtype=dtype).clamp(min=1)
-    else:
-        keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
-        total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
+def _weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """The sum of the class weights of the labels in use, on their device; 1 where that is 0, which gives torch NaN."""
+    keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
+    total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
     return total.where(total != 0, 1)
 
 
@@ -148,7 +139,9 @@ def cross_entropy(
         logits: (N, V), fp32, fp16, bf16 (fp64 on CPU).
         labels: (N,) int64, each in [0, V) or ignore_index. On the GPU a label outside gives NaN.
         weight: (V,), of the classes. No gradient goes to it.
-        num_items: what reduction="mean" divides by. Default, as in torch: the weights of the labels in use.
+        num_items: what reduction="mean" divides by; 0 gives inf where a label is in use, as in torch and transformers.
+            Default: the number of labels in use; with class weights, as in torch, the sum of their weights, except for
+            the z-loss, which is a mean over tokens.
         reduction: "mean", "sum" or "none".
         scale, softcap, temperature: what is done to the logits first, see `linear_cross_entropy`.
         label_smoothing: share of the target spread evenly over the vocabulary, as in torch.
@@ -177,7 +170,9 @@ def cross_entropy(
     weight = None if weight is None else weight.detach().to(stats_dtype(logits.dtype)).contiguous()
     denominator = None
     if reduction == "mean":
-        denominator = _denominator(labels, weight, ignore_index, num_items, stats_dtype(logits.dtype))
+        denominator = token_count(labels != ignore_index, num_items, stats_dtype(logits.dtype))
+        if weight is not None and num_items is None:  # of mean 1 over the labels: then one count divides every part
+            weight = weight * (denominator / _weight_of_labels(labels, weight, ignore_index))
     if logits.stride(1) != 1 or (inplace and logits.stride(0) < logits.shape[1]):  # the latter: rows share memory
         logits = logits.contiguous()
     targets = Targets(labels.contiguous(), class_weight=weight, ignore_index=ignore_index)

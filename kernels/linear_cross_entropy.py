@@ -169,8 +169,9 @@ def linear_cross_entropy(
             NaN.
         bias: (V,), added to the logits.
         token_weight: (N,), multiplies each token's loss; num_items stays what it is. No gradient goes to it.
-        num_items: what the sum over tokens is divided by. Default: the number of labelled rows. With the count over all
-            micro-batches and ranks, splitting a batch changes nothing. A tensor is read through `rows`.
+        num_items: what the sum over tokens is divided by, positive unless no row is labelled. Default: the number of
+            labelled rows. With the count over all micro-batches and ranks, splitting a batch changes nothing. A tensor
+            is read through `rows`.
         reduction: "mean", or "none" for the loss of each token (N,), which needs recompute.
         scale: multiplies the logits (Granite, Cohere).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after scale.
@@ -195,7 +196,8 @@ def linear_cross_entropy(
         CrossEntropy: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, or options that exclude each other.
+        ValueError: shapes that do not fit, an option out of range, options that exclude each other, or num_items of 0
+            for rows with labels.
     """
     check_head(hidden, weight, bias, lora)
     check_labels(hidden, labels)

@@ -20,7 +20,9 @@
 A teacher_share a < 1 replaces the teacher's logits t in all of these by (1 - a) s + a t, with s without its gradient.
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
-Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part.
+Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part,
+          and neither does a token whose logits are -inf on both sides. Where they are on one side alone, a KL from mass
+          that the other has more than 1e-10 of is infinite.
 Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in all. The row
           kernel makes one pass for all statistics, one more for all but the KLs, a few more over the teacher's logits
           for the head of adaptive_kl, and one that writes the student's gradient in place.

@@ -50,7 +50,8 @@ from ._chunks import (
 )
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, transform
+from ._rows import LogitTransform, entropy_of, transform
+from ._selection import token_count
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
@@ -86,7 +87,7 @@ def sparse_divergence_reference(
     log_p = log_probs.to(log_q.dtype)
     p, log_p = log_p.exp().where(known, 0), log_p.where(known, 0)
     index = ids.long().where(known, 0)
-    divergence = (p * (log_p - log_q.gather(1, index))).sum(-1)
+    divergence = (p * (log_p - log_q.gather(1, index).where(p > 0, 0))).sum(-1)
     if tail == "none":
         return divergence
     named = torch.zeros_like(log_q).scatter_add(1, index, known.to(log_q.dtype)) > 0
@@ -111,20 +112,21 @@ def linear_sparse_divergence_reference(
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     log_q = s.log_softmax(-1)
-    log_prob = log_q.gather(1, label[:, None]).squeeze(1) * has_label
+    log_prob = log_q.gather(1, label[:, None]).squeeze(1).where(has_label, 0)
     divergence = sparse_divergence_reference(s, ids, log_probs, tail=tail, temperature=temperature)
     divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
-    each = (divergence - ce_weight * log_prob) * (1.0 if token_weight is None else token_weight)
+    each = divergence - ce_weight * log_prob if ce_weight else divergence
+    each = each * (1.0 if token_weight is None else token_weight)
     loss = each.where(keep, 0)
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
     mass = log_probs.to(s.dtype).exp().where(ids >= 0, 0).sum(-1)
     is_top1 = (log_prob >= log_q.amax(-1)) & has_label
     agrees = torch.zeros_like(keep)
     if top_ids is not None:
         agrees = log_q.gather(1, top_ids[:, None].long()).squeeze(1) >= log_q.amax(-1)
-    fields = divergence, log_prob, -(log_q.exp() * log_q).sum(-1), is_top1, mass, agrees
-    return LinearSparseDivergence(loss, *((x * keep).detach() for x in fields))
+    fields = divergence, log_prob, entropy_of(log_q), is_top1, mass, agrees
+    return LinearSparseDivergence(loss, *(x.where(keep, x.new_zeros(())).detach() for x in fields))
 
 
 @dataclass(frozen=True)

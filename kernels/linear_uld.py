@@ -40,7 +40,8 @@ from ._chunks import (
 )
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, check_scalars, transform
+from ._rows import LogitTransform, check_scalars, entropy_of, transform
+from ._selection import token_count
 from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
@@ -106,15 +107,19 @@ def stored_uld(
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     log_q = s.log_softmax(-1)
-    log_prob = log_q.gather(1, label[:, None]).squeeze(1) * has_label
-    ce = -(1 - label_smoothing) * log_prob - label_smoothing * log_q.mean(-1)
-    loss = (uld_weight * uld + ce_weight * ce).where(keep, 0)
+    log_prob = log_q.gather(1, label[:, None]).squeeze(1).where(has_label, 0)
+    loss = uld_weight * uld
+    if ce_weight:
+        loss = loss - ce_weight * (1 - label_smoothing) * log_prob
+    if ce_weight and label_smoothing:
+        loss = loss - ce_weight * label_smoothing * log_q.mean(-1)
+    loss = loss.where(keep, 0)
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "mean":
-        loss = loss.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items)
-    fields = uld, log_prob, -(log_q.exp() * log_q).sum(-1), (log_prob >= log_q.amax(-1)) & has_label
-    return LinearUld(loss, *((x * keep).detach() for x in fields))
+        loss = loss.sum() / token_count(keep, num_items, loss.dtype)
+    fields = uld, log_prob, entropy_of(log_q), (log_prob >= log_q.amax(-1)) & has_label
+    return LinearUld(loss, *(x.where(keep, x.new_zeros(())).detach() for x in fields))
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def uld_rows(x: Logits, out: Tensor, grad: Tensor | None, o: UldOptions) -> None
     s, slope = transform(x.student, x.bias, o.student)
     t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
     log_q, q = s.log_softmax(-1), s.softmax(-1)
-    out[3] = -torch.linalg.vecdot(q, log_q)
+    out[3] = entropy_of(log_q)
     out[2] = out[4] = 0
     if x.labels is not None:
         out[2] = log_q.gather(1, x.labels[:, None]).squeeze(1)
@@ -173,7 +178,9 @@ def uld_rows(x: Logits, out: Tensor, grad: Tensor | None, o: UldOptions) -> None
     if grad is not None:
         dlogits = at_t * (sign - torch.linalg.vecdot(at_t, sign)[:, None]) * factor.unsqueeze(-1)
     if o.ce_weight:
-        out[0] += o.ce_weight * ((o.label_smoothing - 1) * out[2] - o.label_smoothing * log_q.mean(-1))
+        out[0] += o.ce_weight * (o.label_smoothing - 1) * out[2]
+        if o.label_smoothing:
+            out[0] -= o.ce_weight * o.label_smoothing * log_q.mean(-1)
         if dlogits is not None and x.labels is not None:
             onehot = torch.zeros_like(q).scatter_(1, x.labels[:, None], 1 - o.label_smoothing)
             dlogits += o.ce_weight * (q - onehot - o.label_smoothing / q.shape[1])

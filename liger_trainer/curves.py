@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .metric_rows import said_already
 from .run_reading import Run, number
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b
 """Of the runs in turn; of one run alone: training, evaluation, teacher."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}
 SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
+TICKS = 7  # intervals of an axis, whatever its length: that depends on the labels, which must not depend on it
+NICE = (1, 2, 2.5, 5, 10)  # how far apart, times a power of ten
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 
@@ -107,7 +110,8 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     others = [Chart(key, _title(key)) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
     terms = [chart for chart in others if chart.metric.startswith(TERM)]
     rest = [chart for chart in others if chart not in terms]
-    charts = (CHARTS[0], *terms, *CHARTS[1:], *rest)
+    measured = [{key.removeprefix("eval_") for entry in run.log_history for key in entry} for run in runs]
+    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not said_already(c.metric, measured)]
     return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
 
 
@@ -187,7 +191,7 @@ _STYLE: dict[Any, Any] = {
 
 def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
     """Draw the lines and return what must be said beside the chart."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     notes = []
     axes.grid(axis="y")
@@ -195,15 +199,17 @@ def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
     values = sorted(value for line in lines for value in line.values)
     if chart.axis == "log" and values[0] > 0 and values[-1] > values[len(values) // 20] * 10**DECADES:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=TICKS))
         notes.append("logarithmic")
     else:
+        axes.yaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE))
         axes.yaxis.set_major_formatter("{x:g}")
     for line in lines:
         _draw_line(axes, line, alpha=0.18 if several else 0.3)
     if chart.axis == "zero":
         axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
     if len({line.label for line in lines}) > 1:
         named = [artist for artist in axes.get_lines() if not str(artist.get_label()).startswith("_")]
         handles = {str(artist.get_label()): artist for artist in reversed(named)}  # of a run, its first line

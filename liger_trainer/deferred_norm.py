@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .kernels.qk_norm_rope import qk_norm_rope
 from .patch_norms import Norm
+from .structure import is_hooked
 
 
 @dataclass(eq=False)
@@ -178,13 +179,7 @@ def deferring(norm: Norm) -> Callable[[nn.Module, Tensor], Any]:
 
 def _watched(module: nn.Module) -> bool:
     """Whether hooks see what the norm returns, or move its weight away when it has returned."""
-    return bool(
-        module._forward_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "_hf_hook" in vars(module)
-        or nn.modules.module._has_any_global_hook()  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    return is_hooked(module) or "_hf_hook" in vars(module)
 
 
 def normed_and_turned(

@@ -67,10 +67,11 @@ class LigerDistillTrainer(LigerTrainer):
         prompts_alone: the names of the datasets that have prompts and no completions.
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
-    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity, teacher_perplexity,
-    teacher_entropy. With completions that are sampled in training: on_policy_share, completion_length,
-    sampled_tokens_per_second, and where some are and some are not, each metric of the teacher also as on_policy/... and
-    off_policy/.... From a cache there is no reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
+    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity (LigerTrainer's perplexity, by the
+    name that stands beside teacher_perplexity), teacher_perplexity, teacher_entropy. With completions that are sampled
+    in training: on_policy_share, completion_length, sampled_tokens_per_second, and where some are and some are not,
+    each metric of the teacher also as on_policy/... and off_policy/.... From a cache there is no reverse_kl, and
+    forward_kl only at temperature 1 (docs/cache.md).
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
@@ -297,7 +298,7 @@ class LigerDistillTrainer(LigerTrainer):
         self.progress.load_best(str(self.state.best_model_checkpoint))
 
     def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        return {**per_token_values(outputs), "entropy": outputs.entropy}
+        return {**super()._per_token(outputs), **per_token_values(outputs)}
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from .kernels.gated_linear import gated_linear
 from .kernels.geglu import geglu
 from .kernels.swiglu import swiglu
+from .structure import is_called
 
 WEIGHTS = (nn.Parameter, Tensor)  # the types of one that is nothing more: neither sharded nor packed
 
@@ -36,10 +37,4 @@ def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a linear layer can be replaced by its weight and bias: no adapter, quantisation, hook or sharding."""
-    return (
-        type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and type(linear.weight) in WEIGHTS
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and not (linear._backward_hooks or linear._backward_pre_hooks)
-    )
+    return type(linear) is nn.Linear and type(linear.weight) in WEIGHTS and not is_called(linear)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .errors import ConfigError
 from .kernels._head import Lora
+from .structure import is_hooked
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def reader_of(module: nn.Module | None) -> Reader | str:
         return "the model has no output embeddings"
     if "forward" in vars(module):
         return f"the forward of its output head ({type(module).__name__}) has been replaced"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return f"its output head ({type(module).__name__}) has backward hooks, which need the gradient of its logits"
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return _of_linear
@@ -111,6 +114,8 @@ def _of_trainable_tokens(module: Any) -> Head | str:
 def _of_lora(module: Any) -> Head | str:
     _unmerge_if_disabled(module)
     head = Head.read(module.base_layer)
+    if is_hooked(module.base_layer):
+        head = "the base layer of its output head has hooks, which would not be called"
     if isinstance(head, str) or module.disable_adapters or module.merged:
         return head
     for name in (name for name in module.active_adapters if name in module.lora_A):
@@ -128,6 +133,8 @@ def _adapter(module: Any, name: str) -> Lora | str:
         return f"is more than plain LoRA ({type(variant).__name__})"
     if any("forward" in vars(m) or type(m).forward is not nn.Linear.forward for m in (a, b)):
         return "has layers that do more than a linear map"
+    if any(is_hooked(m) for m in (a, b, dropout)):
+        return "has hooks on its layers, which would not be called"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"drops out by {type(dropout).__name__}"
     p = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0

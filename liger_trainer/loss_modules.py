@@ -50,11 +50,11 @@ class _CrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
 
-    def _reduced(self, per_token: Tensor, count: Tensor) -> Tensor:
-        """(N,) as it is, or summed, or divided by count, as the loss is; 0 for a count of 0."""
+    def _reduced(self, per_token: Tensor, keep: Tensor) -> Tensor:
+        """(N,) as it is, or summed, or divided by the number of labelled tokens; 0 without any."""
         if self.reduction == "none":
             return per_token
-        return per_token.sum() / count.where(count != 0, 1) if self.reduction == "mean" else per_token.sum()
+        return per_token.sum() / keep.sum().clamp(min=1) if self.reduction == "mean" else per_token.sum()
 
     def _accuracy(self, is_top1: Tensor, keep: Tensor) -> Tensor:
         """Of each token, or the share of labelled tokens, for a sum too."""
@@ -66,9 +66,9 @@ class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross-entropy of given logits.
 
     Args:
-        weight: (V,), of the classes. Moves with the module, but is not in its state dict.
+        weight: (V,), of the classes; not of the z-loss. Moves with the module, but is not in its state dict.
         ignore_index: tokens with this label take no part.
-        lse_square_scale: weight of the z-loss, lse^2.
+        lse_square_scale: weight of the z-loss, lse^2, whose mean is over tokens with class weights too.
         label_smoothing: share of the target spread evenly over the vocabulary, in [0, 1).
         reduction: "mean", "sum" or "none".
         softcap: logits become softcap * tanh(logits / softcap).
@@ -112,8 +112,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         output = CrossEntropyOutput(result.loss, predicted_tokens=predicted)
         if label_logit is not None:
             lse = transform(label_logit, None, LogitTransform(softcap=self.softcap))[0].squeeze(1) - result.log_prob
-            count = keep if self.weight is None else self.weight[target.where(keep, 0)].where(keep, 0)
-            output.z_loss = self._reduced((self.lse_square_scale * lse.square()).where(keep, 0), count.sum())
+            output.z_loss = self._reduced((self.lse_square_scale * lse.square()).where(keep, 0), keep)
         if self.return_token_accuracy:
             output.token_accuracy = self._accuracy(result.is_top1, keep)
         return output
@@ -176,7 +175,8 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         """Loss of the head lin_weight (V, H), bias (V,) on hidden states (N, H), against labels (N,)."""
         token_weight, num_items = self._token_weight(lin_weight, target), None
         if token_weight is not None and self.reduction == "mean":
-            num_items = token_weight.sum()
+            total = token_weight.sum()
+            num_items = total.where(total != 0, 1)
         none = self.reduction == "none"
         result = linear_cross_entropy(
             _input, lin_weight, target, bias=bias, token_weight=token_weight, reduction="none" if none else "mean",
@@ -210,7 +210,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         cross_entropy = -result.log_prob
         if self.use_token_scaling:
             cross_entropy = cross_entropy * result.log_prob.exp()
-        return result.loss.detach() - self._reduced(cross_entropy, keep.sum())
+        return result.loss.detach() - self._reduced(cross_entropy, keep)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):

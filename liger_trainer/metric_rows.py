@@ -1,5 +1,6 @@
 """The held-out metrics that a run is judged by: their names in `trainer.evaluate()` and in words. Imports nothing."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -27,3 +28,10 @@ DISTILL_ROWS = (
     Row("student_perplexity", "student perplexity", 2, better="lower"),
     Row("teacher_perplexity", "teacher perplexity", 2),
 )
+OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs it by both
+
+
+def said_already(metric: str, measured: Iterable[Collection[str]]) -> bool:
+    """Whether each run that has a metric, of runs with these metrics, has it by its other name too."""
+    other = OTHER_NAME.get(metric)
+    return other is not None and all(other in names for names in measured if metric in names)

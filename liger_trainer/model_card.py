@@ -18,7 +18,7 @@ from .demo import DEMO_MODELS
 from .environment import versions
 from .loss_plan import plan_of
 from .loss_types import LOSS_TYPES
-from .metric_rows import DISTILL_ROWS, SFT_ROWS
+from .metric_rows import DISTILL_ROWS, SFT_ROWS, said_already
 from .report_text import change, count, duration, figure, memory, parameters, shown, teacher_told
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def _measured(results: "RunResults") -> Iterator[tuple[str, str, str, str]]:
     """Title, before, after and change of each metric, those first that the run was about."""
     order = (*DISTILL_ROWS, *SFT_ROWS) if results.recipe == "distill" else SFT_ROWS
     for row in order:
-        if row.metric in results.before and row.metric in results.after:
+        twice = said_already(row.metric, [results.before])
+        if row.metric in results.before and row.metric in results.after and not twice:
             old, new = results.before[row.metric], results.after[row.metric]
             yield row.title, figure(old, row.digits), figure(new, row.digits), change(old, new)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from . import structure
 from .deferred_norm import can_wait, deferring
-from .patch_norms import Norm, prove
+from .patch_norms import Norm, Proofs, proof
 from .rebound import always_reads_after, globals_read, inner_functions, rebound
 from .replacements import Replacements
 from .rotary import is_rotary, layouts_of, prove_rotary, replacement
@@ -30,7 +30,7 @@ def patch_attention(model: nn.Module, options: Any, replacements: Replacements, 
     if not options.rope:
         return
     layouts = layouts_of(model)
-    proved: dict[tuple, Norm | str] = {}  # norms of queries and keys, by their settings
+    proved: Proofs = {}  # of norms of queries and keys
     for module in model.modules():
         calls = {name: _swapped(module, name, found, layouts, replacements, report) for name, found in _turns(module)}
         if not any(calls.values()):
@@ -87,7 +87,7 @@ def _swapped(
 
 
 def _norms_that_can_wait(
-    module: nn.Module, calls: Mapping[str, list[str]], proved: dict[tuple, Norm | str], replacements: Replacements
+    module: nn.Module, calls: Mapping[str, list[str]], proved: Proofs, replacements: Replacements
 ) -> dict[nn.Module, Norm]:
     """The norms of queries and keys, proved; empty unless the rotation of both follows for certain."""
     for method, served in calls.items():
@@ -104,13 +104,10 @@ def _norms_that_can_wait(
     return {}
 
 
-def _norm(module: nn.Module, proved: dict[tuple, Norm | str], replacements: Replacements) -> Norm | None:
+def _norm(module: nn.Module, proved: Proofs, replacements: Replacements) -> Norm | None:
     if module in replacements or structure.obstacle(module) is not None:
         return None
     if any(tensor.dim() != 1 for tensor in structure.tensors(module).values()):
         return None
-    key = structure.settings(module)
-    if key not in proved:
-        proved[key] = prove(module)
-    norm = proved[key]
+    norm = proof(module, proved)
     return None if isinstance(norm, str) or not can_wait(norm) else norm

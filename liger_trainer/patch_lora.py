@@ -119,6 +119,8 @@ def _adapter(module: Any, name: str, called: bool) -> Adapter:
         raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
     if not (is_plain(a) and is_plain(b)):
         raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded or quantised")
+    if structure.is_called(dropout):
+        raise _Ineligible("the dropout of an adapter is hooked or has another forward")
     if b.bias is not None:
         raise _Ineligible("an adapter has a bias (lora_bias)")
     if getattr(dropout, "p", 0.0) > 0 and (dropout.training or not called):
@@ -139,7 +141,7 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         raise _Ineligible("the 4-bit weight is not on the GPU yet")
     if not _computes_in(base.compute_dtype, x):
         raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
-    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks:
+    if structure.is_called(base):
         raise _Ineligible("the base layer is hooked or has another forward")
     return base.weight, functools.partial(_dequantized, state)
 
@@ -165,7 +167,7 @@ def _only_aligns_devices(linear: Any) -> bool:
         "_old_forward" in vars(linear)
         and getattr(hook, "offload", True) is False
         and type(linear.weight) in (nn.Parameter, Tensor)
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and not structure.is_hooked(linear)
     )
 
 
@@ -179,7 +181,7 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
         raise _Ineligible(f"it has a {type(layer).__name__}")
     forward = vars(layer).get("forward")
     ours = isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
-    if (forward is not None and not ours) or layer._forward_hooks or layer._forward_pre_hooks:
+    if (forward is not None and not ours) or structure.is_hooked(layer):
         raise _Ineligible("a LoRA layer is hooked or has another forward")
     return read(layer, x)
 

@@ -4,14 +4,14 @@
     down(relu(up(x))^2)
 
 The linear layers are called as the modules that they are, so adapters, quantised layers, hooks and FSDP keep working;
-act(gate) * up is not stored where `down` is a plain nn.Linear. Stacked experts keep their own products and dispatch:
-of them, the gate alone is swapped.
+while another child has hooks, the module's own forward runs. act(gate) * up is not stored where `down` is a plain
+nn.Linear. Stacked experts keep their own products and dispatch: of them, the gate alone is swapped.
 """
 
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,12 @@ def _swap(module: nn.Module, rule: MLP | Gate | str, options: Any, replacements:
 def _forward(mlp: MLP, lora: bool) -> Callable[..., Tensor]:
     """lora: whether layers that have adapters by the time of a call are computed as one."""
 
+    linear_layers = {*mlp.first, mlp.down}
+
     def forward(module, *inputs, **named):
         (x,) = (*inputs, *named.values())
+        if _calls_beside(module, linear_layers):
+            return type(module).forward(module, x)
         fused = mlp_with_lora(x, mlp.linear_layers(module), mlp.activation) if lora else None
         return mlp(module, x) if fused is None else fused
 
@@ -131,7 +135,18 @@ def _forward(mlp: MLP, lora: bool) -> Callable[..., Tensor]:
 
 
 def _apply_gate(gate: Gate) -> Callable[..., Tensor]:
-    return lambda module, packed: gate(packed)
+    def apply_gate(module, packed):
+        return type(module)._apply_gate(module, packed) if _calls_beside(module) else gate(packed)
+
+    return apply_gate
+
+
+def _calls_beside(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:
+    """Whether somebody counts on the call of a child that our forward does not call: the activation, say."""
+    for name, child in module._modules.items():
+        if name not in linear_layers and child is not None and any(structure.is_called(m) for m in child.modules()):
+            return True
+    return False
 
 
 def prove_mlp(module: nn.Module) -> MLP | str | None:

@@ -65,6 +65,9 @@ class Norm:
         return op(x, weight, eps, offset=self.form.offset, cast_before_weight=self.form.cast_before_weight)
 
 
+Proofs = dict[tuple, Norm | str]  # by class, settings and width, see `proof`
+
+
 def _narrowed(x: Any, device_type: str) -> Any:
     return None if x is None else x.to(torch.get_autocast_dtype(device_type))
 
@@ -73,14 +76,11 @@ def patch_norms(model: nn.Module, options: Any, replacements: Replacements, repo
     """Swap the norms that `options` ask for. Those that a part before this one computes are passed over."""
     if not (options.rms_norm or options.layer_norm):
         return
-    proved: dict[tuple, Norm | str] = {}
+    proved: Proofs = {}
     for module in model.modules():
         if module in replacements or not _looks_like_a_norm(module):
             continue
-        key = structure.settings(module)
-        if key not in proved:
-            proved[key] = prove(module)
-        norm = structure.obstacle(module) or proved[key]
+        norm = structure.obstacle(module) or proof(module, proved)
         if isinstance(norm, str):
             report.leave(type(module).__name__, norm)
         elif getattr(options, structure.OPTIONS[norm.form.kind]):
@@ -113,6 +113,14 @@ def _looks_like_a_norm(module: nn.Module) -> bool:
 def _eps_of(module: nn.Module) -> list[str | float]:
     named: list[str | float] = [name for name in structure.EPS if name in vars(module)]
     return named or (list(structure.FIXED_EPS) if "normalized_shape" in vars(module) else [])
+
+
+def proof(module: nn.Module, proved: Proofs) -> Norm | str:
+    """`prove`, once for all norms of one class, settings and width: of few columns, a proof may tell less."""
+    key = (*structure.settings(module), _width(module))
+    if key not in proved:
+        proved[key] = prove(module)
+    return proved[key]
 
 
 def prove(module: nn.Module) -> Norm | str:
@@ -173,7 +181,7 @@ def _rows(module: nn.Module, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, _width(module), generator=generator, dtype=FP32, device="cpu")
     x *= torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
-    return x.add_(x.std(1, keepdim=True) / 2).view(2, ROWS // 2, -1).to(dtype).requires_grad_()
+    return x.add_(x.std(1, correction=0, keepdim=True) / 2).view(2, ROWS // 2, -1).to(dtype).requires_grad_()
 
 
 def _miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:

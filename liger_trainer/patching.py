@@ -4,9 +4,12 @@ What each part replaces is recognised by structure, in a file of its own, and pr
 swapped. Nothing but the given object is touched; `undo()` gives it back as it was.
 """
 
+import copy
 import dataclasses
 import inspect
 import os
+import pickle
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -141,6 +144,8 @@ class Patched:
             self.undo()
             raise NothingToPatch(self.report, options)
         self._replacements.set(model, "_replicate_for_data_parallel", _refuse_data_parallel)
+        for name, guard in _GUARDS.items():
+            self._replacements.set(model, name, types.MethodType(guard, model))
         setattr(model, _MARK, self)
 
     def _patch_loss(self, loss: LossOptions | None) -> None:
@@ -256,6 +261,35 @@ def _refuse_data_parallel() -> None:
         "A patched model does not run under nn.DataParallel, which Trainer uses when one process sees several GPUs. "
         "Launch with `torchrun` or `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES."
     )
+
+
+def _refuse_to_pickle(model: Any, protocol: Any = None) -> None:
+    """In place of `__reduce_ex__`, which pickle asks of the object before any of its weights."""
+    raise pickle.PicklingError(
+        f"A patched {type(model).__name__} cannot be pickled, as torch.save(model), copy.copy(model) and spawned "
+        "processes do: its forwards are functions made in this process. Save it with model.save_pretrained(...) or "
+        "torch.save(model.state_dict(), ...), or undo the patch first: patched.undo(). copy.deepcopy(model) works."
+    )
+
+
+def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
+    """In place of `__deepcopy__`: what it would be, which asks for `__reduce_ex__` too. The copy is guarded as well."""
+    for name in _GUARDS:
+        delattr(model, name)
+    try:
+        clone = copy.deepcopy(model, memo)
+    finally:
+        _guard(model)
+    _guard(clone)
+    return clone
+
+
+def _guard(model: Any) -> None:
+    for name, guard in _GUARDS.items():
+        setattr(model, name, types.MethodType(guard, model))
+
+
+_GUARDS = {"__reduce_ex__": _refuse_to_pickle, "__deepcopy__": _deep_copy}
 
 
 def _name(model: Any) -> str:

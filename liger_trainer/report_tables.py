@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .metric_rows import DISTILL_ROWS, SFT_ROWS, Row
+from .metric_rows import DISTILL_ROWS, SFT_ROWS, Row, said_already
 from .report_text import change, count, duration, figure, memory, shown
 from .run_reading import Run, number
 
@@ -65,7 +65,9 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     """The metrics that any of the runs has, those first that it was about."""
     order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
     known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
-    return [row for row in known.values() if any(row.metric in {**run.before, **latest(run)[0]} for run in runs)]
+    measured = [{**run.before, **latest(run)[0]} for run in runs]
+    shown = (row for row in known.values() if not said_already(row.metric, measured))
+    return [row for row in shown if any(row.metric in metrics for metrics in measured)]
 
 
 def tone(row: Row, old: float | None, new: float | None) -> str:

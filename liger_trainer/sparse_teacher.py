@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .cache_format import TokenTargets
 from .deferred import DeferredLogits
+from .kernels._selection import token_count
 from .kernels.cross_entropy import cross_entropy_reference
 from .kernels.linear_sparse_divergence import (
     LinearSparseDivergence,
@@ -100,7 +101,7 @@ def _of_logits(
     divergence[keep] = factor * sparse_divergence_reference(
         logits[keep].float(), ids[keep], log_probs[keep], tail=tail, temperature=temperature
     )
-    loss = divergence.sum() / (keep.sum().clamp(min=1) if num_items is None else num_items) + ce_weight * ce.loss
+    loss = divergence.sum() / token_count(keep, num_items, divergence.dtype) + ce_weight * ce.loss
     agrees = logits.gather(-1, top_ids[:, None].long()).squeeze(-1) >= logits.amax(-1)
     mass = log_probs.exp().sum(-1) * keep
     return LinearSparseDivergence(

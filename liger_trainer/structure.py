@@ -106,6 +106,22 @@ def is_replaced(module: nn.Module, method: str = "forward") -> bool:
     return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks run where a module is called, forward or backward, its own or those of all modules."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether somebody counts on the call of a module: it is hooked, or it has another forward than its class."""
+    return is_hooked(module) or "forward" in vars(module)
+
+
 def obstacle(module: nn.Module) -> str | None:
     """In words, why the forward of an instance cannot be replaced."""
     if is_replaced(module):
@@ -113,7 +129,7 @@ def obstacle(module: nn.Module) -> str | None:
     if any(hasattr(tensor, "full_tensor") for tensor in tensors(module).values()):
         return "its tensors are sharded (DTensor): patch before sharding"
     for name, child in module.named_children():
-        if is_stateless(child) and (child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child)):
+        if is_stateless(child) and is_called(child):
             return f"its {name} has hooks or another forward, which would not be called"
     return None
 

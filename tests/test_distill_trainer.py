@@ -208,7 +208,9 @@ def test_logs_equal_values_by_hand_in_train_and_eval():
     logged = trainer.state.log_history[-2]
     for name, value in expected_logs(values).items():
         assert logged[name] == pytest.approx(value, rel=1e-5), name
-    assert "perplexity" not in logged and {"entropy", "mean_token_accuracy", "num_tokens"} <= set(logged)
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(logged)
+    assert logged["perplexity"] == logged["student_perplexity"]
+    assert evaluated["eval_perplexity"] == evaluated["eval_student_perplexity"]
 
 
 def test_the_loss_is_the_weighted_sum_of_its_parts():

@@ -1,6 +1,7 @@
 """PEFT on the output head: the fused loss and every gradient against the unfused model in fp64."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -261,3 +262,46 @@ def test_the_weight_of_a_frozen_head_gets_no_gradient():
     assert isinstance(head, Head) and not head.weight.requires_grad and head.weight.shape == (VOCAB, 32)
     (adapter,) = head.lora
     assert adapter.a.requires_grad and adapter.b.requires_grad and adapter.scaling == 1.5
+
+
+def put_hook(module: Any, kind: str, seen: list) -> None:
+    """A hook that doubles what it is given."""
+
+    def double(module, *given):
+        seen.append(module)
+        last = given[0] if kind in ("full_backward_hook", "forward_pre_hook") else given[-1]
+        return tuple(x * 2 for x in last) if isinstance(last, tuple) else last * 2
+
+    getattr(module, f"register_{kind}")(double)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("place", ["", "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"])
+def test_hooks_on_the_head_count(place, kind):
+    model = wrapped("llama", lora())
+    truth, seen = double_copy(model), []
+    for each in (model, truth):
+        put_hook(output_module(each.get_base_model()).get_submodule(place), kind, seen)
+    FusedLoss(model.get_base_model())
+    assert_same_with_logits(model, truth)
+    assert len(seen) == 2
+
+
+def assert_same_with_logits(model: Any, truth: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        got, want = model(**masked_batch()), truth(**masked_batch())
+    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hooks_on_a_plain_head_need_its_logits(kind):
+    model = tiny_model()
+    truth, seen = double_copy(model), []
+    for each in (model, truth):
+        put_hook(each.lm_head, kind, seen)
+    FusedLoss(model)
+    assert_same_with_logits(model, truth)
+    assert len(seen) == 2
+    assert "its output head (Linear) has backward hooks" in str(Head.read(model.lm_head))

@@ -57,9 +57,11 @@ def torch_cross_entropy(logits: Tensor, target: Tensor, z=0.0, softcap=None, tok
         ce, z_loss = ce * p, z_loss * p
     if reduction == "none":
         return ce + z_loss
+    if reduction == "sum":
+        return (ce + z_loss).sum()
     weight = options.get("weight")
     count = keep.sum() if weight is None else weight[target.where(keep, 0)][keep].sum()
-    return (ce + z_loss).sum() / (count if reduction == "mean" else 1)
+    return ce.sum() / count + z_loss.sum() / keep.sum()  # as Liger-Kernel 0.8.5: the z-loss has no class weight
 
 
 CE = {  # constructor's arguments, and those of torch_cross_entropy that say the same

@@ -68,7 +68,10 @@ def test_the_card_of_a_run_tells_its_facts(run, stand_ins, tmp_path):
     assert set(card.data.tags) == {"trl", "liger-trainer", "distillation"}
     assert card.data.base_model is None and card.data.license is None  # directories of this machine
     facts = table(card.text)
-    for metric, title, digits in (("forward_kl", "forward KL (nats/token)", 3), ("perplexity", "perplexity", 2)):
+    for metric, title, digits in (
+        ("forward_kl", "forward KL (nats/token)", 3),
+        ("student_perplexity", "student perplexity", 2),
+    ):
         if metric in written["before"]:
             before, after = (figure(written[when][metric], digits) for when in ("before", "after"))
             assert facts[title][:2] == [before, after]

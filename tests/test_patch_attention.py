@@ -299,6 +299,51 @@ def test_hooks_on_a_norm_see_a_tensor(calls):
     assert calls == {ROPE: 1, FUSED: 1}
 
 
+SMALL = {
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    "gemma3": ("Gemma3TextConfig", {}),
+}
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("head_dim", [1, 2, 4])
+@pytest.mark.parametrize("name", SMALL)
+def test_heads_of_few_columns(request, name, head_dim, path):
+    """Of one column the mean of squares is the square: a proof that divides by a deviation is NaN."""
+    config, options = SMALL[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**{**SIZES, **options, "head_dim": head_dim})
+    model = spread_weights(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    plain = copy.deepcopy(model)
+    report = patch(model, fused_linear_cross_entropy=False).report
+    assert not report.left_alone
+    assert report.swapped[FUSED] == 2 and report.swapped["RMSNorm"] == (9 if name == "gemma3" else 5)
+    if path == "triton":
+        request.getfixturevalue("kernels")
+    assert_same(model, plain, 5e-5)
+
+
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_on_one_of_the_norms_count(norm, kind):
+    """Each doubles what it is given; the other norm is put off all the same."""
+    model = model_of("qwen3")
+    plain = copy.deepcopy(model)
+    patch_rope(model)
+    seen = []
+
+    def double(module, *given):
+        seen.append(module)
+        last = given[0] if kind in ("full_backward_hook", "forward_pre_hook") else given[-1]
+        return tuple(x * 2 for x in last) if isinstance(last, tuple) else last * 2
+
+    for each in (model, plain):
+        getattr(each.model.layers[0].self_attn.get_submodule(norm), f"register_{kind}")(double)
+    assert_same(model, plain)
+    assert len(seen) == 2
+
+
 def test_norms_that_are_changed_in_place():
     """OLMoE clips its queries between norm and rotation."""
     model = build("olmoe", "OlmoeForCausalLM")

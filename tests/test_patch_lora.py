@@ -135,7 +135,20 @@ def dropout(model, layer):
     layer.lora_dropout["default"] = nn.Dropout(0.5)
 
 
-@pytest.mark.parametrize("change", [merge, train_base, hook, hook_base, another_forward, no_cast, dropout])
+def hook_base_backward(model, layer):
+    layer.base_layer.register_full_backward_hook(lambda *_: None)
+
+
+def hook_dropout(model, layer):
+    layer.lora_dropout["default"].register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+CHANGES = [
+    merge, train_base, hook, hook_base, hook_base_backward, hook_dropout, another_forward, no_cast, dropout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])
 def test_what_runs_pefts_forward(change, name, calls):
     """One layer in a state that the ops do not know, changed after patching: the others stay on them."""
@@ -163,13 +176,14 @@ def test_disabled_adapters_are_the_base_model(calls):
     assert calls == {"peft": 14, "lora_linear": 8, "lora_mlp": 2}
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
-def test_hooks_on_an_mlps_children_run(name):
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj", "act_fn"])
+def test_hooks_on_an_mlps_children_run(name, kind):
     """A layer with a hook is called, so that the hook sees what it would."""
     model, seen = wrapped(tiny_model()), []
     patch(model, LORA_ONLY)
     layer = model.base_model.model.model.layers[0].mlp.get_submodule(name)
-    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    getattr(layer, f"register_{kind}")(lambda *_: seen.append(name))
     loss_and_gradients(model)
     assert len(seen) == 1
 

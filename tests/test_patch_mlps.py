@@ -336,6 +336,49 @@ def test_hooks_on_the_activation_are_not_cut_off():
     assert "forward" not in vars(ours)
 
 
+HOOKS = {  # how a hook is put on a module; it doubles what it is given
+    "forward": lambda m, seen: m.register_forward_hook(lambda module, inputs, out: seen.append(m) or out * 2),
+    "forward pre": lambda m, seen: m.register_forward_pre_hook(lambda module, x: seen.append(m) or (x[0] * 2,)),
+    "backward": lambda m, seen: m.register_full_backward_hook(lambda module, d_x, _: seen.append(m) or (d_x[0] * 2,)),
+    "backward pre": lambda m, seen: m.register_full_backward_pre_hook(lambda module, d: seen.append(m) or (d[0] * 2,)),
+    "all modules'": lambda m, seen: nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, out: (seen.append(m) or out * 2) if module is m else None
+    ),
+}
+
+
+def check_hooks(own, ours, child, put) -> None:
+    """A hook on a child counts on both while it is there, and afterwards the ops run again."""
+    x, seen = torch.randn(5, H), []
+    plain = run(own, x)
+    hooked = []
+    for module in (own, ours):
+        handle = put(module.get_submodule(child), seen)
+        hooked.append(run(module, x))
+        handle.remove()
+    assert seen == [own.get_submodule(child), ours.get_submodule(child)]
+    assert any(not torch.allclose(x, y) for x, y in zip(hooked[0], plain, strict=True))
+    assert_same(hooked[1], hooked[0], 2e-6)
+    assert_same(run(ours, x), plain, 2e-6)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("child", ["act", "gate", "up", "down"])
+def test_hooks_put_on_a_child_after_patching_run(kind, child):
+    own = Base()
+    ours, report = swapped(own)
+    assert report.swapped == {"SwiGLU": 1}
+    check_hooks(own, ours, child, HOOKS[kind])
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_put_on_the_activation_of_experts_after_patching_run(kind):
+    own = Routed(experts())
+    ours, report = swapped(own)
+    assert report.swapped == {"SwiGLU experts": 1}
+    check_hooks(own, ours, "experts.act_fn", HOOKS[kind])
+
+
 def test_a_forward_that_somebody_replaced_is_left_alone():
     own = Base()
     own.forward = types.MethodType(lambda self, x: x, own)

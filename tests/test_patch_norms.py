@@ -320,3 +320,31 @@ def test_compiled_whole():
     patch_norms.patch_norms(model, PatchOptions(), Replacements(), PatchReport("test"))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(x), want, atol=1e-5)
+
+
+class ByWidth(nn.Module):
+    """A norm of several columns, and none of one."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x):
+        return x if x.shape[-1] == 1 else F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@pytest.mark.parametrize("widths", [(1, H), (H, 1)], ids=str)
+def test_a_width_is_proved_for_itself(widths):
+    model, report = swapped(nn.Sequential(*map(ByWidth, widths)))
+    assert report.swapped == {"RMSNorm": 1} and list(report.left_alone) == ["ByWidth"]
+    assert [("forward" in vars(norm)) for norm in model] == [width == H for width in widths]
+
+
+@pytest.mark.parametrize("make", [LlamaRMSNorm, Olmo2RMSNorm, GemmaRMSNorm], ids=lambda make: make.__name__)
+def test_a_norm_of_one_column(make):
+    own = layer(lambda: make(1))
+    ours, report = swapped(own)
+    assert report.swapped == {"RMSNorm": 1}
+    x = torch.randn(5, 7, 1)
+    for got, want in zip(run(ours, x), run(own, x), strict=True):
+        torch.testing.assert_close(got, want)

@@ -1,6 +1,8 @@
 """patch(model): one object and nothing else, before and after everything that wraps models, and the way back."""
 
 import copy
+import io
+import pickle
 import types
 
 import pytest
@@ -219,6 +221,32 @@ def test_a_deep_copy_runs_on_its_own_weights_and_has_its_own_record():
     record.undo()
     assert all("forward" not in vars(m) for m in clone.modules()) and objects(model).keys() == before.keys()
     assert_same_outcome(outcome(model), outcome(tiny_model()))
+
+
+def save_whole(model):
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["", "layers alone"])
+@pytest.mark.parametrize("save", [pickle.dumps, save_whole], ids=["pickle", "torch.save"])
+def test_pickling_says_what_to_do(save, fused):
+    """Before a weight is written. Without the patch, or as a state dict, it works; so does a deep copy."""
+    model = tiny_model()
+    patched = patch(model, fused_linear_cross_entropy=fused)
+    clone = copy.deepcopy(model)
+    for each in (model, clone, patched, nn.ModuleDict({"wrapped": model})):
+        with pytest.raises(
+            pickle.PicklingError, match=r"A patched LlamaForCausalLM cannot .*save_pretrained.*undo\(\)"
+        ):
+            save(each)
+    torch.save(model.state_dict(), io.BytesIO())
+    patch(clone, patched.options).undo()
+    patched.undo()
+    for each in (model, clone):
+        assert not {"__reduce_ex__", "__deepcopy__"} & vars(each).keys()
+        save(each)
+    unpickled = pickle.loads(pickle.dumps(clone))
+    assert_same_outcome(outcome(unpickled), outcome(clone))
 
 
 TARGETS = ["q_proj", "gate_proj", "down_proj"]

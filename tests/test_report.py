@@ -1,5 +1,6 @@
 """Reports: what a page must hold and must not load, of finished, unfinished and compared runs, and its errors."""
 
+import itertools
 import json
 import math
 import os
@@ -238,6 +239,31 @@ def test_drawings_take_colours_and_font_from_the_page(make):
         assert drawing.png.startswith(b"\x89PNG")
 
 
+def label_starts(svg: str) -> dict[str, float]:
+    """Where the labels left of the y axis begin in the page's units; below 0 they are cut."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    starts = {}
+    for attributes, text in re.findall(r"<text ([^>]*text-anchor: end[^>]*)>([^<]*)</text>", svg):
+        size, end = (float(re.findall(name, attributes)[0]) for name in (r"font-size: ([\d.]+)px", r' x="([-\d.]+)"'))
+        starts[text] = end - TextPath((0, 0), text, size=size, prop=FontProperties("DejaVu Sans")).get_extents().x1
+    return starts
+
+
+@pytest.mark.parametrize("low, high", [(2, 17), (2, 18), (0.00075, 0.0023), (30, 170)])
+def test_the_labels_of_an_axis_are_whole(make, low, high):
+    """Under a legend the axis is lower than matplotlib assumes at first, and then other ticks might fit."""
+    logs = [{"step": step, "loss": low + (high - low) * step / 40} for step in range(41)]
+    run = read_run(make("run", metrics={"log_history": logs}))
+    (drawing,) = draw([run, run], ["one", "two"])
+    starts = label_starts(drawing.svg)
+    assert len(starts) >= 3 and min(starts.values()) > 0, starts
+    ticks = [float(text) for text in starts]
+    gaps = [after - before for before, after in itertools.pairwise(ticks)]
+    assert gaps == pytest.approx([gaps[0]] * len(gaps))
+
+
 def test_the_curves_are_written_beside_the_page(make):
     folder = make("first")
     assert call(folder, "--output", folder / "deeper" / "mine.html") == 0
@@ -258,6 +284,17 @@ def test_points_are_those_of_the_log(make):
     assert (train.label, held_out.label, teacher.label) == ("training", "held out", "teacher")
     assert teacher.values == [7.0] * 5 and len(train.steps) == 20
     assert len({line.color for line in (train, held_out, teacher)}) == 3
+
+
+def test_what_is_logged_by_two_names_is_shown_once(make):
+    """Unless a run has the one name alone: then it is what they can be compared by."""
+    logged = {"perplexity": 9.0, "student_perplexity": 9.0, "forward_kl": 1.0}
+    logs = [{"step": step, **logged} for step in (1, 2)]
+    distilled = read_run(make("kd", metrics={"log_history": logs, "before": logged, "after": logged}))
+    assert [chart.metric for chart in charts_of([distilled])] == ["forward_kl", "student_perplexity"]
+    assert [row.label for row in before_and_after(distilled).rows] == ["forward KL (nats/token)", "student perplexity"]
+    tuned = distilled.model_copy(update={"log_history": [{"step": step, "perplexity": 8.0} for step in (1, 2)]})
+    assert "perplexity" in {chart.metric for chart in charts_of([distilled, tuned])}
 
 
 def test_terms_of_the_loss_follow_it_and_the_unknown_comes_last(make):

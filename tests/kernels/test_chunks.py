@@ -135,6 +135,16 @@ def test_num_items(given, selecting):
     assert all_rows(torch.zeros(3, 4), given).num_items == float(given)
 
 
+@pytest.mark.parametrize("given", [0, -2.0, torch.tensor(0), torch.tensor(float("nan"))], ids=str)
+def test_rows_that_nothing_counts_are_refused(given, selecting):
+    labels = torch.tensor([-100, 3, 4], device=selecting)
+    with pytest.raises(ValueError, match="num_items must be positive, got .* for 2 rows"):
+        RowSelection(labels, given).wait()
+    with pytest.raises(ValueError, match="num_items must be positive, got .* for 3 rows"):
+        all_rows(torch.zeros(3, 4), given)
+    assert RowSelection(labels[:1], given).wait().count == all_rows(torch.zeros(0, 4), given).count == 0
+
+
 def test_all_rows():
     assert all_rows(torch.zeros(3, 4), None) == Rows(None, 3, 3)
     assert all_rows(torch.zeros(0, 4), None) == Rows(None, 0, 1)

@@ -102,6 +102,25 @@ def test_equals_torch(fp32, reduction, smoothing, weighted):
         torch.testing.assert_close(got["d_logits"], grad)
 
 
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_z_loss_is_a_mean_over_tokens_under_class_weights(fp32, smoothing, inplace):
+    """As in Liger-Kernel 0.8.5, whose kernel gives 6.1452 with smoothing."""
+    torch.manual_seed(0)
+    logits, labels, weight = torch.randn(12, 37), torch.randint(0, 37, (12,)), torch.rand(37) * 3 + 0.1
+    labels[[3, 7]] = -100
+    tensors = {"logits": logits, "labels": labels, "weight": weight}
+    tensors = {name: x.to(fp32.device) for name, x in tensors.items()}
+    got = given(over_a_copy if inplace else cross_entropy, tensors, z_loss=0.1, label_smoothing=smoothing)
+    leaf, labels = logits.double().requires_grad_(), tensors["labels"].cpu()
+    expected = F.cross_entropy(leaf, labels, weight.double(), label_smoothing=smoothing)
+    expected = expected + 0.1 * leaf.logsumexp(-1).square()[labels != -100].mean()
+    torch.testing.assert_close(got["loss"].cpu().double(), expected.detach(), rtol=1e-6, atol=0)
+    assert smoothing == 0 or got["loss"].item() == pytest.approx(6.1452, abs=5e-5)
+    (grad,) = torch.autograd.grad(expected, leaf)
+    torch.testing.assert_close(got["d_logits"].cpu().double(), grad, rtol=1e-5, atol=1e-7)
+
+
 def test_per_token_values(fp32):
     """log_prob and entropy are those of torch's distribution, whatever smoothing, class weights and z-loss do."""
     tensors = random_logits(6, 20, device=fp32.device, weighted=True, ignored=0.0)
@@ -151,6 +170,18 @@ def test_all_ignored_gives_zero(fp32, num_items, weighted, check_either):
     op = over_a_copy if check_either is check_inplace else cross_entropy
     got = given(op, tensors, num_items=num_items, label_smoothing=0.1, z_loss=0.1)
     assert all(not x.any() for x in got.values())
+
+
+@EITHER
+@pytest.mark.parametrize("num_items", [0, 0.0, torch.tensor(0)], ids=["0", "0.0", "tensor 0"])
+def test_labelled_tokens_that_nothing_counts_have_an_infinite_mean(fp32, num_items, check_either):
+    """As in transformers. The device alone knows whether there is a label, and the host does not wait for it."""
+    from transformers.loss.loss_utils import fixed_cross_entropy
+
+    tensors = random_logits(4, 20, device=fp32.device)
+    op = over_a_copy if check_either is check_inplace else cross_entropy
+    theirs = fixed_cross_entropy(tensors["logits"], tensors["labels"], torch.tensor(0))
+    assert theirs == op(tensors["logits"].requires_grad_(), tensors["labels"], num_items=num_items).loss == torch.inf
 
 
 @EITHER

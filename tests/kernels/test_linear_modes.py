@@ -153,8 +153,28 @@ def test_num_items(fp32, loss, recompute):
     got = evaluate(loss.op, tensors, recompute=recompute, rows=rows)
     expected = evaluate(loss.op, tensors, recompute=recompute, num_items=5)
     assert all(torch.equal(got[k], expected[k]) for k in expected)
-    zero = evaluate(loss.op, tensors, recompute=recompute, num_items=0)
-    assert not zero["loss"].any() and not zero["d_hidden"].any() and not zero["d_weight"].any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("through_rows", [False, True], ids=["argument", "rows"])
+def test_nothing_is_divided_by_zero_items(fp32, loss, recompute, through_rows):
+    """Of no row it is 0 all the same; of labelled rows the quotient would be infinite, and 0 would hide them."""
+    tensors = loss.inputs(6, 6, 21, device=fp32.device, ignored=0.3)
+
+    def run(num_items):
+        given = {"rows": RowSelection(tensors["labels"], num_items)} if through_rows else {"num_items": num_items}
+        return evaluate(loss.op, tensors, recompute=recompute, **given)
+
+    labelled = int((tensors["labels"] != -100).sum())
+    bad = [0, -1.0, torch.tensor(0, device=fp32.device), torch.tensor(float("nan"), device=fp32.device)]
+    for num_items in bad:
+        with pytest.raises(ValueError, match=rf"num_items must be positive, got \S+ for {labelled} rows"):
+            run(num_items)
+    tensors["labels"].fill_(-100)
+    for num_items in bad[::2]:
+        assert all(not x.any() for x in run(num_items).values())
+        plain = evaluate(loss.reference, tensors, num_items=num_items)
+        assert not plain["loss"].any() and not plain["d_hidden"].any()
 
 
 def test_recompute_without_labels(fp32):

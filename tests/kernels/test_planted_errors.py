@@ -53,7 +53,7 @@ FUNCTIONS = {
         "_divergence_rows": ["_rows_triton", "_wanted", "DivergenceOptions"],
     },
     "torch": {
-        "_selection": ["Rows"],
+        "_selection": ["Rows", "token_count"],
         "_chunks": ["put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
         "_head": [
             "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
@@ -73,7 +73,7 @@ FUNCTIONS = {
         "linear_cross_entropy": ["LinearCrossEntropy"],
         "linear_divergence": ["LinearPair", "_pair"],
         "linear_sparse_divergence": ["LinearSparse", "_sparse"],
-        "cross_entropy": ["_denominator", "CrossEntropyFunction"],
+        "cross_entropy": ["_weight_of_labels", "CrossEntropyFunction"],
     },
 }  # fmt: skip
 ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
