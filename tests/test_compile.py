@@ -97,7 +97,8 @@ def test_per_token_values():
 
 
 def assert_same_outputs(model, batch, at_least):
-    got, want = compiled(model)(**batch), model(**batch)
+    got, want = compiled(model)(**batch), dict(model(**batch))
+    del want["uncast"]  # which a graph does not return
     assert got.keys() == want.keys() and len(got) >= at_least
     for name, value in want.items():
         torch.testing.assert_close(got[name], value)
