@@ -84,7 +84,7 @@ def outcome(model):
 # that cuts its padding off the logits.
 STORE_LOGITS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus",
-    "plbart", "trocr", "whisper", "xlm", "inkling2_text",
+    "plbart", "prophetnet", "trocr", "whisper", "xlm", "inkling2_text",
 }  # fmt: skip
 
 

@@ -144,8 +144,8 @@ COMMANDS = {
 GPU = "minutes on a GPU; tests/test_benchmarks.py runs it on small shapes"
 PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/test_walkthroughs.py runs it in a copy",
-    "liger-trainer doctor --all": "a minute; tests/test_doctor.py holds docs/models.md to it",
-    "liger-trainer doctor --all --markdown": "a minute; tests/test_doctor.py holds docs/models.md to it",
+    "liger-trainer doctor --all": "minutes; tests/test_doctor.py holds docs/models.md to it",
+    "liger-trainer doctor --all --markdown": "minutes; tests/test_doctor.py holds docs/models.md to it",
     "python -m benchmarks.run": GPU,
     "python -m benchmarks.run --smoke": "half a minute; tests/test_benchmarks.py runs it on fewer cases",
     "python -m benchmarks.run --suite ops": GPU,
