@@ -228,10 +228,11 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
     """
     module = output_module(model)
     state, read = Forward(type(model).__name__), reader_of(module)
-    if module is None or isinstance(read, str):
+    if isinstance(read, str):
         state.obstacle = read
         yield state
         return
+    assert module is not None
     project, early = module.forward, read(module) if outlive else None
 
     def forward(hidden: Tensor, **kwargs):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from engines.fsdp2_on_cpu import fsdp2
-from splits import one_step
+from splits import STOCK, one_step
 from tiny import texts, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
@@ -50,7 +50,7 @@ def main(path):
     for engine, objective in STEPS:
         with ENGINES[engine]():
             # An evaluation before training: transformers prepares no model for FSDP2 then, and loses DDP in its own.
-            evaluated = engine == "ddp" and objective not in ("stock flag", "callback")
+            evaluated = engine == "ddp" and objective not in STOCK
             named = "rank 0" in engine and "lora" not in objective
             results[engine, objective] = step(objective, 2, 2, evaluated=evaluated, named=named)
     results["teachers that differ"] = refusal()
