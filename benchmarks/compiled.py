@@ -79,7 +79,7 @@ class Worker:
 
             _apply_liger_kernel_to_instance(model=model)
         elif self.provider.startswith("ours"):
-            from liger_trainer.patching import patch
+            from liger_trainer.patching.patcher import patch
 
             print(patch(model).report, file=sys.stderr)
         self.model = self.call = model

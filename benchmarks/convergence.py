@@ -25,8 +25,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from liger_trainer.demo import demo_model_dir
-from liger_trainer.patching import patch
+from liger_trainer.patching.patcher import patch
+from liger_trainer.run.data.demo_model import demo_model_dir
 
 from .report import git_commit
 

@@ -106,7 +106,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 def capture(arm: str, overrides: list[str], folder: Path) -> Cache:
     """Write the cache of an arm."""
-    from liger_trainer.commands.cache import capture as command
+    from liger_trainer.cli.cache import capture as command
 
     where, start = folder / f"cache-{arm}", time.perf_counter()
     with _logged(folder / f"cache-{arm}.log"):
@@ -119,8 +119,8 @@ def capture(arm: str, overrides: list[str], folder: Path) -> Cache:
 
 def run(arm: str, seed: int, overrides: list[str], cache: Cache | None, folder: Path) -> Result:
     """Train one arm with one seed, and measure the student against the teacher."""
+    from liger_trainer.config.run_config import load_run_config
     from liger_trainer.recipes import distill
-    from liger_trainer.run_config import load_run_config
 
     output = folder / f"{arm}-{seed}"
     with _logged(folder / f"{arm}-{seed}.log"):
@@ -151,9 +151,9 @@ def settings_of(arm: str, seed: int, output: Path, overrides: list[str], cache: 
 def measure(student: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """The held-out metrics of a trained student beside the live teacher."""
     from liger_trainer import LigerDistillTrainer
-    from liger_trainer.data import load_run_datasets
-    from liger_trainer.loading import load_student, open_model
-    from liger_trainer.run_config import load_run_config
+    from liger_trainer.config.run_config import load_run_config
+    from liger_trainer.run.data.datasets import load_run_datasets
+    from liger_trainer.run.models import load_student, open_model
 
     settings = [f"model_name_or_path={student}", "~keep_every_nth_layer", f"output_dir={student}", f"seed={seed}"]
     config = load_run_config(CONFIG, [*overrides, *settings], exact=True).on_this_machine()

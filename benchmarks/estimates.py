@@ -123,8 +123,8 @@ def measure(point: Point, tiny: bool) -> Result:
 
 def run_point(point: Point, tiny: bool) -> Result:
     """Estimate it, then train it in the current folder."""
-    from liger_trainer.estimate import LIBRARIES, estimate
-    from liger_trainer.run_config import check_text
+    from liger_trainer.config.run_config import check_text
+    from liger_trainer.tools.estimate.estimator import LIBRARIES, estimate
 
     _write_files(point, tiny)
     config = check_text(yaml.safe_dump(point.settings(tiny)), "point.yaml")
@@ -218,8 +218,8 @@ def _trainer(config: Any) -> Any:
     from trl import get_peft_config
 
     from liger_trainer import LigerDistillTrainer, LigerTrainer
-    from liger_trainer.data import load_run_datasets
-    from liger_trainer.loading import open_model
+    from liger_trainer.run.data.datasets import load_run_datasets
+    from liger_trainer.run.models import open_model
 
     def random(dtype: torch.dtype) -> Any:
         with torch.device("cuda" if args.device.type == "cuda" else "cpu"):

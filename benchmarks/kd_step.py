@@ -147,8 +147,8 @@ class Worker(compiled.Worker):
             for model in (self.model, self.teacher):
                 _apply_liger_kernel_to_instance(model=model)
         elif self.provider == "ours":
-            from liger_trainer.losses import Distillation, LossOptions
-            from liger_trainer.patching import Patched, PatchOptions
+            from liger_trainer.losses.batch_loss import Distillation, LossOptions
+            from liger_trainer.patching.patcher import Patched, PatchOptions
 
             record = Patched(self.model, PatchOptions(), LossOptions(distillation=Distillation()))
             print(record.report, file=sys.stderr)
@@ -160,7 +160,7 @@ class Worker(compiled.Worker):
         return loss.detach()
 
     def _as_the_trainer(self, ids: Tensor) -> Tensor:
-        from liger_trainer.teacher import teacher_logits
+        from liger_trainer.teachers.in_process import teacher_logits
 
         logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)
         return self.model(input_ids=ids, labels=ids, teacher_logits=logits, fused_lm_head=True).loss

@@ -112,7 +112,7 @@ class Worker:
 
             _apply_liger_kernel_to_instance(model=base)
         elif self.provider == "ours":
-            from liger_trainer.patching import patch
+            from liger_trainer.patching.patcher import patch
 
             print(patch(self.model).report, file=sys.stderr)
 

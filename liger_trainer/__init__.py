@@ -8,12 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto_model import AutoLigerKernelForCausalLM
-    from .distill_callback import DistillationCallback
-    from .distill_config import LigerDistillConfig
-    from .distill_trainer import LigerDistillTrainer
-    from .families import _apply_liger_kernel_to_instance
-    from .loss_modules import (
+    from .modules.layers import (
+        LigerFusedAddRMSNorm,
+        LigerGEGLUMLP,
+        LigerLayerNorm,
+        LigerPhi3SwiGLUMLP,
+        LigerReLUSquared,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+    )
+    from .modules.losses import (
         CrossEntropyOutput,
         LigerCrossEntropyLoss,
         LigerFusedLinearCrossEntropyLoss,
@@ -23,55 +27,51 @@ if TYPE_CHECKING:
         LigerKLDIVLoss,
         LigerTVDLoss,
     )
-    from .modules import (
-        LigerFusedAddRMSNorm,
-        LigerGEGLUMLP,
-        LigerLayerNorm,
-        LigerPhi3SwiGLUMLP,
-        LigerReLUSquared,
-        LigerRMSNorm,
-        LigerSwiGLUMLP,
-    )
-    from .patching import Patched, PatchOptions, patch
-    from .rope_modules import LigerQKNormRope, LigerRope, liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb
-    from .stock_flag import disable, enable
-    from .trainer import LigerTrainer
+    from .modules.rope import LigerQKNormRope, LigerRope, liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb
+    from .patching.auto_model import AutoLigerKernelForCausalLM
+    from .patching.families import _apply_liger_kernel_to_instance
+    from .patching.patcher import Patched, PatchOptions, patch
+    from .patching.use_liger_kernel import disable, enable
+    from .trainers.distill_callback import DistillationCallback
+    from .trainers.distill_config import LigerDistillConfig
+    from .trainers.distill_trainer import LigerDistillTrainer
+    from .trainers.sft_trainer import LigerTrainer
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "AutoLigerKernelForCausalLM": "auto_model",
-    "CrossEntropyOutput": "loss_modules",
-    "DistillationCallback": "distill_callback",
-    "LigerCrossEntropyLoss": "loss_modules",
-    "LigerDistillConfig": "distill_config",
-    "LigerDistillTrainer": "distill_trainer",
-    "LigerFusedAddRMSNorm": "modules",
-    "LigerFusedLinearCrossEntropyLoss": "loss_modules",
-    "LigerFusedLinearDivergence": "loss_modules",
-    "LigerFusedLinearJSD": "loss_modules",
-    "LigerGEGLUMLP": "modules",
-    "LigerJSD": "loss_modules",
-    "LigerKLDIVLoss": "loss_modules",
-    "LigerLayerNorm": "modules",
-    "LigerPhi3SwiGLUMLP": "modules",
-    "LigerQKNormRope": "rope_modules",
-    "LigerRMSNorm": "modules",
-    "LigerReLUSquared": "modules",
-    "LigerRope": "rope_modules",
-    "LigerSwiGLUMLP": "modules",
-    "LigerTVDLoss": "loss_modules",
-    "LigerTrainer": "trainer",
-    "PatchOptions": "patching",
-    "Patched": "patching",
-    "_apply_liger_kernel_to_instance": "families",
-    "disable": "stock_flag",
-    "enable": "stock_flag",
-    "liger_multimodal_rotary_pos_emb": "rope_modules",
-    "liger_rotary_pos_emb": "rope_modules",
-    "patch": "patching",
+    "AutoLigerKernelForCausalLM": "patching.auto_model",
+    "CrossEntropyOutput": "modules.losses",
+    "DistillationCallback": "trainers.distill_callback",
+    "LigerCrossEntropyLoss": "modules.losses",
+    "LigerDistillConfig": "trainers.distill_config",
+    "LigerDistillTrainer": "trainers.distill_trainer",
+    "LigerFusedAddRMSNorm": "modules.layers",
+    "LigerFusedLinearCrossEntropyLoss": "modules.losses",
+    "LigerFusedLinearDivergence": "modules.losses",
+    "LigerFusedLinearJSD": "modules.losses",
+    "LigerGEGLUMLP": "modules.layers",
+    "LigerJSD": "modules.losses",
+    "LigerKLDIVLoss": "modules.losses",
+    "LigerLayerNorm": "modules.layers",
+    "LigerPhi3SwiGLUMLP": "modules.layers",
+    "LigerQKNormRope": "modules.rope",
+    "LigerRMSNorm": "modules.layers",
+    "LigerReLUSquared": "modules.layers",
+    "LigerRope": "modules.rope",
+    "LigerSwiGLUMLP": "modules.layers",
+    "LigerTVDLoss": "modules.losses",
+    "LigerTrainer": "trainers.sft_trainer",
+    "PatchOptions": "patching.patcher",
+    "Patched": "patching.patcher",
+    "_apply_liger_kernel_to_instance": "patching.families",
+    "disable": "patching.use_liger_kernel",
+    "enable": "patching.use_liger_kernel",
+    "liger_multimodal_rotary_pos_emb": "modules.rope",
+    "liger_rotary_pos_emb": "modules.rope",
+    "patch": "patching.patcher",
 }
-_FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see families.py
+_FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see patching/families.py
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -110,7 +110,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name.startswith(_FAMILY):
-        return getattr(import_module(".families", __name__), name)
+        return getattr(import_module(".patching.families", __name__), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_MODULE_OF)}")
     value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

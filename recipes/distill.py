@@ -5,15 +5,15 @@ from pathlib import Path
 
 from trl import get_peft_config
 
-from liger_trainer.data import load_run_datasets
-from liger_trainer.distill_trainer import LigerDistillTrainer
-from liger_trainer.evaluation import compare, complete_by_each, held_out_prompts, in_other_tokens, measure
-from liger_trainer.loading import check_same_tokenizer, check_student, load_student, open_model, open_teachers
-from liger_trainer.metric_rows import DISTILL_ROWS
-from liger_trainer.report import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
-from liger_trainer.run_config import RunConfig
-from liger_trainer.saving import check_output_dir, finish, save_student
-from liger_trainer.training import Clock, checkpoint_of, train
+from liger_trainer.config.run_config import RunConfig
+from liger_trainer.run.data.datasets import load_run_datasets
+from liger_trainer.run.metric_rows import DISTILL_ROWS
+from liger_trainer.run.models import check_same_tokenizer, check_student, load_student, open_model, open_teachers
+from liger_trainer.run.output_dir import check_output_dir, finish, save_student
+from liger_trainer.run.results import RunResults, patch_facts, print_plan, print_results, print_rows, run_console
+from liger_trainer.run.samples import compare, complete_by_each, held_out_prompts, in_other_tokens, measure
+from liger_trainer.run.train_loop import Clock, checkpoint_of, train
+from liger_trainer.trainers.distill_trainer import LigerDistillTrainer
 
 
 def main(config: RunConfig) -> Path:

@@ -17,7 +17,9 @@ import datasets
 import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
-from liger_trainer import LigerDistillConfig, cache_capture, teacher_cache
+from liger_trainer import LigerDistillConfig
+from liger_trainer.teachers.cache import store as teacher_cache
+from liger_trainer.trainers import capture as cache_capture
 
 BYTES_OF_A_SHARD = 512
 

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from tiny import SIZES, VOCAB, chats, completions, tiny_tokenizer
 from trl import chat_template_utils
 
-from liger_trainer.run_config import RunConfig
+from liger_trainer.config.run_config import RunConfig
 
 # model id: (its architecture here, TRL's name for its chat template if TRL can mark the answers in it)
 MODELS = {

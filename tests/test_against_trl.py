@@ -16,7 +16,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.trl_arguments import moved
+from liger_trainer.trainers.from_trl_args import moved
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EOS = VOCAB - 3

@@ -7,10 +7,11 @@ import torch
 import transformers
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 
-from liger_trainer import AutoLigerKernelForCausalLM, families, patch
-from liger_trainer.deferred import DeferredLogits
+from liger_trainer import AutoLigerKernelForCausalLM, patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import patched_record
+from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.patching import families
+from liger_trainer.patching.patcher import patched_record
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from liger_trainer import saving
 from liger_trainer.cli import main
-from liger_trainer.config_source import built_in_configs
-from liger_trainer.launching import launcher_arguments
-from liger_trainer.run_config import load_run_config
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.sources import built_in_configs
+from liger_trainer.run import output_dir as saving
+from liger_trainer.run.launch import launcher_arguments
 
 NAMES = list(built_in_configs())
 

@@ -8,14 +8,14 @@ from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
 from trl import SFTConfig, chat_template_utils
 
 from liger_trainer import LigerDistillConfig, LigerTrainer
-from liger_trainer.cache_capture import prepare_rows
-from liger_trainer.chat_rows import check_chats, in_messages, split_last
-from liger_trainer.data import load_run_datasets
+from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.evaluation import held_out_prompts
-from liger_trainer.loading import check_student, open_model
-from liger_trainer.preview import preview
-from liger_trainer.run_config import load_run_config
+from liger_trainer.run.data.datasets import load_run_datasets
+from liger_trainer.run.models import check_student, open_model
+from liger_trainer.run.samples import held_out_prompts
+from liger_trainer.tools.preview import preview
+from liger_trainer.trainers.capture import prepare_rows
+from liger_trainer.trainers.chat_rows import check_chats, in_messages, split_last
 
 SETTINGS = """
 model_name_or_path: student

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from liger_trainer import cli
-from liger_trainer.commands import run
-from liger_trainer.config_source import built_in_configs
+from liger_trainer.cli import app as cli
+from liger_trainer.cli import run
+from liger_trainer.config.sources import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
 
 

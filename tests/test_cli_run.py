@@ -10,9 +10,9 @@ import torch
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.checkpoints import checkpoints_in, damage, resumption
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError
+from liger_trainer.run.checkpoints import checkpoints_in, damage, resumption
 
 # as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
 TRL_SFT = """
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 def cli(folder, monkeypatch, capsys):
     """The command line in that folder: exit code, stdout, stderr."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)  # test_report.py has it
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:

@@ -29,14 +29,14 @@ import liger_trainer
 from benchmarks import compiled as benchmark
 from benchmarks.processes import FLOOR, main
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
-from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.kernels import _triton
-from liger_trainer.lazy_logits import LazyLogits
-from liger_trainer.losses import Distillation, LossOptions
+from liger_trainer.losses.batch_loss import Distillation, LossOptions
+from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.lazy_logits import LazyLogits
 
 pytestmark = [
     pytest.mark.filterwarnings("error:Dynamo detected a call:UserWarning"),
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
 ]
 
 
@@ -167,7 +167,7 @@ def test_a_head_that_cannot_be_deferred_warns_when_it_is_traced():
     plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
     model = copy.deepcopy(plain)
     patch(model)
-    liger_trainer.fused._warn_once.cache_clear()
+    liger_trainer.losses.fused_forward._warn_once.cache_clear()
     with pytest.warns(MaterializedLogitsWarning, match="does more than a linear map"):
         loss = compiled(model)(**masked_batch()).loss
     assert_same((model, loss), (plain, plain(**masked_batch()).loss))

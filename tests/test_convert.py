@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from liger_trainer.commands.convert import Origin
-from liger_trainer.config_rules import ELSEWHERE
-from liger_trainer.config_schema import shipped_schema
-from liger_trainer.convert import Converted, convert
+from liger_trainer.cli.convert import Origin
+from liger_trainer.config.conflicts import ELSEWHERE
+from liger_trainer.config.convert import Converted, convert
+from liger_trainer.config.run_config import check_text
+from liger_trainer.config.schema import shipped_schema
 from liger_trainer.errors import ConfigError
-from liger_trainer.run_config import check_text
 
 FILES = Path(__file__).parent / "foreign_configs"
 ORIGINS = [origin.value for origin in Origin]
 
 
 def table(origin: str):
-    return importlib.import_module(f"liger_trainer.convert.{origin}").TOOL
+    return importlib.import_module(f"liger_trainer.config.convert.{origin}").TOOL
 
 
 def converted(origin: str, text: str | None = None) -> Converted:

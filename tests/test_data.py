@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from liger_trainer.data import load_run_datasets
+from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.run_config import load_run_config
+from liger_trainer.run.data.datasets import load_run_datasets
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TEXTS = [{"text": f"row {i}"} for i in range(20)]
@@ -128,7 +128,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         licence="PSF-2.0",
         held_out_modules=("json", "queue"),
     )
-    monkeypatch.setattr("liger_trainer.demo.demo_dataset", lambda name: demo)
+    monkeypatch.setattr("liger_trainer.run.data.demo_model.demo_dataset", lambda name: demo)
     facts = load("demo:python_docstrings", None, "max_eval_rows=2").facts
     assert (facts.train_rows, facts.test_rows, facts.licence) == (6, 2, "PSF-2.0")
     assert facts.held_out == "the first 2 of 3 rows: 2 whole modules: json, queue"

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from liger_trainer import demo
-from liger_trainer.demo import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
 from liger_trainer.errors import ConfigError, LigerTrainerError
+from liger_trainer.run.data import demo_model as demo
+from liger_trainer.run.data.demo_model import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
 
 ROOT = Path(__file__).parents[1]
 LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
@@ -375,7 +375,7 @@ def test_licence_and_checksum(docstrings):
 
 
 def test_the_same_rows_in_another_process(docstrings):
-    script = "from liger_trainer.demo import demo_dataset; print(demo_dataset().sha256)"
+    script = "from liger_trainer.run.data.demo_model import demo_dataset; print(demo_dataset().sha256)"
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.stdout.strip() == docstrings.sha256, run.stderr
@@ -390,7 +390,7 @@ def test_no_side_effects(capfd, recwarn):
 
 
 def test_collector_names_no_module_with_side_effects():
-    from liger_trainer._docstrings import module_names
+    from liger_trainer.run.data._docstrings import module_names
 
     listed = module_names()
     assert {"os", "os.path", "json", "builtins"} <= set(listed)

@@ -26,11 +26,11 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, Train
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
-from liger_trainer.distill_callback import refuse
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import patched_record
+from liger_trainer.patching.patcher import patched_record
+from liger_trainer.trainers.distill_callback import refuse
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 LOSS = {
     "losses": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.25}],

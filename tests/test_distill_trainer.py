@@ -28,10 +28,10 @@ from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, PatchOptions, patch
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.losses import Distillation
-from liger_trainer.patching import patched_record
+from liger_trainer.losses.batch_loss import Distillation
+from liger_trainer.patching.patcher import patched_record
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 
 def make(student=None, teacher=None, data=None, eval_data=None, peft_config=None, **options):
@@ -522,7 +522,7 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
         seen.update(path=path, **kwargs)
         return tiny_model("phi"), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
-    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", create_model_from_path)
+    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", create_model_from_path)
     options = {"teacher_model_revision": "v2", "teacher_model_init_kwargs": {"attn_implementation": "eager"}}
     make(teacher="some/teacher", bf16=bf16, **options)
     assert seen == {

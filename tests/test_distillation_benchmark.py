@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import distillation
 from benchmarks.distillation import ARMS, LIVE, Cache, Result
-from liger_trainer.run_config import load_run_config
+from liger_trainer.config.run_config import load_run_config
 
 
 def result_of(forward_kl: float, tokens_per_second: float = 100.0) -> Result:

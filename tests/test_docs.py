@@ -20,11 +20,13 @@ import pytest
 import typer
 from stand_ins import StandIns
 
-from liger_trainer import cli, launching, saving
-from liger_trainer.commands.convert import Origin
-from liger_trainer.config_source import built_in_configs, read_settings
-from liger_trainer.convert import convert
-from liger_trainer.run_config import load_run_config
+from liger_trainer.cli import app as cli
+from liger_trainer.cli.convert import Origin
+from liger_trainer.config.convert import convert
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.sources import built_in_configs, read_settings
+from liger_trainer.run import launch as launching
+from liger_trainer.run import output_dir as saving
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -267,7 +269,7 @@ def test_a_file_of_another_tool_becomes_what_is_shown(tool):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"
     theirs, ours = re.findall(rf"```yaml\n([^`]*)```\n\n```bash\n{command}\n```\n\n```yaml\n([^`]*)```", text)[0]
-    table = importlib.import_module(f"liger_trainer.convert.{tool}").TOOL
+    table = importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
     assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
 
 

@@ -9,10 +9,10 @@ import transformers
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from liger_trainer import doctor
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import PatchOptions, patch
+from liger_trainer.patching.patcher import PatchOptions, patch
+from liger_trainer.tools import doctor
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 FAMILIES = ("llama", "gemma2", "mixtral", "gpt_oss", "bart", "mamba2", "cohere2", "arcee")

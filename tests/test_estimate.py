@@ -14,17 +14,17 @@ from tiny import FAMILIES, SIZES, VOCAB, tiny_model, tiny_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import estimates
-from liger_trainer import estimate as estimating
-from liger_trainer import memory_simulation
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
-from liger_trainer.gpus import GPUS, gpu_named
-from liger_trainer.losses import Distillation, LossOptions
-from liger_trainer.memory_simulation import ModelSpec, StepSpec, simulate
-from liger_trainer.memory_stand_ins import MomentsOptimizer
-from liger_trainer.memory_tracker import BLOCK, MemoryTracker
-from liger_trainer.patching import base_of, patch
-from liger_trainer.sharding import Sharding
+from liger_trainer.losses.batch_loss import Distillation, LossOptions
+from liger_trainer.patching.patcher import base_of, patch
+from liger_trainer.tools.estimate import estimator as estimating
+from liger_trainer.tools.estimate import simulate as memory_simulation
+from liger_trainer.tools.estimate.gpus import GPUS, gpu_named
+from liger_trainer.tools.estimate.memory_tracker import BLOCK, MemoryTracker
+from liger_trainer.tools.estimate.sharding import Sharding
+from liger_trainer.tools.estimate.simulate import ModelSpec, StepSpec, simulate
+from liger_trainer.tools.estimate.stand_ins import MomentsOptimizer
 
 ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 WIDE: Any = {

@@ -12,9 +12,9 @@ from tiny import WORDS, kl, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.cli import main
-from liger_trainer.commands.evaluate import split_targets
+from liger_trainer.cli.evaluate import split_targets
 from liger_trainer.errors import ConfigError
-from liger_trainer.evaluate import calibration_error, signed_confidence
+from liger_trainer.tools.evaluate import calibration_error, signed_confidence
 
 SETTINGS = {
     "recipe": "distill", "model_name_or_path": "student", "teacher_model_name_or_path": "teacher",

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_trainer
-from liger_trainer import families, patch
+from liger_trainer import patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.families import apply_liger_kernel_to_llama
 from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.patching import patched_record
+from liger_trainer.patching import families
+from liger_trainer.patching.families import apply_liger_kernel_to_llama
+from liger_trainer.patching.patcher import patched_record
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +228,7 @@ def test_cross_entropy_takes_memory_for_the_logits_once(monkeypatch):
         seen.append(logits.dtype)
         return cross_entropy(logits, *args, **options)
 
-    monkeypatch.setattr("liger_trainer.fused.cross_entropy", watched)
+    monkeypatch.setattr("liger_trainer.losses.fused_forward.cross_entropy", watched)
     model = tiny_model("llama").to(torch.bfloat16)
     liger_trainer.apply_liger_kernel_to_llama(cross_entropy=True, model=model)
     model(**masked_batch())

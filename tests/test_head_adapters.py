@@ -10,18 +10,18 @@ import torch
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 
-from liger_trainer.cache_format import TokenTargets
-from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
-from liger_trainer.fused import FusedLoss
-from liger_trainer.head import Head, output_module
 from liger_trainer.kernels.linear_divergence import distillation_reference
 from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_reference
-from liger_trainer.losses import Distillation, LossOptions
-from liger_trainer.sparse_teacher import SparseTeacher
+from liger_trainer.losses.batch_loss import Distillation, LossOptions
+from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.model_parts import Head, output_module
+from liger_trainer.losses.sparse import SparseTeacher
+from liger_trainer.teachers.cache.records import TokenTargets
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
 ]
 TOKENS = masked_batch()["input_ids"][0, :3].tolist()
 

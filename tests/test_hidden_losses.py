@@ -24,14 +24,14 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cached_teacher import CachedTeacher
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.hidden_losses import HiddenLosses, _recorded
-from liger_trainer.loss_progress import LossProgress
-from liger_trainer.loss_types import LossTerm
-from liger_trainer.students import decoder_layers
+from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
+from liger_trainer.losses.types import LossTerm
+from liger_trainer.run.drop_layers import decoder_layers
+from liger_trainer.teachers.cached import CachedTeacher
+from liger_trainer.trainers.loss_schedule import LossProgress
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 PAIRS = {"hidden_mse": [(0, 2), (1, 0)], "hidden_cosine": [(1, 2)]}
 LOSSES = [
     {"type": "forward_kl"},

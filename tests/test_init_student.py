@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 from liger_trainer.cli import main
+from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.importance import Importance, measure_importance
-from liger_trainer.narrowing import layer_mlps, narrow_mlps
-from liger_trainer.run_config import load_run_config
-from liger_trainer.student_making import build_student
+from liger_trainer.tools.students.importance import Importance, measure_importance
+from liger_trainer.tools.students.make import build_student
+from liger_trainer.tools.students.narrowing import layer_mlps, narrow_mlps
 
 LAYERS, IDENTITY = 5, 2
 SIZES = {"num_hidden_layers": LAYERS}
@@ -228,7 +228,7 @@ def record_in(folder: str) -> dict:
 
 def held_out_metrics(student, teacher) -> dict[str, float]:
     """Of the rows that the configuration holds out, one at a time, in plain torch."""
-    from liger_trainer.data import load_run_datasets
+    from liger_trainer.run.data.datasets import load_run_datasets
 
     tokenizer, values = AutoTokenizer.from_pretrained("teacher"), []
     for row in load_run_datasets(load_run_config("make.yaml")).test:

@@ -8,9 +8,10 @@ import torch
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from transformers.utils.import_utils import is_kernels_available
 
-from liger_trainer import kernel_mapping, patch
+from liger_trainer import patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.kernel_mapping import map_kernels
+from liger_trainer.patching import hf_kernels as kernel_mapping
+from liger_trainer.patching.hf_kernels import map_kernels
 
 installed = pytest.mark.skipif(not is_kernels_available(), reason="needs Hugging Face's kernels package")
 

@@ -23,13 +23,13 @@ from tiny import VOCAB, completions, named_gradients, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.fused import FusedLoss
-from liger_trainer.loss_types import LOSS_TYPES
-from liger_trainer.losses import LossOptions
-from liger_trainer.teacher import teacher_logits
+from liger_trainer.losses.batch_loss import LossOptions
+from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.types import LOSS_TYPES
+from liger_trainer.teachers.in_process import teacher_logits
 
 # where they are given
-pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 DIVERGENCES = [name for name, kind in LOSS_TYPES.items() if kind.family == "divergence"]
 PROMPT, ANSWER = 3, 3  # tokens of each

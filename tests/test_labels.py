@@ -12,16 +12,16 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
 from liger_trainer import DistillationCallback, patch
-from liger_trainer.cache_format import TokenTargets
-from liger_trainer.deferred import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.errors import ConfigError
-from liger_trainer.fused import FusedLoss, _warn_once
 from liger_trainer.kernels._selection import RowSelection
-from liger_trainer.losses import Distillation, LossOptions
-from liger_trainer.patching import NothingToPatch, patched_record
-from liger_trainer.sparse_teacher import SparseTeacher
+from liger_trainer.losses.batch_loss import Distillation, LossOptions
+from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
+from liger_trainer.losses.sparse import SparseTeacher
+from liger_trainer.patching.patcher import NothingToPatch, patched_record
+from liger_trainer.teachers.cache.records import TokenTargets
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 # Whose labels are not those that the loss shifts, and the batch that shows it.
 OWN_TARGETS = {

@@ -17,11 +17,11 @@ from tiny import tiny_model
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.utils import DataCollatorForChatML
 
-from liger_trainer.cache_capture import Preparation
-from liger_trainer.convert import Converted, convert
-from liger_trainer.data import load_run_datasets
-from liger_trainer.loading import check_student, open_model
-from liger_trainer.run_config import load_run_config
+from liger_trainer.config.convert import Converted, convert
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.run.data.datasets import load_run_datasets
+from liger_trainer.run.models import check_student, open_model
+from liger_trainer.trainers.capture import Preparation
 
 RECORDED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 HEADERS = re.compile(r"<\|start_header_id\|>\w+<\|end_header_id\|>\n\n")
@@ -36,7 +36,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def converted(tool: str, text: str, folder: Path) -> Converted:
-    return convert(text, str(folder / "theirs.yaml"), importlib.import_module(f"liger_trainer.convert.{tool}").TOOL)
+    return convert(
+        text, str(folder / "theirs.yaml"), importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
+    )
 
 
 def supervised_here(result: Converted, folder: Path) -> list[str]:

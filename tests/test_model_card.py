@@ -13,13 +13,14 @@ from stand_ins import StandIns
 from transformers import AutoModelForCausalLM, trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from liger_trainer import saving, trackers
 from liger_trainer.cli import main
-from liger_trainer.commands import run as commands
+from liger_trainer.cli import run as commands
+from liger_trainer.config import trackers
+from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import ConfigError, LigerTrainerError
-from liger_trainer.model_card import Published, hub_id, model_card, public
-from liger_trainer.report_text import figure
-from liger_trainer.run_config import check_text, load_run_config
+from liger_trainer.run import output_dir as saving
+from liger_trainer.run.reports.format import figure
+from liger_trainer.run.reports.model_card import Published, hub_id, model_card, public
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from liger_trainer.cache_fingerprints import row_key
-from liger_trainer.cache_format import RecordFormat
-from liger_trainer.deferred import DeferredLogits
 from liger_trainer.kernels.linear_divergence import linear_divergence
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence
-from liger_trainer.teacher import teacher_logits
-from liger_trainer.teacher_reader import TeacherReader
+from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.teachers.cache.fingerprints import row_key
+from liger_trainer.teachers.cache.reader import TeacherReader
+from liger_trainer.teachers.cache.records import RecordFormat
+from liger_trainer.teachers.in_process import teacher_logits
 
 V, LENGTH, BATCH, SEEDS = 32, 18, 16, 4
 FLAT = 0.3  # of the mass lies evenly on all tokens, so a few entries lack much of it

@@ -105,8 +105,14 @@ def files_below(folder: str, suffix: str) -> set[str]:
 def expected_files() -> set[str]:
     """What a wheel must hold, from what lies in the checkout."""
     package = ROOT / "liger_trainer"
-    own = [*package.glob("*.py"), *package.glob("*.json"), *package.glob("[!_]*/*.py"), *package.glob("*/*.jinja")]
-    own = {p.relative_to(ROOT).as_posix() for p in own if p.parent.name not in FOLDERS}
+    rooms = [package, *(room for room in package.iterdir() if room.is_dir() and room.name not in FOLDERS)]
+    own = {
+        path.relative_to(ROOT).as_posix()
+        for room in rooms
+        for suffix in (".py", ".json", ".jinja")
+        for path in (room.glob(f"*{suffix}") if room == package else room.rglob(f"*{suffix}"))
+        if "__pycache__" not in path.parts
+    }
     return own.union(files_below("kernels", ".py"), files_below("recipes", ".py"), files_below("configs", ".yaml"))
 
 

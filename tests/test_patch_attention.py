@@ -23,11 +23,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer import deferred_norm, rotary
-from liger_trainer.deferred_norm import DeferredNorm
-from liger_trainer.patch_norms import prove
-from liger_trainer.patching import patch
-from liger_trainer.rebound import always_reads_after, globals_read, rebound
+from liger_trainer.patching import deferred_norm, rotary
+from liger_trainer.patching.deferred_norm import DeferredNorm
+from liger_trainer.patching.norms import prove
+from liger_trainer.patching.patcher import patch
+from liger_trainer.patching.rebind_globals import always_reads_after, globals_read, rebound
 
 ROPE, FUSED = "rope", "QK norm + rope"
 ALONE = dict.fromkeys(

@@ -13,10 +13,10 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
-from liger_trainer import patch_lora
-from liger_trainer.patch_mlps import patch_mlps
-from liger_trainer.patching import PatchOptions, PatchReport, patch
-from liger_trainer.replacements import Replacements
+from liger_trainer.common.replacements import Replacements
+from liger_trainer.patching import lora as patch_lora
+from liger_trainer.patching.mlps import patch_mlps
+from liger_trainer.patching.patcher import PatchOptions, PatchReport, patch
 
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
 

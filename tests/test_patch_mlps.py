@@ -27,9 +27,9 @@ from transformers.models.phi.modeling_phi import PhiMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
-from liger_trainer import patch_mlps
-from liger_trainer.patching import PatchOptions, PatchReport
-from liger_trainer.replacements import Replacements
+from liger_trainer.common.replacements import Replacements
+from liger_trainer.patching import mlps as patch_mlps
+from liger_trainer.patching.patcher import PatchOptions, PatchReport
 
 H, INNER = 16, 24
 

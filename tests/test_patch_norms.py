@@ -18,10 +18,11 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from liger_trainer import patch_norms, structure
-from liger_trainer.patch_norms import prove
-from liger_trainer.patching import PatchOptions, PatchReport
-from liger_trainer.replacements import Replacements
+from liger_trainer.common.replacements import Replacements
+from liger_trainer.patching import norms as patch_norms
+from liger_trainer.patching import structure
+from liger_trainer.patching.norms import prove
+from liger_trainer.patching.patcher import PatchOptions, PatchReport
 
 H = 40
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from liger_trainer import patching
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import NothingToPatch, PatchOptions, patch
+from liger_trainer.patching import patcher as patching
+from liger_trainer.patching.patcher import NothingToPatch, PatchOptions, patch
 
 NOTHING = {name: False for name in vars(PatchOptions())}
 # Families of different norms, MLPs and experts: what is swapped in them beside rope and the loss.

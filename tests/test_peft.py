@@ -10,7 +10,7 @@ from families import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import FAMILIES, assert_same_gradients, masked_batch, named_gradients, tiny_model
 
-from liger_trainer.patching import patch
+from liger_trainer.patching.patcher import patch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights and merged adapters
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
 import liger_trainer
-from liger_trainer import training
 from liger_trainer.cli import main
-from liger_trainer.students import drop_layers
+from liger_trainer.run import train_loop as training
+from liger_trainer.run.drop_layers import drop_layers
 
 SETTINGS = """
 model_name_or_path: student
@@ -71,7 +71,7 @@ def models(tmp_path_factory):
 def run(models, tmp_path, monkeypatch, capsys):
     """Run the command line in a folder with models, rows and a configuration; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)  # test_report.py has it
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
     for name in ("student", "teacher", "stranger"):
         (tmp_path / name).symlink_to(models / name)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
@@ -132,8 +132,8 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, mod
 
 def test_the_reported_loss_is_that_of_trl(run, tmp_path):
     """The saved model, evaluated by TRL's own trainer on the same held-out rows, has the loss that was written."""
-    from liger_trainer.data import load_run_datasets
-    from liger_trainer.run_config import load_run_config
+    from liger_trainer.config.run_config import load_run_config
+    from liger_trainer.run.data.datasets import load_run_datasets
 
     assert run(SETTINGS)[0] == 0
     config = load_run_config("run.yaml")

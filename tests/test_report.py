@@ -17,9 +17,11 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
-from liger_trainer import html_report, saving, training
 from liger_trainer.cli import main
-from liger_trainer.curves import (
+from liger_trainer.run import output_dir as saving
+from liger_trainer.run import train_loop as training
+from liger_trainer.run.reports import html as html_report
+from liger_trainer.run.reports.curves import (
     CHARTS,
     SERIES,
     SMOOTHED_FROM,
@@ -30,10 +32,10 @@ from liger_trainer.curves import (
     points,
     reading,
 )
-from liger_trainer.report_tables import before_and_after, data_facts, differences, facts, settings, side_by_side
-from liger_trainer.report_text import change, duration, figure, memory, parameters
-from liger_trainer.run_reading import names, read_run
-from liger_trainer.training import Pace
+from liger_trainer.run.reports.format import change, duration, figure, memory, parameters
+from liger_trainer.run.reports.read_run import names, read_run
+from liger_trainer.run.reports.tables import before_and_after, data_facts, differences, facts, settings, side_by_side
+from liger_trainer.run.train_loop import Pace
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img"}

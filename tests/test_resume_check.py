@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.cache_capture import capture
-from liger_trainer.cache_fingerprints import rows_fingerprint, sampled_fingerprint
-from liger_trainer.checkpoints import STATE, checkpoints_in
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
-from liger_trainer.resume_check import KEY
-from liger_trainer.token_count import NAME
+from liger_trainer.run.checkpoints import STATE, checkpoints_in
+from liger_trainer.teachers.cache.fingerprints import rows_fingerprint, sampled_fingerprint
+from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers.resume_check import KEY
+from liger_trainer.trainers.token_count import NAME
 
 RUN = """
 model_name_or_path: student
@@ -73,7 +73,7 @@ def runs(tmp_path_factory):
     write_rows(folder / "rows.jsonl", [row(i) for i in range(20)])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
         for name, settings in KINDS.items():
             Path(f"{name}.yaml").write_text(RUN + settings)
             assert cli("run", f"{name}.yaml") == 0
@@ -89,7 +89,7 @@ def place(runs, tmp_path, monkeypatch):
         shutil.move(folder / name / "metrics.json", folder / f"{name}.json")
         shutil.rmtree(folder / name / "checkpoint-4")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
     return folder
 
 

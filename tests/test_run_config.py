@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig, SFTConfig
 
-from liger_trainer import run_config
-from liger_trainer.config_schema import Schema, installed_schema, installed_versions, shipped_schema, shipped_text
-from liger_trainer.config_source import DROPPED, built_in_configs, parse_overrides
-from liger_trainer.distill_config import LigerDistillConfig
+from liger_trainer.config import run_config
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.config.schema import Schema, installed_schema, installed_versions, shipped_schema, shipped_text
+from liger_trainer.config.sources import DROPPED, built_in_configs, parse_overrides
 from liger_trainer.errors import ConfigError
-from liger_trainer.run_config import load_run_config
+from liger_trainer.trainers.distill_config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
 CACHED = NEEDED + "teacher_model_name_or_path: t\nteacher: cache\nteacher_cache_dir: c\n"
@@ -305,7 +305,7 @@ def test_built_in_configurations_are_valid(name):
 
 def test_the_shipped_schema_and_reference_are_current():
     """Renewed by `liger-trainer schema --write`. Beside other versions of TRL, only our own keys can be compared."""
-    from liger_trainer.schema_writer import OWN, json_schema, markdown, schema_text
+    from liger_trainer.config.schema_writer import OWN, json_schema, markdown, schema_text
 
     if shipped_schema().versions == installed_versions():
         assert shipped_text() == schema_text(json_schema()), "run: liger-trainer schema --write"

@@ -9,10 +9,10 @@ from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.loss_plan import plan_of
-from liger_trainer.loss_progress import LossProgress
-from liger_trainer.schedules import Schedule, Taid
-from liger_trainer.taid import TeacherShare
+from liger_trainer.losses.plan import plan_of
+from liger_trainer.losses.schedules import Schedule, Taid
+from liger_trainer.losses.taid import TeacherShare
+from liger_trainer.trainers.loss_schedule import LossProgress
 
 MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.self_teacher import SelfTeacher, without_adapters
+from liger_trainer.teachers.adapters_off import SelfTeacher, without_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about tied weights
 TOKENS = masked_batch()["input_ids"][0, :3].tolist()

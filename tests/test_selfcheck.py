@@ -7,10 +7,11 @@ import pkgutil
 import pytest
 import torch
 
-from liger_trainer import kernels, selfcheck
+from liger_trainer import kernels
 from liger_trainer.cli import main
 from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.selfcheck_cases import CHECKS, Check
+from liger_trainer.tools import selfcheck
+from liger_trainer.tools.selfcheck_cases import CHECKS, Check
 
 CPU = torch.device("cpu")
 BY_NAME = {check.name: check for check in CHECKS}
@@ -86,7 +87,7 @@ def test_what_raises_or_is_no_number_fails():
 
 
 def test_a_wrong_patch_fails(monkeypatch):
-    from liger_trainer.patching import patch
+    from liger_trainer.patching.patcher import patch
 
     def wrong(model):
         patch(model)

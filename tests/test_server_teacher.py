@@ -10,10 +10,10 @@ from splits import capture_gradients
 from tiny import VOCAB, completions, double_copy, shift_labels_of, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.completions_server import CompletionsServer, Question, ServerOptions
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
+from liger_trainer.teachers.completions_client import CompletionsServer, Question, ServerOptions
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl", "weight": 0.8}, {"type": "ce", "weight": 0.25}]
 
 
@@ -98,7 +98,7 @@ def test_what_is_asked(monkeypatch):
 
 
 def test_nothing_behind_the_last_supervised_token_is_asked():
-    from liger_trainer.server_teacher import _question
+    from liger_trainer.teachers.server import _question
 
     question = _question(*torch.tensor([[5, 6, 7, 8, 9], [5, -100, 7, -100, -100]]).numpy())
     assert question == ([5, 6, 7], [2])

@@ -28,12 +28,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 import liger_trainer
 from liger_trainer import patch
-from liger_trainer.deferred import DeferredLogits
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import patched_record
+from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.patching.patcher import patched_record
 
 pytestmark = [
-    pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 

@@ -29,23 +29,26 @@ from tiny import (
     train_args,
 )
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, cache_capture, teacher_cache, teacher_reader
-from liger_trainer.cache_capture import capture, prepare_rows
-from liger_trainer.cache_fingerprints import (
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError
+from liger_trainer.losses.deferred_logits import MaterializedLogitsWarning
+from liger_trainer.teachers.cache import reader as teacher_reader
+from liger_trainer.teachers.cache import store as teacher_cache
+from liger_trainer.teachers.cache.fingerprints import (
     documents,
     files_fingerprint,
     model_fingerprint,
     row_key,
     tokenizer_fingerprint,
 )
-from liger_trainer.cache_format import COARSE, FINE, Draws, RecordFormat, TokenTargets
-from liger_trainer.cached_teacher import RECORDS, CacheCollator
-from liger_trainer.cli import main
-from liger_trainer.deferred import MaterializedLogitsWarning
-from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError
-from liger_trainer.teacher_cache import INDEX, TeacherCache, read_index
+from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat, TokenTargets
+from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
+from liger_trainer.teachers.cached import RECORDS, CacheCollator
+from liger_trainer.trainers import capture as cache_capture
+from liger_trainer.trainers.capture import capture, prepare_rows
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 
 def teacher_model():

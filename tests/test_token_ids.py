@@ -17,11 +17,11 @@ from trl import SFTConfig
 from trl.generation import vllm_client, vllm_generation
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.cache_capture import capture
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.samplers import ModelSampler
-from liger_trainer.token_ids import LargestIds, Writable
+from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers.samplers import ModelSampler
+from liger_trainer.trainers.token_ids import LargestIds, Writable
 
 PADDED = 96
 

@@ -15,15 +15,16 @@ from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, t
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, evaluation
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
-from liger_trainer.students import decoder_layers
-from liger_trainer.text_alignment import aligned, partners, runs
-from liger_trainer.uld_teacher import UldTeacher
+from liger_trainer.run import samples as evaluation
+from liger_trainer.run.drop_layers import decoder_layers
+from liger_trainer.teachers.cross_tokenizer import UldTeacher
+from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.deferred.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 
 ULD = [{"type": "uld"}]
 MIXED = [{"type": "uld", "weight": 1.5}, {"type": "ce", "weight": 0.25}]
@@ -411,7 +412,7 @@ use_cpu: true
 @pytest.mark.parametrize("rows", [chats(8), texts(8)], ids=["chats", "texts"])
 def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeypatch, capsys, rows):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
     saved(tmp_path / "student", words(), vocab_size=70)
     (tmp_path / "teacher").symlink_to(teacher)
     rows.to_json(tmp_path / "rows.jsonl")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.vocabulary import compare_tokenizers, teacher_tokenizer, tokenizer_of, tokenizer_size
+from liger_trainer.teachers.vocabulary import compare_tokenizers, teacher_tokenizer, tokenizer_of, tokenizer_size
 
 ENGLISH = ["the cat sat on the mat and the dog sat on the log", "she said that the thing was there then"] * 4
 CODE = ["def f(x): return x + 1", "for i in range(10): print(i)", "import torch; torch.zeros(3)"] * 4
@@ -184,7 +184,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_it_is_loaded(tmp_path,
     def no_weights(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("liger_trainer.teacher_placement.create_model_from_path", no_weights)
+    monkeypatch.setattr("liger_trainer.teachers.placement.create_model_from_path", no_weights)
     path = saved(tmp_path, byte_level(ENGLISH))
     with pytest.raises(ConfigError, match="different tokenizers: 64 of 64 shared ids differ"):
         make(path)

@@ -23,8 +23,8 @@ from liger_trainer import (
     LigerTrainer,
 )
 from liger_trainer.cli import main
+from liger_trainer.common.weights import load_whole
 from liger_trainer.errors import ConfigError
-from liger_trainer.weights import load_whole
 
 HEAD, LAYER, EMBEDDING = "lm_head.weight", "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
 SETTINGS = """
@@ -64,7 +64,7 @@ def saved(directory: Path, *lost: str, family: str = "llama", shards: str = "1GB
 def cli(tmp_path, monkeypatch, capsys):
     """The command line beside two whole models, rows and configurations: exit code and stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.saving._report", lambda output_dir: None)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
     for seed, name in enumerate(("student", "teacher")):
         saved(tmp_path / name, seed=seed)
     rows = (

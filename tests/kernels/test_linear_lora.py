@@ -15,10 +15,7 @@ from liger_trainer.kernels._chunks import Rows
 from liger_trainer.kernels._head import LinearHead, Lora, linear_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
-from liger_trainer.kernels.linear_sparse_divergence import (
-    linear_sparse_divergence,
-    linear_sparse_divergence_reference,
-)
+from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 
 TINY = 1e-4  # MiB: chunks of few rows, and tiles where logits are recomputed, see `tiled`
 SEED = 3

@@ -1,0 +1,70 @@
+"""Arguments and output that several commands share."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import ConfigError, DoesNotFitError
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+# for commands that take settings: whatever typer does not know is one
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that `liger-trainer ls` lists.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE | --KEY VALUE | ~KEY",
+        help="Settings that go before those of CONFIG; ~KEY takes one out.",
+        show_default=False,
+    ),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+
+
+def show_notices(config: "RunConfig") -> None:
+    """What was accepted and should be known, on stderr, from the first process alone."""
+    if os.environ.get("RANK", "0") == "0":
+        for notice in config.notices:
+            print(f"liger-trainer: note: {notice}", file=sys.stderr)
+
+
+def write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that is not there yet, or that may be overwritten; folders above it are made.
+
+    Raises:
+        ConfigError: it is there, or it cannot be written.
+    """
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; choose another name or add --force.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from None
+
+
+def quieten_deprecations() -> None:
+    """Those between transformers, TRL and peft, which no setting of ours can avoid."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
+
+
+@contextmanager
+def out_of_memory(advice: str) -> Iterator[None]:
+    """Within it torch's OutOfMemoryError becomes a DoesNotFitError that says what takes less."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # known by its name: torch need not be there yet
+            raise
+        raise DoesNotFitError(f"out of memory: {str(error).partition(chr(10))[0]}\n{advice}") from error

@@ -1,0 +1,66 @@
+"""The command line. Each command is a function in `liger_trainer.cli`, registered here with a line."""
+
+import sys
+
+import typer
+
+from ..errors import ConfigError, LigerTrainerError
+from . import (
+    cache,
+    check,
+    configs,
+    convert,
+    doctor,
+    env,
+    estimate,
+    evaluate,
+    init_student,
+    merge,
+    preview,
+    report,
+    run,
+    selfcheck,
+)
+from ._shared import OVERRIDES
+
+app = typer.Typer(
+    help="Fused SFT and knowledge distillation from one YAML file.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("ls")(configs.ls)
+app.command("cat")(configs.cat)
+app.command("cp")(configs.cp)
+app.command("validate", context_settings=OVERRIDES)(check.validate)
+app.command("config", context_settings=OVERRIDES)(check.config)
+app.command("preview", context_settings=OVERRIDES)(preview.preview)
+app.command("run", context_settings=OVERRIDES)(run.run)
+app.command("resume", context_settings=OVERRIDES)(run.resume)
+app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
+app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
+app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
+app.command("report")(report.report)
+app.command("merge")(merge.merge)
+app.command("convert")(convert.convert)
+app.command("env")(env.env)
+app.command("doctor")(doctor.doctor)
+app.command("selfcheck")(selfcheck.selfcheck)
+app.command("schema")(check.schema)
+app.add_typer(cache.app, name="cache")
+
+LAUNCHING = ("run", "resume")
+"""Commands that pass what follows `--` on to accelerate's launcher; they find it in `context.obj`."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: an error that a user can cause is a message and its exit code (`liger_trainer.errors`)."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    ours, launcher = arguments[:end], arguments[end + 1 :]
+    try:
+        if launcher and (not ours or ours[0] not in LAUNCHING):
+            raise ConfigError(f"only {' and '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
+        app(args=ours, obj=launcher, standalone_mode=True)
+    except LigerTrainerError as error:
+        print(f"liger-trainer: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

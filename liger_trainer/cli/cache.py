@@ -1,0 +1,145 @@
+"""`cache`: write down once what a teacher makes of the rows, and look at what was written."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+    from ..teachers.cache.store import CacheIndex
+
+
+TAKES_LESS = (
+    "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, teacher_dtype=bfloat16, "
+    "teacher_load_in_4bit=true."
+)
+
+
+class _CaptureByDefault(TyperGroup):
+    """`cache CONFIG` is `cache capture CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["capture", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_CaptureByDefault,
+    no_args_is_help=True,
+    help="Write down a teacher's log-probabilities for the rows of CONFIG; look at what was written.",
+)
+CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
+
+
+@app.command(context_settings=OVERRIDES)
+def capture(config: Config, overrides: Overrides = None) -> None:
+    """Capture the teacher of CONFIG into teacher_cache_dir, or go on with a capture that was interrupted."""
+    from ..config.run_config import load_run_config
+    from .run import _quieten
+
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
+    show_notices(settings)
+    if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
+        raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
+    _quieten()
+    try:
+        with out_of_memory(TAKES_LESS):
+            index = _capture(settings)
+    except KeyboardInterrupt:
+        typer.echo("liger-trainer: interrupted; the same command goes on from the last whole shard.", err=True)
+        raise typer.Exit(130) from None
+    _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
+
+
+@app.command()
+def info(directory: CacheDir, as_json: AsJson = False) -> None:
+    """What a cache holds, what it belongs to, and how many bytes a token takes."""
+    from ..teachers.cache.store import read_index
+
+    index = read_index(directory.expanduser())
+    if as_json:
+        typer.echo(index.model_dump_json(indent=1))
+    else:
+        _print(directory.expanduser(), index)
+
+
+@app.command()
+def verify(directory: CacheDir) -> None:
+    """Read every shard and compare its checksum; exit code 6 where a bit has changed."""
+    from ..teachers.cache.store import TeacherCache
+
+    cache = TeacherCache(directory, verify=True)
+    typer.echo(f"{directory}: {len(cache.index.shards)} shards, {cache.index.tokens:,} tokens, nothing is damaged.")
+
+
+def _capture(config: "RunConfig") -> "CacheIndex":
+    from ..run.data.datasets import load_run_datasets
+    from ..run.models import check_same_tokenizer, check_student, open_model
+    from ..trainers.capture import capture
+
+    data = load_run_datasets(config)
+    files = open_model(config, "model_name_or_path")
+    teacher = open_model(config, "teacher_model_name_or_path")
+    check_student(config, files, data)
+    shared = check_same_tokenizer(config, files, teacher)
+    assert shared is not None  # uld is refused with a cache
+    if shared.student_only:
+        raise config.error(
+            "teacher_model_name_or_path",
+            f"the student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a cache "
+            "is over all of the student's. Take them out of the student's tokenizer, or train with teacher: model, "
+            "which leaves them out of the loss.",
+        )
+    args: Any = config.training_args()
+    with _progress(show=not args.disable_tqdm) as progress, config.refusals("the capture"):
+        return capture(teacher.path, args, files.tokenizer, data.train, data.test, progress)
+
+
+@contextmanager
+def _progress(show: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar with tokens, tokens per second and the time that remains."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, disable=not show) as bar:
+        task = bar.add_task("tokens", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(path: Path, index: "CacheIndex") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    settings, prints, form = index.settings, index.fingerprints, index.settings.format
+    done, size = sum(s.tokens for s in index.shards), sum(s.bytes for s in index.shards)
+    rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
+    kinds = {
+        "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",
+        "sampled": f"{settings.entries} draws from the teacher, seed {settings.seed}",
+    }
+    teacher = f"{index.teacher.name}{f' at {index.teacher.revision}' if index.teacher.revision else ''}"
+    rows = {
+        "state": "finished" if index.finished else f"not finished: {done:,} of {index.tokens:,} tokens",
+        "holds": f"{kinds[settings.kind]}, at temperature {settings.temperature:g}",
+        "rows": f"{index.rows:,} with {index.tokens:,} supervised tokens",
+        "bytes per token": f"{form.bytes} in a record, {size / max(1, done):.1f} on disk",
+        "size": f"{size / 2**20:,.1f} MiB in {len(index.shards)} shards",
+        "teacher": f"{teacher}, {index.teacher.dtype}; weights in {prints.teacher_from}: {prints.teacher[:16]}",
+        "tokenizer": f"{settings.vocab_size:,} tokens, {form.id_bits} bits each: {prints.tokenizer[:16]}",
+        "chat template": prints.chat_template[:16] if prints.chat_template else "none",
+        "data": prints.data[:16],
+        "max_length": str(settings.max_length),
+    }
+    table = Table(title=str(path), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)

@@ -1,0 +1,103 @@
+"""`validate`, `config` and `schema`: what a configuration says, without starting anything."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from ..errors import ConfigError
+from ._shared import AsJson, Config, Overrides, show_notices
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+
+def validate(config: Config, overrides: Overrides = None) -> None:
+    """Check a configuration: every mistake at once, with its line. Loads no model, no data and no torch."""
+    from ..config.run_config import load_run_config
+
+    checked = load_run_config(config, overrides or [])
+    show_notices(checked)
+    given = sum(checked.given(key) for key in checked.settings)
+    typer.echo(f"{checked.source} is valid: recipe {checked.recipe}, {given} settings.")
+
+
+def config(
+    config: Config,
+    overrides: Overrides = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Only what differs from TRL's defaults and ours.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the effective configuration, each value with where it was set. The output is a configuration again."""
+    from ..config.run_config import load_run_config
+
+    checked = load_run_config(config, overrides or [])
+    show_notices(checked)
+    rows = _differences(checked) if diff else _effective(checked)
+    if as_json:
+        document = {key: {"value": value, "set_by": where} for key, (value, where) in rows.items()}
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        return
+    # a default said aloud could contradict another setting, so that it stays a comment
+    lines = {
+        key: f"{'# ' if where.startswith('default') else ''}{key}: {_inline(value)}"
+        for key, (value, where) in rows.items()
+    }
+    width = min(max(map(len, lines.values()), default=0), 60)
+    for key, line in lines.items():
+        typer.echo(f"{line:<{width}}  # {rows[key][1]}")
+
+
+def _inline(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _differences(config: "RunConfig") -> dict[str, tuple[Any, str]]:
+    return {"recipe": (config.recipe, _origin(config, "recipe")), **config.changes()}
+
+
+def _effective(config: "RunConfig") -> dict[str, tuple[Any, str]]:
+    """What was set first, then the defaults, each in the order they came."""
+    keys = ["recipe", *config.settings, *config.values]
+    return {key: (config.shown(key), _origin(config, key)) for key in dict.fromkeys(keys)}
+
+
+def _origin(config: "RunConfig", key: str) -> str:
+    if key in config.settings:
+        return config.settings[key].where
+    if key == "recipe":
+        return "by whether a teacher is named"
+    if key == "bf16" and config[key] is None:
+        return "default: whether the GPU has it"
+    return "default"
+
+
+def schema(
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Of the installed TRL and transformers, with their help texts.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="In a checkout: renew liger_trainer/config/schema.json and docs/configs.md.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of configurations, for editors."""
+    from ..config.schema import shipped_text
+
+    if write:
+        root = Path(__file__).parents[2]
+        if not (root / "pyproject.toml").is_file():
+            raise ConfigError(f"schema --write: {root} is no checkout of liger-trainer.")
+        from ..config.schema_writer import write as write_files
+
+        for path in write_files(root):
+            typer.echo(f"Wrote {path}")
+    elif describe:
+        from ..config.schema_writer import json_schema, schema_text
+
+        typer.echo(schema_text(json_schema(descriptions=True)), nl=False)
+    else:
+        typer.echo(shipped_text(), nl=False)

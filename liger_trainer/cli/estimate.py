@@ -1,0 +1,118 @@
+"""`estimate`: memory, tokens and steps of a run, before it is started."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import DoesNotFitError
+from ._shared import AsJson, Config, Overrides, show_notices
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..tools.estimate.estimator import Estimate
+
+GpuName = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", metavar="NAME", help='Compare with this GPU, "H100 80GB", or this memory, 24GB; default: the one here.'
+    ),
+]
+
+
+def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, as_json: AsJson = False) -> None:
+    """Tell memory by part, tokens and steps of a run. Needs no weights and no GPU; exit code 3: it does not fit."""
+    from ..config.run_config import load_run_config
+    from ..tools.estimate.gpus import gpu_named, present_gpu
+    from .run import _quieten
+
+    named = gpu_named(gpu) if gpu is not None else None
+    settings = load_run_config(config, overrides or [], exact=True)
+    show_notices(settings)
+    _quieten()
+    from rich.console import Console
+
+    from ..tools.estimate.estimator import estimate as run
+
+    with Console(stderr=True).status("Simulating a step without data"):
+        found = run(settings, named or present_gpu())
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        _print(found)
+    if found.fits is False:
+        assert found.gpu is not None
+        raise DoesNotFitError(
+            f"{found.source} needs {found.peak_mib:,.0f} MiB; {found.gpu.name} has {found.gpu.usable_mib:,} to give."
+        )
+
+
+def _print(found: "Estimate") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(_model(found))
+    console.print(f"Memory of a GPU at its highest, {_WHEN[found.phase]}:")
+    table = Table()
+    table.add_column("part")
+    table.add_column("MiB", justify="right")
+    for part, size in found.parts_mib.items():
+        table.add_row(part, f"{size:,.0f}")
+    table.add_section()
+    table.add_row("peak", f"{found.peak_mib:,.0f}", style="bold")
+    console.print(table)
+    console.print(
+        "Highest of each phase, without cuBLAS workspaces: "
+        + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
+    )
+    _print_amounts(console, found)
+    _print_verdict(console, found)
+
+
+_WHEN = {
+    "teacher": "in the teacher's forward",
+    "forward": "in the forward",
+    "loss": "in the loss",
+    "backward": "in the backward",
+    "optimizer": "in the optimizer's step",
+}
+
+
+def _model(found: "Estimate") -> str:
+    line = f"{found.source}: {found.recipe}, {found.parameters:,} parameters, {found.trainable:,} of them trained"
+    if found.teacher_parameters:
+        line += f", teacher {found.teacher_parameters:,}"
+    shared = found.sharding
+    many = f"; {shared.processes} processes, {shared.name}" if shared.processes > 1 else ""
+    return f"{line}{many}.\nA batch of {found.rows} x {found.length:,} tokens on each GPU."
+
+
+def _print_amounts(console: "Console", found: "Estimate") -> None:
+    steps = "unknown" if found.steps is None else f"{found.steps:,}"
+    tokens = "unknown" if found.total_tokens is None else f"{found.total_tokens:,}"
+    why = f" ({found.unknown})" if found.unknown else ""
+    console.print(f"Tokens a step: {found.tokens_per_step:,}; steps: {steps}; tokens in all: {tokens}{why}")
+    if found.cache_mib is not None:
+        console.print(f"Teacher cache of the training rows: {found.cache_mib:,.0f} MiB, if all tokens are supervised.")
+
+
+def _print_verdict(console: "Console", found: "Estimate") -> None:
+    from rich.table import Table
+
+    if found.gpu is None:
+        console.print("No GPU here; --gpu NAME compares with one.")
+        return
+    has = f"{found.gpu.name} has {found.gpu.usable_mib:,} MiB to give"
+    console.print(f"Fits: {has}." if found.fits else f"Does not fit: {has}.", style="green" if found.fits else "red")
+    if found.changes:
+        console.print("What takes less:")
+        table = Table()
+        table.add_column("settings", overflow="fold")
+        table.add_column("MiB", justify="right")
+        table.add_column("fits")
+        for change in found.changes:
+            table.add_row(" ".join(change.settings), f"{change.peak_mib:,.0f}", "yes" if change.fits else "no")
+        console.print(table)

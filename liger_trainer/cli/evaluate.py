@@ -1,0 +1,113 @@
+"""`eval`: a student against its teacher on the held-out rows."""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import ConfigError
+from ._shared import AsJson, Force, out_of_memory, show_notices, write_new
+
+if TYPE_CHECKING:
+    from ..tools.evaluate import Evaluation, Subject
+
+TAKES_LESS = "What takes less: a smaller per_device_eval_batch_size, a smaller max_length, dtype=bfloat16."
+
+
+def evaluate(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN_DIR | CONFIG | KEY=VALUE",
+            help="Runs, checkpoints or configurations, each a column; then settings that go before theirs.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON there.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate students on the held-out rows: divergences from the teacher, agreement, perplexity, calibration."""
+    names, overrides = split_targets(targets)
+    if output is not None and output.exists() and not force:
+        raise ConfigError(f"{output} exists; choose another name or add --force.")
+    from .run import _quieten
+
+    _quieten()
+    from ..tools.evaluate import subject_of
+
+    subjects = [subject_of(name, overrides) for name in names]
+    for subject in subjects:
+        show_notices(subject.config)
+    with contextlib.redirect_stdout(sys.stderr):  # what the trainers say; the output may be JSON
+        found = [_evaluate(subject) for subject in subjects]
+    text = json.dumps({"evaluations": [dataclasses.asdict(e) for e in found], **_circumstances()}, indent=2)
+    if output is not None:
+        write_new(output, text + "\n", force)
+    if as_json:
+        typer.echo(text)
+    else:
+        _print(found)
+
+
+def split_targets(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(what is evaluated, settings): settings begin with the first argument that is one.
+
+    Raises:
+        ConfigError: nothing to evaluate.
+    """
+    first = next((i for i, x in enumerate(arguments) if "=" in x or x.startswith(("~", "--"))), len(arguments))
+    if first and Path(arguments[0]).expanduser().exists():  # a path may begin with ~ or hold a =
+        first = max(first, 1)
+    if not first:
+        raise ConfigError(f"eval takes runs or configurations before settings, got {arguments[0]!r} first.")
+    return arguments[:first], arguments[first:]
+
+
+def _evaluate(subject: "Subject") -> "Evaluation":
+    import torch
+
+    from ..tools.evaluate import evaluate as run
+
+    try:
+        with out_of_memory(TAKES_LESS):
+            return run(subject)
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # for the next one
+
+
+def _circumstances() -> dict[str, object]:
+    from ..run.environment import device_facts, versions
+
+    return {"versions": versions(), "device": device_facts()}
+
+
+def _print(found: "list[Evaluation]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..tools.evaluate import ROWS
+
+    console = Console(highlight=False)
+    table = Table("held-out metric")
+    for evaluation in found:
+        table.add_column(evaluation.name, justify="right", overflow="fold")
+    shown = {row.metric: row for evaluation in found for row in ROWS[evaluation.recipe]}
+    for row in shown.values():
+        values = [evaluation.metrics.get(row.metric) for evaluation in found]
+        if any(value is not None for value in values):
+            table.add_row(row.title, *("" if value is None else f"{value:.{row.digits}f}" for value in values))
+    console.print(table)
+    for evaluation in found:
+        against = f" against {evaluation.teacher}" if evaluation.teacher else ""
+        rows = f"{evaluation.data.test_rows} rows ({evaluation.data.held_out})"
+        console.print(f"{evaluation.name}: {evaluation.model}{against}, {rows}", soft_wrap=True)
+    if len({evaluation.data.sha256 for evaluation in found}) > 1:
+        console.print("The rows differ, so these columns cannot be compared.", style="red")

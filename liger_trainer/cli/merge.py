@@ -1,0 +1,114 @@
+"""`merge`: a LoRA adapter and its base become one model that transformers loads."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConfigError, CorruptError
+from ..run.checkpoints import CONFIG
+from ._shared import Force, RunDir, quieten_deprecations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def merge(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the merged model goes.", show_default=False)],
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base, if it is no longer where the adapter says.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of the merged weights; else that of the base on disk.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Merge a LoRA adapter, a run's or a checkpoint's, into its base. The sum is computed in float32."""
+    adapter = _adapter(run_dir)
+    name = base or adapter.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
+    _check_target(out, run_dir, name, force)
+    quieten_deprecations()
+    model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
+    target = out.resolve()
+    staged = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(staged, target)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from None
+    typer.echo(f"Merged {run_dir} into {model.config._name_or_path}: {out}, {model.dtype}")
+
+
+def _adapter(run_dir: Path) -> dict[str, Any]:
+    """The adapter's configuration, once everything that can be seen without weights is right."""
+    path = run_dir / ADAPTER
+    if not path.is_file():
+        inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))
+        hint = f" There is one in {', '.join(inside)}." if inside else ""
+        raise ConfigError(f"{run_dir} holds no adapter ({ADAPTER}).{hint}")
+    try:
+        adapter = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from None
+    if not any((run_dir / name).is_file() for name in WEIGHTS):
+        raise CorruptError(f"{run_dir}: the weights of the adapter are missing: {' or '.join(WEIGHTS)}.")
+    return adapter
+
+
+def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
+    """What is replaced is an earlier model, never the adapter, its base, a run, or a folder of other things."""
+    target, adapter = out.resolve(), run_dir.resolve()
+    if target == adapter or target in adapter.parents:
+        raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
+    if target == Path(base).expanduser().resolve():
+        raise ConfigError(f"{out} is the base of the adapter; choose another name.")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"{out} exists; choose another name or add --force.")
+    if not (out / "config.json").is_file() or (out / CONFIG).exists():
+        what = "the directory of a run" if (out / CONFIG).exists() else "no directory of a model"
+        raise ConfigError(f"{out} is {what}, and --force replaces merged models alone; choose another name.")
+
+
+def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from ..common.weights import load_whole, with_adapter
+    from ..run.data.demo_model import resolve_model
+
+    path = resolve_model(name)
+    target = getattr(torch, dtype, None) if dtype else None
+    if dtype and not (isinstance(target, torch.dtype) and target.is_floating_point):
+        raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
+        model = load_whole(AutoModelForCausalLM.from_pretrained, path, revision=revision, dtype=torch.float32)
+    except OSError as error:
+        raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
+    try:
+        merged: Any = with_adapter(model, run_dir).merge_and_unload(safe_merge=True)
+    except (SafetensorError, EOFError) as error:
+        raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
+    except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
+        raise ConfigError(f"{run_dir} cannot be merged into {name}: {error}") from error
+    has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(str(run_dir) if has_tokenizer else path)
+    merged.config.use_cache = True
+    return merged.to(target or config.dtype or torch.float32), tokenizer

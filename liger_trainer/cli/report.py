@@ -1,0 +1,38 @@
+"""`report`: an HTML file about a run, or about several side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError
+
+
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR", help="The output_dir of a run; several are compared.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where the HTML goes, curves beside it; else report.html in RUN_DIR, of several runs here.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write what a run did as one HTML file that loads nothing: curves, metrics, samples, data, settings."""
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
+    from ..run.checkpoints import REPORT
+    from ..run.reports.html import write_report
+    from ..run.reports.read_run import read_runs
+
+    runs = read_runs(run_dirs)
+    target = output.expanduser() if output else runs[0].path / REPORT if len(runs) == 1 else Path(REPORT)
+    try:
+        write_report(runs, target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}") from None
+    typer.echo(f"Wrote {target}")

@@ -1,4 +1,0 @@
-"""The commands of `liger-trainer`, one a file; `liger_trainer.cli` registers each with a line.
-
-Nothing heavy is imported before a command runs: `ls`, `validate` and their like answer without torch.
-"""

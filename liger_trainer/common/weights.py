@@ -1,0 +1,93 @@
+"""Weights from files, all of them: a tensor that is missing, unexpected or of another shape is an error that names it.
+
+transformers and PEFT draw such weights at random, or leave them out, and warn.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+SHOWN = 5  # names of each kind in a message
+# causal masks, which the attention of GPT-2, GPT-Neo and GPT-J once kept beside their weights
+MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+
+
+def load_whole(
+    load: Callable[..., Any], name: Any, *args: Any, allow_missing_weights: bool = False, **options: Any
+) -> Any:
+    """The model that `load(name, *args, **options)` makes of files, each of its weights being one of theirs.
+
+    Tied weights are not missing where one of them is there, nor is what the model's class says may be missing; and what
+    it says may be left out is not unexpected.
+
+    Args:
+        load: a `from_pretrained` of transformers, or what hands its keywords on, as TRL's `create_model_from_path`.
+        allow_missing_weights: take the files as they are: weights that are missing or of another shape are drawn at
+            random, tensors that are none of the model's are left out.
+        **options: for `load`. `ignore_mismatched_sizes` allows other shapes alone.
+
+    Returns:
+        The model; with `output_loading_info=True` the model and transformers' record of what was loaded.
+
+    Raises:
+        ConfigError: the files do not have the model's weights.
+    """
+    any_shape, with_info = options.pop("ignore_mismatched_sizes", False), options.pop("output_loading_info", False)
+    try:
+        model, info = load(name, *args, **options, output_loading_info=True, ignore_mismatched_sizes=True)
+    except RuntimeError as error:
+        if "automatic conversion of the weights" not in str(error):
+            raise
+        raise ConfigError(
+            f"{name}: some weights of the model cannot be made of the tensors in its files: some are missing or of "
+            "another shape, such as those of one expert. transformers' report above says which. Get the files anew."
+        ) from error
+    wrong = "; ".join(_differences(info, any_shape))
+    if wrong and not allow_missing_weights:
+        raise ConfigError(
+            f"{name}: its files do not have the weights of a {type(model).__name__}: {wrong}. Get the files anew, or "
+            "mend the config.json beside them. Set allow_missing_weights to true if that is meant: what is missing or "
+            "of another shape is then drawn at random, what is not of the model left out."
+        )
+    return (model, info) if with_info else model
+
+
+def with_adapter(model: Any, directory: Path) -> Any:
+    """A PEFT model: `model` with the adapter that was saved in a directory, all of it.
+
+    Raises:
+        ConfigError: the adapter's configuration asks for weights that are not there.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, str(directory))
+        except UserWarning as error:
+            missing = re.findall(r"'([^' ]+\.[^' ]+)'", str(error))
+    raise ConfigError(
+        f"{directory} has no weights for some layers of {model.name_or_path}: it was trained on another base, or on "
+        "one that dropped layers (a run that drops layers saves the merged model itself, in its output_dir), or its "
+        f"file is not whole. Missing: {_named(missing)}."
+    )
+
+
+def _differences(info: Mapping[str, Any], any_shape: bool) -> Iterator[str]:
+    reshaped = [
+        f"{key} ({tuple(there)} in the files, {tuple(here)} in the model)"
+        for key, there, here in info["mismatched_keys"]
+        if not any_shape
+    ]
+    strange = [key for key in info["unexpected_keys"] if not MASKS.search(key)]
+    kinds = {"missing": info["missing_keys"], "of another shape": reshaped, "not of the model": strange}
+    return (f"{kind}: {_named(names)}" for kind, names in kinds.items() if names)
+
+
+def _named(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > SHOWN else "")

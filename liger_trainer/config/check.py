@@ -1,0 +1,184 @@
+"""Checks a configuration as a whole: names, types, what is missing, what does not go together. All findings at once."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.value_rules import complaints, read
+from ..losses.plan import FIELDS, plan_of, without_effect
+from .conflicts import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sharded, notices, renamed
+from .schema import Schema
+from .sources import DROPPED, Finding, Setting, did_you_mean, parse_overrides, read_settings
+from .trackers import unknown as unknown_tracker
+
+RECIPES = ("sft", "distill")
+RECIPE_DEFAULT = "recipe default"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
+
+    recipe: str
+    schema: Schema
+    values: dict[str, Any]
+    settings: dict[str, Setting]
+    problems: list[Finding]
+    notices: list[Finding]
+
+
+def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Checked:
+    """Check the YAML `text`, called `label` in messages, with the command line's `overrides`.
+
+    Raises:
+        ConfigError: `text` is not valid YAML or no mapping.
+    """
+    given, problems = read_settings(text, label)
+    words = parse_overrides(list(overrides))
+    problems += [*words.findings, *_override(given, words.values, label)]
+    told: list[Finding] = []
+    given = _present_names(given, problems, told)
+    recipe = _recipe(given)
+    known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
+    keys = schema.of(recipe).keys
+    problems += _unknown(given, schema, recipe)
+    problems += _wrong_types(known, keys)
+    problems += _missing(given, recipe, label)
+
+    wrong = {problem.key for problem in problems}
+    settings = {key: Setting(read(setting.value, keys[key].rule), setting.where) for key, setting in known.items()}
+    values = {key: deepcopy(spec.default) for key, spec in keys.items()}
+    values.update({key: setting.value for key, setting in settings.items()})
+    values["recipe"] = recipe  # also where it is inferred
+    for key, value in _recipe_defaults(values, settings, label):
+        values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
+    view = View(values, known.keys())
+    if recipe == "distill" and wrong.isdisjoint(FIELDS):
+        problems += _no_loss(values, settings, label)
+    for key, message in conflicts(view, wrong):
+        problems.append(Finding(settings[key].where if key in settings else label, key, message))
+    if "report_to" not in wrong:
+        problems += _no_trackers(settings)
+    if not problems:
+        told += notices(known, keys, recipe)
+    return Checked(recipe, schema, values, settings, problems, told)
+
+
+def _override(given: dict[str, Setting], words: Mapping[str, Setting], label: str) -> Iterator[Finding]:
+    """Put the command line's settings over those of the file; `~key` takes one out."""
+    in_file = tuple(given)
+    for key, setting in words.items():
+        if setting.value is not DROPPED:
+            given[key] = setting
+        elif key in given:
+            del given[key]
+        else:
+            yield Finding(setting.where, f"~{key}", f"{label} does not set it.{did_you_mean(key, in_file)}")
+
+
+def _present_names(given: dict[str, Setting], problems: list[Finding], told: list[Finding]) -> dict[str, Setting]:
+    """The settings with names of today; those that nothing reads any more are left out."""
+    present = {}
+    for key, setting in given.items():
+        if key in GONE:
+            told.append(Finding(setting.where, key, f"left out: {GONE[key]}."))
+        elif key in FORMER:
+            now, setting, notice = renamed(key, setting)
+            if now in given:
+                message = f"is the former name of {now}, which is set too; leave one of them out."
+                problems.append(Finding(setting.where, key, message))
+            else:
+                present[now] = setting
+                told.append(Finding(setting.where, key, notice))
+        else:
+            present[key] = setting
+    return present
+
+
+def _recipe(given: Mapping[str, Setting]) -> str:
+    """The recipe that is said, or nearest to what is said, or, if nothing is, by whether there is a teacher."""
+    said = given["recipe"].value if "recipe" in given else None
+    close = difflib.get_close_matches(said, RECIPES, n=1) if isinstance(said, str) else []
+    teacher = any(key.startswith("teacher") and setting.value is not None for key, setting in given.items())
+    return close[0] if close else "distill" if teacher else "sft"
+
+
+def _unknown(given: Mapping[str, Setting], schema: Schema, recipe: str) -> Iterator[Finding]:
+    """Keys that do not exist, and keys that exist in TRL but would do nothing here."""
+    keys = schema.of(recipe).keys
+    for key, setting in given.items():
+        message = None
+        if key in keys:
+            if key in REFUSED and setting.value != keys[key].default:
+                message = f"not supported: {REFUSED[key]}."
+        elif key in schema.keys:
+            message = "belongs to `recipe: distill`; this is `recipe: sft`."
+        elif key in CALLED:
+            message = f"unknown key. It is called {CALLED[key]} here."
+        else:
+            message = f"unknown key.{did_you_mean(key, keys)}"
+        if message:
+            yield Finding(setting.where, key, message)
+
+
+def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> Iterator[Finding]:
+    for key, setting in settings.items():
+        rule = keys[key].rule
+        for path, message in complaints(read(setting.value, rule), rule):
+            steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+            yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
+
+
+def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:
+    """What is wrong with the loss that the settings describe together, beyond the type of each."""
+    try:
+        for key, message in without_effect(plan_of(values), values, settings):
+            yield Finding(settings[key].where, key, message)
+    except ValueError as error:
+        message = str(error)
+        key = message.partition(" ")[0].rstrip(":")
+        key = key if key in FIELDS else "losses"
+        where = settings[key].where if key in settings else label
+        yield Finding(where, key, message.removeprefix(f"{key}: "))
+
+
+def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[Finding]:
+    def absent(key: str) -> bool:
+        return key not in given or given[key].value in (None, "", [])
+
+    if absent("model_name_or_path"):
+        yield Finding(label, "model_name_or_path", "missing; expected a model directory, a hub id or a demo: name.")
+    if absent("dataset_name") and absent("datasets"):
+        yield Finding(label, "dataset_name", "missing; expected a file, a directory, a hub id or a demo: name.")
+    elsewhere = "teacher" in given and given["teacher"].value != "model" or not absent("teachers")
+    if recipe == "distill" and absent("teacher_model_name_or_path") and not elsewhere:
+        message = "missing; a distillation needs a teacher (or set recipe: sft)."
+        yield Finding(label, "teacher_model_name_or_path", message)
+
+
+def _no_trackers(settings: Mapping[str, Setting]) -> Iterator[Finding]:
+    setting = settings.get("report_to")
+    message = setting and unknown_tracker(setting.value)
+    if setting and message:
+        yield Finding(setting.where, "report_to", message)
+
+
+def _recipe_defaults(
+    values: Mapping[str, Any], settings: Mapping[str, Setting], label: str
+) -> Iterator[tuple[str, Any]]:
+    """Where our recipes differ from TRL, for keys that were not given.
+
+    `bf16` stays open unless it cannot be: TRL's default is true everywhere, which is an error on a CPU, and only torch
+    knows the GPU (`RunConfig.on_this_machine`).
+    """
+    if values["output_dir"] is None:
+        yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
+    if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
+        yield "bf16", False
+    if "num_sample_completions" not in settings and is_sharded(values):
+        yield "num_sample_completions", 0
+    if "logging_nan_inf_filter" not in settings:
+        yield "logging_nan_inf_filter", False  # a NaN loss is shown as NaN, not as 0.0

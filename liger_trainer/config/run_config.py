@@ -1,0 +1,207 @@
+"""From a YAML file and the command line to a checked configuration, and from that to the arguments of the trainers.
+
+Keys are TRL's and transformers' own; a value on the command line goes before the file, the file before the defaults of
+our recipes, those before TRL's. Everything wrong is reported at once, each with the line it stands on. Checking imports
+neither torch nor TRL.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ..errors import ConfigError
+from .check import RECIPE_DEFAULT, check
+from .schema import Schema, installed_schema, shipped_schema
+from .sources import Finding, Setting, find_config, in_order
+
+if TYPE_CHECKING:
+    from trl import DatasetMixtureConfig, ModelConfig, SFTConfig
+
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.I)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A configuration in which every key is known and every value has the right type.
+
+    `values` holds every key of the recipe, defaults included; `settings` only those that were given or that a recipe
+    default sets, with their origin; `overrides` the arguments of the command line as they came; `notices` what is
+    accepted and should be known.
+    """
+
+    source: str
+    recipe: str
+    values: dict[str, Any]
+    settings: dict[str, Setting] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    notices: tuple[Finding, ...] = ()
+    schema: Schema = field(default_factory=shipped_schema, repr=False, compare=False)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def given(self, key: str) -> bool:
+        """Whether the user set this key, in the file or on the command line."""
+        return key in self.settings and self.settings[key].where != RECIPE_DEFAULT
+
+    def error(self, key: str, message: str) -> ConfigError:
+        """A ConfigError about one key, with the place it was set."""
+        where = self.settings[key].where if key in self.settings else self.source
+        return ConfigError(f"{where}: {key}: {message}")
+
+    def drops_layers(self) -> bool:
+        """Whether the student is made from model_name_or_path by leaving out layers."""
+        return self["keep_every_nth_layer"] is not None or self["keep_layers"] is not None
+
+    def shown(self, key: str) -> Any:
+        """A value as it may be printed and written: in types that YAML knows, without tokens and passwords."""
+        value = self.values[key]
+        if key == "hub_token" and value:
+            return None
+        if isinstance(value, dict) and key == "env":
+            value = {name: item for name, item in value.items() if not _SECRET.search(str(name))}
+        if isinstance(value, dict) and key.endswith("_init_kwargs"):
+            value = {name: item for name, item in value.items() if name != "token"}
+        return _plain(value)
+
+    def changes(self) -> dict[str, tuple[Any, str]]:
+        """The settings that differ from the defaults of TRL and ours: key -> (value, where it was set)."""
+        keys = self.schema.keys
+        return {
+            key: (self.shown(key), setting.where)
+            for key, setting in self.settings.items()
+            if self.values[key] != keys[key].default
+        }
+
+    def on_this_machine(self) -> "RunConfig":
+        """With what only the machine can tell: whether the GPU has `bf16`, if that was left open. Imports torch."""
+        if self["bf16"] is not None:
+            return self
+        from transformers.utils import is_torch_bf16_gpu_available
+
+        known = is_torch_bf16_gpu_available()
+        settings = {**self.settings, "bf16": Setting(known, RECIPE_DEFAULT)}
+        return replace(self, values={**self.values, "bf16": known}, settings=settings)
+
+    @contextmanager
+    def refusals(self, who: str) -> Iterator[None]:
+        """Turn what TRL, transformers or peft say about unsuitable settings into a ConfigError."""
+        try:
+            yield
+        except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:  # no tracker; the hub, for a push
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
+                raise
+            raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error
+
+    def training_args(self) -> "SFTConfig":
+        """SFTConfig or LigerDistillConfig, from the keys that were set.
+
+        `model_init_kwargs` and `resume_from_checkpoint` are left out: models are loaded by `liger_trainer.run.models`,
+        and the recipe hands the checkpoint to `train()`.
+
+        Raises:
+            ConfigError: the arguments contradict each other, or the hardware cannot do what they ask for.
+        """
+        if self.recipe == "distill":
+            from ..trainers.distill_config import LigerDistillConfig as training_class
+        else:
+            from trl import SFTConfig as training_class
+        elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
+        args = self.on_this_machine()._build(training_class, ("training", "distillation", "sampling"), elsewhere)
+        if self.recipe == "distill":
+            args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe; here of the teacher
+        return args
+
+    def model_args(self) -> "ModelConfig":
+        """TRL's ModelConfig, from which `get_peft_config` and `get_quantization_config` read."""
+        from trl import ModelConfig
+
+        return self._build(ModelConfig, ("model",))
+
+    def mixture_args(self) -> "DatasetMixtureConfig":
+        """TRL's DatasetMixtureConfig, for `datasets:`."""
+        from trl import DatasetMixtureConfig
+
+        return self._build(DatasetMixtureConfig, ("mixture",))
+
+    def _build(self, cls: type, sections: tuple[str, ...], elsewhere: tuple[str, ...] = ()) -> Any:
+        keys = self.schema.keys
+        chosen = {k: deepcopy(self.values[k]) for k in self.settings if keys[k].section in sections}
+        with self.refusals(cls.__name__):
+            return cls(**{k: v for k, v in chosen.items() if k not in elsewhere})
+
+    def init_kwargs(self, key: str) -> dict[str, Any]:
+        """`model_init_kwargs` or `teacher_model_init_kwargs` as a dict; JSON text is accepted as in TRL."""
+        value = self.values[key] or {}
+        return dict(json.loads(value) if isinstance(value, str) else value)
+
+    def to_yaml(self) -> str:
+        """The effective configuration: what was set as YAML that can be run again, every other key as a comment.
+
+        How this start of the run came about is left out: the checkpoint it went on from, and leave to overwrite.
+        """
+        keys = self.schema.of(self.recipe).keys
+        of_this_start = ("resume_from_checkpoint", "force_resume", "overwrite_output_dir")
+        chosen = {k: self.shown(k) for k in self.settings if k not in of_this_start}
+        chosen["recipe"] = self.recipe
+        rest = {k: self.shown(k) for k, v in self.values.items() if k not in chosen and keys[k].default == v}
+        text = yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True, width=120)
+        defaults = yaml.safe_dump(rest, sort_keys=False, allow_unicode=True, width=120)
+        return text + "\n# Defaults in effect:\n" + "".join(f"# {line}\n" for line in defaults.splitlines())
+
+
+def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = False) -> RunConfig:
+    """Read and check a configuration, and set the variables of its `env`.
+
+    Loads no model and no data; instantiates no arguments.
+
+    Args:
+        name: path of a YAML file, or a built-in name such as "smollm2/distill_layerdrop".
+        overrides: "key=value", or "--key" followed by "value", or "~key" to take a key out of the file.
+        exact: know the keys of the installed TRL and transformers also where they are not the ones the package was
+            made with. They are then imported; without `exact` only if something seems wrong.
+
+    Raises:
+        ConfigError: every problem found, one a line, each as "file:line: key: expected ..., got ...".
+    """
+    text, label = find_config(name)
+    return check_text(text, label, overrides, exact)
+
+
+def check_text(text: str, label: str, overrides: Iterable[str] = (), exact: bool = False) -> RunConfig:
+    """`load_run_config` for a configuration at hand as text; `label` names it in messages."""
+    overrides = tuple(overrides)
+    shipped = shipped_schema()
+    same = shipped.is_of_installed()
+    checked = check(text, label, overrides, shipped if same or not exact else installed_schema())
+    if checked.problems and not same and not exact:
+        checked = check(text, label, overrides, installed_schema())
+    if checked.problems:
+        raise _report(label, checked.problems)
+    for variable, value in (checked.values["env"] or {}).items():
+        os.environ[str(variable)] = str(value)
+    notices = tuple(in_order(checked.notices))
+    return RunConfig(label, checked.recipe, checked.values, checked.settings, overrides, notices, checked.schema)
+
+
+def _report(label: str, problems: list[Finding]) -> ConfigError:
+    lines = [str(problem) for problem in in_order(problems)]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} problems in {label}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _plain(value: Any) -> Any:
+    """The same value in types YAML knows."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

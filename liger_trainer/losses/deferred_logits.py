@@ -1,0 +1,256 @@
+"""Logits that have not been computed: the hidden states, the head, and what has been done to the product since.
+
+While a loss is computed, the output head of a causal LM returns a `DeferredLogits`. The model's own forward then
+scales, caps, casts and slices it, and hands it to the loss, which takes it apart again; so no model's forward is
+copied. Whatever else is done to it computes the real logits: inside the forward with a warning that names the
+operation, later silently.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .model_parts import Head, gather, output_module, reader_of
+
+
+class MaterializedLogitsWarning(UserWarning):
+    """Logits of the whole batch were computed where they should have stayed deferred."""
+
+
+class Forward:
+    """One pass through a model. No dataclass: FSDP2 copies those that pass its hooks."""
+
+    def __init__(self, model_name: str):
+        self.model_name = model_name
+        self.running = True  # so a warning makes sense
+        self.obstacle: str | None = None  # why its logits are real ones
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """(..., V) logits: `after * tanh(before * product)` if capped, else `before * product`; product = head(hidden)."""
+
+    hidden: Tensor  # (..., H)
+    head: Head
+    project: Callable[[Tensor], Tensor]  # the head module's own forward
+    forward: Forward
+    before: float = 1.0
+    capped: bool = False
+    after: float = 1.0
+    cast: torch.dtype | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.before * self.after if self.capped else self.before
+
+    @property
+    def softcap(self) -> float | None:
+        return self.after if self.capped else None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cast or self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def _with(self, **changes: Any) -> "DeferredLogits":
+        return dataclasses.replace(self, **changes)
+
+    def __mul__(self, factor):
+        if not isinstance(factor, Real):
+            return self.compute("multiplication by a tensor") * factor
+        name = "after" if self.capped else "before"
+        return self._with(**{name: getattr(self, name) * float(factor)})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor):
+        if not isinstance(divisor, Real):
+            return self.compute("division by a tensor") / divisor
+        return self * (1.0 / float(divisor))
+
+    mul, div = __mul__, __truediv__
+
+    def tanh(self):
+        return self.compute("a second tanh").tanh() if self.capped else self._with(capped=True)
+
+    def to(self, *args, **kwargs):
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if device is not None and torch.device(device) != self.device:
+            return self.compute("a move to another device").to(*args, **kwargs)
+        return self if dtype is None else self._with(cast=dtype)
+
+    def float(self):
+        return self._with(cast=torch.float32)
+
+    def contiguous(self):
+        return self
+
+    def view(self, *shape):
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        *rows, last = shape
+        width = self.hidden.shape[-1]
+        if last == self.shape[-1] or (last == -1 and math.prod(rows) * width == self.hidden.numel()):
+            return self._with(hidden=self.hidden.reshape(*rows, width))
+        return self.compute(f"view{shape}").view(shape)
+
+    reshape = view
+
+    def __getitem__(self, index):
+        items = index if isinstance(index, tuple) else (index,)
+        if _spares_last(items, self.ndim):
+            return self._with(hidden=self.hidden[index])
+        return self.compute(f"indexing by {index}")[index]
+
+    def __setitem__(self, index, value):
+        """In place, as a model does to rule tokens out. This object then holds the logits that it stands for."""
+        logits = self.compute("assignment to some of them")
+        logits[index] = value
+        real = {"hidden": logits, "project": _as_they_are, "before": 1.0, "capped": False, "after": 1.0, "cast": None}
+        for name, changed in real.items():
+            object.__setattr__(self, name, changed)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the logits are here already, so that the head says nothing more about them."""
+        return self.project is _as_they_are
+
+    def compute(self, why: str | None = None) -> Tensor:
+        """The real logits. `why` names the operation that needs them."""
+        if self.forward.running and not self.stored:
+            _warn(
+                f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
+                "fused, and the logits of the whole batch are stored."
+            )
+        logits = self.project(self.hidden)
+        logits = logits if self.cast is None else logits.to(self.cast)
+        logits = logits if self.before == 1.0 else logits * self.before
+        logits = torch.tanh(logits) if self.capped else logits
+        return logits if self.after == 1.0 else logits * self.after
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        deferred = _DEFERRED.get(func)
+        if deferred is not None and args and isinstance(args[0], cls):
+            return getattr(args[0], deferred)(*args[1:], **kwargs)
+        name = getattr(func, "__name__", str(func))
+        return func(*_computed(args, name), **{k: _computed(v, name) for k, v in kwargs.items()})
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.compute(f".{name}"), name)
+
+
+_DEFERRED = {
+    torch.tanh: "tanh", torch.mul: "mul", torch.multiply: "mul", torch.div: "div", torch.true_divide: "div",
+    torch.reshape: "reshape",
+}  # fmt: skip
+
+
+@torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
+def _warn(message: str) -> None:
+    warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _operator(name: str):
+    def compute_and_apply(self, *args):
+        return getattr(self.compute(name), name)(*args)
+
+    return compute_and_apply
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "lt", "le", "gt", "ge", "eq", "ne", "matmul", "len", "iter",
+):  # fmt: skip
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _computed(value: Any, name: str) -> Any:
+    if isinstance(value, DeferredLogits):
+        return value.compute(name)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_computed(item, name) for item in value)
+    return value
+
+
+def _spares_last(items: tuple, ndim: int) -> bool:
+    """Whether an index leaves the last dimension whole."""
+    if items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        return True
+    masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+    ellipsis = any(item is Ellipsis for item in items)
+    taken = sum(item.dim() for item in masks) + sum(
+        1 for item in items if item is not None and item is not Ellipsis and not any(item is mask for mask in masks)
+    )
+    return taken < ndim and (not ellipsis or items[-1] is Ellipsis)
+
+
+@contextlib.contextmanager
+def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forward]:
+    """Within the context, the output head of `model` returns `DeferredLogits`.
+
+    Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
+
+    Args:
+        outlive: the logits are used when the pass is over and FSDP2 may have freed what it gathered for it. The head is
+            then gathered before, for the logits alone, and without gradient.
+    """
+    module = output_module(model)
+    state, read = Forward(type(model).__name__), reader_of(module)
+    if isinstance(read, str):
+        state.obstacle = read
+        yield state
+        return
+    assert module is not None
+    project, early = module.forward, read(module) if outlive else None
+
+    def forward(hidden: Tensor, **kwargs):
+        head = early
+        if head is None:
+            gather(module, model)
+            head = read(module)
+        if isinstance(head, str):
+            state.obstacle = head
+            return project(hidden, **kwargs)
+        if not kwargs:
+            return DeferredLogits(hidden, head, project, state)
+        own = functools.partial(project, **kwargs)
+        return DeferredLogits(hidden, head, own, state).compute(f"an output head called with {', '.join(kwargs)}")
+
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield state
+    finally:
+        vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
+        state.running = False

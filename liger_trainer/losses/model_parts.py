@@ -1,0 +1,179 @@
+"""The output head of a causal LM, read when it is used: FSDP and PEFT replace modules and parameters after patching.
+
+PEFT's layers are known by the forward that they run, so PEFT need not be imported, and one whose forward has been
+replaced by another is not taken for what it was.
+
+FSDP2 gathers a weight just before the forward of the module it belongs to, and sums its gradient over the ranks
+through the gathered copy alone. So the head of a model in training is read inside its own forward, after `gather`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..errors import ConfigError
+from ..kernels._head import Lora
+from ..patching.structure import is_hooked
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear output head as plain, whole tensors: x @ weight.T + bias, and the low-rank terms of its adapters."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    lora: tuple[Lora, ...] = ()
+
+    @classmethod
+    def read(cls, module: nn.Module | None) -> "Head | str":
+        """The head, or in words why `module` cannot be replaced by what a `Head` holds.
+
+        Raises:
+            ConfigError: its weight is partitioned by ZeRO-3.
+        """
+        read = reader_of(module)
+        return read if isinstance(read, str) else read(module)
+
+
+Reader = Callable[[Any], Head | str]
+
+
+def reader_of(module: nn.Module | None) -> Reader | str:
+    """What reads the head out of a module of this class, or in words why it cannot be replaced."""
+    if module is None:
+        return "the model has no output embeddings"
+    if "forward" in vars(module):
+        return f"the forward of its output head ({type(module).__name__}) has been replaced"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return f"its output head ({type(module).__name__}) has backward hooks, which need the gradient of its logits"
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return _of_linear
+    of_peft = _OF_PEFT.get(f"{forward.__module__}.{forward.__qualname__}")
+    return of_peft or f"its output head is a {type(module).__name__}, which does more than a linear map"
+
+
+def gather(module: nn.Module, model: nn.Module) -> None:
+    """Make sure that the head of `model` holds whole weights, inside its forward and until the backward: the loss reads
+    them when the forward is over. FSDP2 alone has anything to gather.
+
+    Raises:
+        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+    sharded = [name for name, p in module.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
+    if not sharded or not torch.is_grad_enabled() or getattr(model, "tp_size", None):
+        return
+    if any(isinstance(unit, FSDPModule) for unit in model.modules()):
+        raise ConfigError(
+            f"FSDP2 has not gathered {', '.join(sharded)} of the output head ({type(module).__name__}) for its "
+            "forward, so its gradient would be that of one rank. Call the module that fully_shard was given last, not "
+            "one inside of it, or give the head a unit of its own."
+        )
+
+
+def _of_linear(module: Any) -> Head | str:
+    weight, bias = module.weight, module.bias
+    if not weight.is_floating_point():
+        return f"the weight of its output head ({type(module).__name__}) is not a floating-point matrix"
+    if hasattr(weight, "ds_id"):
+        raise ConfigError(
+            "The output head is partitioned by DeepSpeed ZeRO-3, which the fused losses do not gather. "
+            "Use ZeRO-2 or FSDP2."
+        )
+    return Head(_whole(weight), None if bias is None else _whole(bias))
+
+
+def _of_wrapper(module: Any) -> Head | str:
+    """Modules to save, of which the active adapter's copy is used; or trainable tokens, a layer of their own."""
+    if hasattr(module, "token_adapter"):
+        return Head.read(module.token_adapter)
+    active = module.active_adapters
+    if module.disable_adapters or not active or any(name not in module._adapters for name in active):
+        return Head.read(module.original_module)
+    return Head.read(module.modules_to_save[active[0]])
+
+
+def _of_trainable_tokens(module: Any) -> Head | str:
+    """A weight whose rows of the trained tokens are replaced, differentiably. PEFT's layer leaves out the bias."""
+    _unmerge_if_disabled(module)
+    base = Head.read(module.base_layer)
+    if isinstance(base, str) or module.disable_adapters or module.merged or not module.active_adapters:
+        return base
+    module._check_overlapping_tokens(module.active_adapters)
+    return Head(_whole(module.get_merged_weights(module.active_adapters)), None)
+
+
+def _of_lora(module: Any) -> Head | str:
+    _unmerge_if_disabled(module)
+    head = Head.read(module.base_layer)
+    if is_hooked(module.base_layer):
+        head = "the base layer of its output head has hooks, which would not be called"
+    if isinstance(head, str) or module.disable_adapters or module.merged:
+        return head
+    for name in (name for name in module.active_adapters if name in module.lora_A):
+        adapter = _adapter(module, name)
+        if isinstance(adapter, str):
+            return f"the adapter {name!r} on its output head {adapter}"
+        head = replace(head, lora=(*head.lora, adapter), bias=_with_bias(head.bias, module.lora_B[name].bias, adapter))
+    return head
+
+
+def _adapter(module: Any, name: str) -> Lora | str:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    variant = module.lora_variant.get(name)
+    if variant is not None:
+        return f"is more than plain LoRA ({type(variant).__name__})"
+    if any("forward" in vars(m) or type(m).forward is not nn.Linear.forward for m in (a, b)):
+        return "has layers that do more than a linear map"
+    if any(is_hooked(m) for m in (a, b, dropout)):
+        return "has hooks on its layers, which would not be called"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"drops out by {type(dropout).__name__}"
+    p = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+    return Lora(_whole(a.weight), _whole(b.weight), module.scaling[name], p)
+
+
+def _with_bias(bias: Tensor | None, of_adapter: Tensor | None, adapter: Lora) -> Tensor | None:
+    if of_adapter is None:
+        return bias
+    scaled = _whole(of_adapter) * adapter.scaling
+    return scaled if bias is None else bias + scaled
+
+
+def _unmerge_if_disabled(module: Any) -> None:
+    """What PEFT's forwards do first."""
+    if module.disable_adapters and module.merged:
+        module.unmerge()
+
+
+_OF_PEFT: dict[str, Reader] = {
+    "peft.utils.other.AuxiliaryTrainingWrapper.forward": _of_wrapper,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": _of_trainable_tokens,
+    "peft.tuners.lora.layer.Linear.forward": _of_lora,
+}
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter without gradient of FSDP2, or one of tensor parallelism, gathered. The gradient is that of the rows
+    of this rank, which is right in tensor parallelism alone: there all ranks have the same rows."""
+    full_tensor = getattr(parameter, "full_tensor", None)
+    return parameter if full_tensor is None else full_tensor()
+
+
+def output_module(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model takes its tokens. Weights that are streamed are nowhere between two passes, but for the head's."""
+    device, head = next(model.parameters()).device, output_module(model)
+    return head.weight.device if device.type == "meta" and isinstance(head, nn.Linear) else device

@@ -1,0 +1,166 @@
+"""The loss that a configuration describes: its terms, its scalars, and how these change. Imports no torch."""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..common.value_rules import complaints
+from .schedules import Schedule, Taid, schedules_of, taid_of
+from .types import BELOW_ONE, LOSS_TYPES, LossTerm, listed_terms
+
+# what it is made of
+SKEW_ALPHA = 0.1  # where none is given
+FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """What a student minimises, in each step.
+
+    Attributes:
+        terms: the list of losses.
+        scalars: {name: value} as configured: temperature (of the loss), beta, skew_alpha, <type>_weight of each term,
+            and lmbda where the configuration has it.
+        schedules: of some of these.
+        taid: the teacher's share over the steps, or None.
+    """
+
+    terms: tuple[LossTerm, ...]
+    scalars: Mapping[str, float]
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    taid: Taid | None = None
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.schedules) or self.taid is not None
+
+    @property
+    def used(self) -> set[str]:
+        """The scalars, weights aside, that some term's value depends on."""
+        return {name for term in self.terms for name in LOSS_TYPES[term.type].scalars}
+
+    def at(self, step: int, max_steps: int) -> dict[str, float]:
+        """The scheduled scalars in the step after `step` steps of `max_steps`."""
+        return {name: schedule.at(step, max_steps) for name, schedule in self.schedules.items()}
+
+    def final(self) -> dict[str, float]:
+        """The scheduled scalars in the end, which evaluations use throughout."""
+        return {name: schedule.end for name, schedule in self.schedules.items()}
+
+    def of(self, family: str) -> tuple[LossTerm, ...]:
+        return tuple(term for term in self.terms if term.family == family)
+
+
+def plan_of(fields: Mapping[str, Any]) -> LossPlan:
+    """The plan of `FIELDS` of a configuration; those that are missing or None have their defaults.
+
+    Raises:
+        ValueError: a value out of range, an unknown loss, option or schedule, or some that do not go together.
+    """
+    given = {name: fields.get(name) for name in FIELDS}
+    given = {name: _parsed(name, value) for name, value in given.items() if value is not None}
+    scalars = _scalars(given)
+    if "losses" in given:
+        terms = listed_terms(given["losses"])
+    else:
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(scalars["beta"]), "jsd")
+        terms = (LossTerm(kind),)
+    scalars |= _own_options(terms, scalars) | {f"{term.type}_weight": term.weight for term in terms}
+    plan = LossPlan(terms, scalars, taid=taid_of(given["taid"]) if "taid" in given else None)
+    if "schedules" in given:
+        known = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
+        plan = replace(plan, schedules=schedules_of(given["schedules"], known))
+    if not any(term.weight for term in terms) and not any(name.endswith("_weight") for name in plan.schedules):
+        raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
+    if plan.taid is not None and not plan.of("divergence"):
+        raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
+    if plan.of("uld"):
+        _check_uld(plan, given.get("teacher", "model"))
+    if given.get("teacher") in ("cache", "server"):
+        _check_sparse(plan, given["teacher"])
+    return plan
+
+
+def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Of the keys in `given` those that the plan does not depend on, each with the reason. Not `beta`, in whose place
+    `losses` may be given."""
+    for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
+        if key in given and scalar not in plan.used:
+            yield key, "has no effect: nothing in the loss depends on it."
+    if fields.get("label_smoothing_factor") and not plan.of("ce"):
+        yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
+
+
+def _check_uld(plan: LossPlan, teacher: str) -> None:
+    """What a teacher of another tokenizer cannot do beside it."""
+    beside = [term.type for term in plan.terms if term.family == "divergence"]
+    if beside:
+        raise ValueError(
+            f"losses: {', '.join(beside)} and uld do not go together: uld is for a teacher of another tokenizer, and "
+            "these are over one vocabulary. Beside uld there may be ce and losses between hidden states."
+        )
+    if teacher != "model":
+        raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")
+
+
+def _check_sparse(plan: LossPlan, teacher: str) -> None:
+    """What a teacher that is known at a few tokens cannot do, apart from the divergences that it doesn't determine."""
+    if plan.taid is not None:
+        raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
+    if plan.of("hidden"):
+        raise ValueError(f"losses: {plan.of('hidden')[0].type} needs the teacher's model; teacher: {teacher} has none.")
+    unknown = next((term.type for term in plan.of("divergence") if term.type != "forward_kl" and not term.weight), None)
+    if unknown:
+        raise ValueError(f"losses: {unknown} cannot be measured: teacher: {teacher} determines the forward KL alone.")
+    if "temperature" in plan.schedules:
+        raise ValueError(f"schedules: temperature: what teacher: {teacher} answers is of one temperature.")
+    weight = plan.schedules.get("forward_kl_weight")
+    if weight is not None and 0 in (weight.start, weight.end):
+        raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
+
+
+def _scalars(given: Mapping[str, Any]) -> dict[str, float]:
+    beta, alpha = given.get("beta", 0.0), given.get("skew_alpha", SKEW_ALPHA)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}.")
+    for _, message in complaints(alpha, BELOW_ONE):
+        raise ValueError(f"skew_alpha: {message}")
+    for name in ("temperature", "kd_temperature"):
+        if not 0 < given.get(name, 1.0) < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {given[name]}.")
+    temperature = given.get("kd_temperature", given.get("temperature", 1.0))
+    lmbda = {"lmbda": given["lmbda"]} if "lmbda" in given else {}
+    return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}
+
+
+def _own_options(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:
+    """The scalars that entries of the list say themselves."""
+    own: dict[str, float] = {}
+    for term in terms:
+        for option, scalar in LOSS_TYPES[term.type].own.items():
+            value = term.options.get(option, scalars[scalar])
+            if own.setdefault(scalar, value) != value:
+                raise ValueError(
+                    f"losses: {option} is {own[scalar]} for one of them and {value} for {term.type}; they share it: "
+                    f"set {scalar} instead."
+                )
+    if "beta" in own and own["beta"] in (0, 1):
+        limit = "reverse_kl" if own["beta"] else "forward_kl"
+        raise ValueError(
+            f"losses: jsd: beta is {own['beta']}, where it would be the {limit.replace('_kl', ' KL')}. Give it one "
+            f"between 0 and 1, such as {{type: jsd, beta: 0.5}}, or name {limit}."
+        )
+    return own
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A mapping or list that came as JSON, as it does from TRL's command line."""
+    if name not in ("losses", "schedules", "taid") or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        kind = "list" if name == "losses" else "mapping"
+        raise ValueError(f"{name}: expected a {kind}, got text that is no JSON: {error}") from error

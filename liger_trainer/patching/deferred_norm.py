@@ -1,0 +1,212 @@
+"""Norms of queries and keys that have not been computed: the projection, the norm, and the views taken since.
+
+Between the norm and the rotary function, attention only views its queries as heads and transposes them. Inside such an
+attention the norm returns a `DeferredNorm`, which takes note of these, and the rotary function takes it apart: norm and
+rotation then run in one launch. Whatever else is done to it computes the norm, with our op, and goes on from there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.qk_norm_rope import qk_norm_rope
+from .norms import Norm
+from .structure import is_hooked
+
+
+@dataclass(eq=False)
+class _Source:
+    """The norm's input, and its output once something needed it: then all views show the same tensor."""
+
+    x: Tensor
+    module: nn.Module
+    norm: Norm
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    value: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        assert self.norm.weight is not None
+        return getattr(self.module, self.norm.weight)
+
+    @property
+    def eps(self) -> float:
+        return getattr(self.module, self.norm.eps) if isinstance(self.norm.eps, str) else self.norm.eps
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and (self.x.requires_grad or self.weight.requires_grad)
+
+    def compute(self) -> Tensor:
+        if self.value is None:
+            if self.requires_grad and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"A {type(self.module).__name__} of queries or keys that was put off is needed where no gradients "
+                    "are recorded (inside a custom autograd function or torch.no_grad()), so its own would be lost. "
+                    "Patch this model with rope=False."
+                )
+            self.value = self.norm(self.module, self.x, widens=False)
+        return self.value
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredNorm:
+    """What a norm of queries or keys will be, viewed as attention views it.
+
+    Attributes:
+        x: the norm's input under the same views.
+        over: the dimensions of x that one mean is taken over: the last, or heads and columns.
+    """
+
+    source: _Source
+    x: Tensor
+    over: tuple[int, ...]
+    views: tuple[tuple[str, tuple], ...] = ()
+
+    @classmethod
+    def of(cls, x: Tensor, module: nn.Module, norm: Norm) -> "DeferredNorm":
+        return cls(_Source(x, module, norm), x, (x.dim() - 1,))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        casts = self.source.norm.form.cast_before_weight
+        return torch.promote_types(self.x.dtype, self.source.weight.dtype) if casts else self.x.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.source.requires_grad
+
+    def dim(self) -> int:
+        return self.x.dim()
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def transpose(self, first: int, second: int):
+        places = list(range(self.ndim))
+        places[first], places[second] = places[second], places[first]
+        over = tuple(sorted(places.index(dim) for dim in self.over))
+        return self._viewed(self.x.transpose(first, second), over, "transpose", (first, second))
+
+    def view(self, *shape):
+        given = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if self.over == (self.ndim - 1,) and all(isinstance(n, int) for n in given):
+            try:
+                x = self.x.view(given)
+            except RuntimeError:  # the input's memory has gaps; the norm's need not have
+                return self.compute().view(given)
+            if x.shape[-1] == self.shape[-1]:
+                return self._viewed(x, (x.dim() - 1,), "view", (given,))
+            if x.shape[:-2] == self.shape[:-1] and math.prod(x.shape[-2:]) == self.shape[-1]:
+                return self._viewed(x, (x.dim() - 2, x.dim() - 1), "view", (given,))
+        return self.compute().view(*shape)
+
+    def _viewed(self, x: Tensor, over: tuple[int, ...], name: str, args: tuple) -> "DeferredNorm":
+        return DeferredNorm(self.source, x, over, (*self.views, (name, args)))
+
+    def compute(self) -> Tensor:
+        """The normalised tensor."""
+        value = self.source.compute()
+        for name, args in self.views:
+            value = getattr(value, name)(*args)
+        return value
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.compute(), name)
+
+
+def _operator(name: str) -> Callable:
+    def compute_and_apply(self, *args):
+        return getattr(self.compute(), name)(*args)
+
+    return compute_and_apply
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
+    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv",
+):  # fmt: skip
+    setattr(DeferredNorm, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, DeferredNorm):
+        return value.compute()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_computed(item) for item in value)
+    return value
+
+
+def can_wait(norm: Norm | str) -> bool:
+    """Whether a proved norm is one that `qk_norm_rope` computes."""
+    if isinstance(norm, str) or norm.form.kind != "RMSNorm":
+        return False
+    return norm.weight is not None and norm.bias is None and norm.autocast == "keep"
+
+
+def deferring(norm: Norm) -> Callable[[nn.Module, Tensor], Any]:
+    """A forward for a norm of queries or keys whose attention turns them right after."""
+
+    def forward(module: nn.Module, hidden_states: Tensor):
+        if torch.compiler.is_compiling() or _watched(module):
+            return norm(module, hidden_states, widens=False)
+        return DeferredNorm.of(hidden_states, module, norm)
+
+    return forward
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether hooks see what the norm returns, or move its weight away when it has returned."""
+    return is_hooked(module) or "_hf_hook" in vars(module)
+
+
+def normed_and_turned(
+    q: DeferredNorm, k: DeferredNorm, cos: Tensor, sin: Tensor, heads_dim: int, promotes: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Both steps in one launch; None where that is not the same as one after the other.
+
+    Args:
+        q, k: (B, H, S, D), or (B, S, H, D) with heads_dim 2.
+        cos, sin: as `qk_norm_rope` takes them, with `options`.
+        promotes: whether the rotation's result has the dtype that its input and the cosines promote to.
+    """
+    source, other = q.source, k.source
+    widened = promotes and not torch.is_autocast_enabled(q.device.type)
+    if (
+        (source.norm, source.eps) != (other.norm, other.eps)
+        or source.value is not None
+        or other.value is not None
+        or q.over != k.over
+        or q.over not in ((3,), (heads_dim, 3))
+        or (widened and any(torch.promote_types(x.dtype, cos.dtype) != x.dtype for x in (q, k)))
+    ):
+        return None
+    queries, keys = (x.x.transpose(1, 2) if heads_dim == 1 else x.x for x in (q, k))
+    form = source.norm.form
+    result = qk_norm_rope(
+        queries, keys, source.weight, other.weight, cos, sin, eps=source.eps, offset=form.offset,
+        cast_before_weight=form.cast_before_weight, norm_over_heads=len(q.over) == 2, **options,
+    )  # fmt: skip
+    return result if heads_dim == 1 else (result[0].transpose(1, 2), result[1].transpose(1, 2))

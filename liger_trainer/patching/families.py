@@ -1,0 +1,221 @@
+"""`apply_liger_kernel_to_<family>()` for every causal LM of transformers, with the names and flags of Liger-Kernel.
+
+The functions are made when asked for, one for each model type that transformers maps to a causal LM: importing
+`apply_liger_kernel_to_llama` from here or from `liger_trainer` is enough. With `model` they patch that object. Without,
+they patch the models of the family that are constructed from then on, in whatever way: the constructor of the model's
+class is wrapped until `undo()`, and no layer's class is touched. What a family has is found by patching its skeleton:
+the default configuration with a few layers, on the meta device.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..common.replacements import Replacements
+from ..errors import ConfigError
+from .patcher import Patched, PatchOptions, PatchReport, announce, base_of, patch, patched_record
+
+PREFIX = "apply_liger_kernel_to_"
+# gpt_sw3: gpt-sw3
+FAMILIES = {model_type.replace("-", "_"): model_type for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+# What a flag shows as in a report.
+KINDS = {
+    "rope": ("rope", "QK norm + rope"),
+    "rms_norm": ("RMSNorm", "QK norm + rope"),
+    "layer_norm": ("LayerNorm",),
+    "swiglu": ("SwiGLU", "SwiGLU experts"),
+    "geglu": ("GEGLU", "GEGLU experts"),
+    "relu2": ("ReLU2", "ReLU2 experts"),
+    "lora": ("LoRA linear", "LoRA MLP"),
+    "fused_linear_cross_entropy": ("fused loss",),
+    "cross_entropy": ("cross-entropy", "fused loss"),  # wherever the one fits, so does the other
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_SKELETON_LAYERS = 4
+
+_wrapped: dict[type, "FamilyPatch"] = {}  # by the class whose constructor is wrapped
+
+
+class FamilyPatch:
+    """The models of a family are patched when they are constructed, until `undo()`. As a context manager it undoes on
+    leaving. Models that are patched by then stay so.
+
+    Attributes:
+        family: the model type.
+        options: what is replaced.
+    """
+
+    def __init__(self, family: str, options: PatchOptions, wanted: tuple[str, ...]):
+        self.family, self.options, self._wanted = family, options, wanted
+        self._class, self._replacements = _model_class(family), Replacements()
+        if self._class in _wrapped:  # the last call counts
+            _wrapped[self._class].undo()
+        self.redo()
+
+    def redo(self) -> None:
+        """After `undo()`: patch the models that are constructed from now on again."""
+        self._replacements.set(self._class, "__init__", self._patching(self._class.__init__))
+        _wrapped[self._class] = self
+
+    def _patching(self, construct: Callable) -> Callable:
+        @functools.wraps(construct)
+        def __init__(model, *args, **kwargs):
+            construct(model, *args, **kwargs)
+            if type(model) is self._class:  # a subclass is not complete yet, and may be anything
+                announce(str(_patched_as_wanted(model, self.options, self._wanted).report))
+
+        return __init__
+
+    def undo(self) -> None:
+        """Models constructed from now on are plain. Doing it twice does nothing."""
+        if _wrapped.get(self._class) is self:
+            del _wrapped[self._class]
+            self._replacements.undo()
+
+    def __enter__(self) -> "FamilyPatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -> FamilyPatch | Patched:
+    """What `apply_liger_kernel_to_<family>(**flags, model=model)` does.
+
+    Raises:
+        ConfigError: an unknown flag; a flag set to True for which the family, or the model, has nothing; a model of
+            another family.
+    """
+    options, wanted = PatchOptions.of(flags), tuple(name for name, value in flags.items() if value)
+    if model is None:
+        report = skeleton_report(family) if wanted else None
+        if report is not None:
+            _check_wanted(report, wanted)
+        return FamilyPatch(family, options, wanted)
+    base = base_of(model)
+    of_type = getattr(getattr(base, "config", None), "model_type", None)
+    if of_type != family and not isinstance(base, _model_class(family)):
+        raise ConfigError(
+            f"{PREFIX}{_suffix(family)} got a {type(base).__name__} ({of_type}). patch(model) takes any model."
+        )
+    return _patched_as_wanted(base, options, wanted)
+
+
+def _apply_liger_kernel_to_instance(model: Any, **flags: bool) -> Patched:
+    """`patch(model, **flags)`, under the name by which code for Liger-Kernel imports it."""
+    return patch(model, flags)
+
+
+@functools.cache
+def skeleton_report(family: str) -> PatchReport | None:
+    """What is found to replace in a model of the default configuration, or None if that alone does not make a model."""
+    config_class: Any = CONFIG_MAPPING[family]
+    model_class = _model_class(family)
+    known = {*inspect.signature(config_class.__init__).parameters, *dir(config_class), *config_class.attribute_map}
+    few = {name: _SKELETON_LAYERS for name in _LAYERS if name in known}
+    with _plain(model_class):
+        for sizes in (few, {}):  # some check that their lists of layers fit the number
+            try:
+                with torch.device("meta"):
+                    model = model_class(config_class(**sizes))
+            except Exception:  # each family has checks of its own
+                continue
+            return patch(model).report
+    return None
+
+
+@contextlib.contextmanager
+def _plain(model_class: type) -> Iterator[None]:
+    """Within the context, models of the class are constructed as if nothing patched them."""
+    active = _wrapped.get(model_class)
+    if active is not None:
+        active.undo()
+    try:
+        yield
+    finally:
+        if active is not None:
+            active.redo()
+
+
+def _patched_as_wanted(model: Any, options: PatchOptions, wanted: tuple[str, ...]) -> Patched:
+    """The patched model; ConfigError, and the model as it was, if a flag that was set has nothing in it."""
+    before = patched_record(model)
+    patched = patch(model, options)
+    try:
+        _check_wanted(patched.report, wanted)
+    except ConfigError:
+        if before is None:
+            patched.undo()
+        raise
+    return patched
+
+
+def _check_wanted(report: PatchReport, wanted: tuple[str, ...]) -> None:
+    has = [name for name, kinds in KINDS.items() if any(kind in report.swapped for kind in kinds)]
+    missing = [f"{name}=True" for name in wanted if name not in has]
+    if missing:
+        left = "; ".join(f"{name}: {why}" for name, why in report.left_alone.items())
+        raise ConfigError(
+            f"{report.model} has nothing for {', '.join(missing)}. It has something for {', '.join(has)}. "
+            + (f"Left alone: {left}. " if left else "")
+            + "Leave the flag away; if it is the configuration of your model that has it, pass model=."
+        )
+
+
+def _model_class(family: str) -> Any:
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+
+
+def _suffix(family: str) -> str:
+    return family.replace("-", "_")
+
+
+@functools.cache
+def _function(suffix: str) -> Callable[..., FamilyPatch | Patched]:
+    family = FAMILIES[suffix]
+
+    def apply(*, model: Any = None, **flags: bool) -> FamilyPatch | Patched:
+        return apply_to_family(family, flags, model)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, keyword, default=value, annotation=bool) for name, value in vars(PatchOptions()).items()
+    ]
+    parameters.append(inspect.Parameter("model", keyword, default=None, annotation=Any))
+    apply.__signature__ = inspect.Signature(parameters, return_annotation=FamilyPatch | Patched)  # type: ignore
+    apply.__name__ = apply.__qualname__ = PREFIX + suffix
+    apply.__doc__ = f"""Patch one {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]}, or all that are constructed from now on.
+
+    Args:
+        rope, rms_norm, ...: see `PatchOptions`. A default takes what there is; one given as True must find something.
+        model: the one to patch. Without it, the models constructed later are patched, until `undo()`.
+
+    Returns:
+        The model's record (`Patched`), or without a model a `FamilyPatch`. Both have `undo()`.
+
+    Raises:
+        ConfigError: an unknown flag, one for which there is nothing, or a model of another family.
+    """
+    return apply
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX) in FAMILIES:
+        return _function(name.removeprefix(PREFIX))
+    if name.startswith(PREFIX):
+        raise AttributeError(
+            f"transformers {transformers.__version__} has no causal LM {name.removeprefix(PREFIX)!r}. It has "
+            f"{', '.join(FAMILIES)}. patch(model) takes any model."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(PREFIX + suffix for suffix in FAMILIES)})

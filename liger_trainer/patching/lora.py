@@ -1,0 +1,266 @@
+"""PEFT's plain LoRA layers on our ops.
+
+A layer of `peft.tuners.lora` is read when it is called: base weight, active adapters and their scales, as they are
+then. Where it is plain LoRA over a frozen linear layer, in whatever state PEFT's switches have left it, `lora_linear`
+or `lora_mlp` computes it; in every other state its own forward runs, with the same result and PEFT's cost.
+
+Layers that PEFT adds after `patch` keep PEFT's forward: nothing in the model tells that they are new. Only the MLPs,
+whose forward is ours, look at their children at each call and find them.
+"""
+
+import functools
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.import_utils import is_bnb_4bit_available
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor, nn
+
+from ..common.replacements import Replacements
+from ..kernels._low_rank import Adapter, Projection
+from ..kernels.lora_linear import lora_linear, lora_linear_reference
+from ..kernels.lora_mlp import lora_mlp
+from ..losses.model_parts import output_module
+from ..modules.gated_mlp import is_plain
+from . import structure
+
+
+class _Ineligible(Exception):
+    """Why a layer runs PEFT's forward."""
+
+
+def patch_lora(model: nn.Module, options: Any, replacements: Replacements, report: Any) -> None:
+    """Swap the forward of plain LoRA layers. The output head is left to the fused loss."""
+    if not options.lora:
+        return
+    head = output_module(model)
+    layers: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    for name, module in layers:
+        if module is head or module in replacements:
+            continue
+        refused = _refused(module)
+        if refused is None:
+            replacements.forward(module, _lora_linear_forward)
+            refused = _obstacle(module)
+        if refused is None:
+            report.swap("LoRA linear")
+        else:
+            report.leave(
+                f"LoRA on {name.removesuffix('.base_layer').rpartition('.')[2]}", f"PEFT's forward runs: {refused}"
+            )
+
+
+def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Tensor | None:
+    """down(act(gate(x)) * up(x)) by `lora_mlp`; None where its layers have to be called.
+
+    They do not where at least one has plain LoRA adapters, and the others are frozen linear layers.
+
+    Args:
+        x: (..., K).
+        layers: the MLP's children as they are now: gate, up and down, or packed [gate | up] and down.
+        activation: as of `lora_mlp`.
+    """
+    if not any(type(layer) in _lora_types() for layer in layers):
+        return None
+    try:
+        gate, *up, down = [_member(layer, x) for layer in layers]
+    except _Ineligible:
+        return None
+    return lora_mlp(x, gate, up[0] if up else None, down, activation=activation)
+
+
+def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:
+    """Whether `mlp_with_lora` computes an MLP of these layers, in the state that they are in."""
+    try:
+        return any([bool(_member(layer, None).adapters) for layer in layers])
+    except _Ineligible:
+        return False
+
+
+def _lora_linear_forward(module, x, *args, **kwargs):
+    if args or kwargs:  # PEFT's own: adapter_names, alora_offsets
+        return type(module).forward(module, x, *args, **kwargs)
+    try:
+        p = read(module, x)
+    except _Ineligible:
+        return type(module).forward(module, x)
+    return lora_linear(x, p.weight, p.bias, p.adapters, unpack=p.unpack)
+
+
+def read(module: Any, x: Tensor | None) -> Projection:
+    """A LoRA layer as it is now. `x`: what it is called with; None asks what it will be while it is trained.
+
+    Raises:
+        _Ineligible: why PEFT's forward has to run.
+    """
+    if module._disable_adapters:
+        raise _Ineligible("adapters are disabled")
+    if module.merged_adapters:
+        raise _Ineligible("adapters are merged into the weight")
+    if not module.cast_input_dtype_enabled:
+        raise _Ineligible("inputs are not cast to the adapters' dtype")
+    base = module.base_layer
+    weight, unpack = _base_weight(base, x)
+    bias = base.bias
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise _Ineligible("the base layer is trained too")
+    adapters = tuple(_adapter(module, name, x is not None) for name in module.active_adapters if name in module.lora_A)
+    return Projection(weight, bias, adapters, unpack)
+
+
+def _adapter(module: Any, name: str, called: bool) -> Adapter:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    if name in module.lora_variant:
+        raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
+    if not (is_plain(a) and is_plain(b)):
+        raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded or quantised")
+    if structure.is_called(dropout):
+        raise _Ineligible("the dropout of an adapter is hooked or has another forward")
+    if b.bias is not None:
+        raise _Ineligible("an adapter has a bias (lora_bias)")
+    if getattr(dropout, "p", 0.0) > 0 and (dropout.training or not called):
+        raise _Ineligible(f"lora_dropout is {dropout.p}; 0 takes the fused path")
+    return Adapter(a.weight, b.weight, module.scaling[name])
+
+
+def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
+    """(weight, how to unpack it) of a base layer."""
+    if type(base) is nn.Linear:
+        if not (is_plain(base) or _only_aligns_devices(base)):
+            raise _Ineligible("the base layer is hooked, sharded, or has another forward")
+        return base.weight, None
+    if type(base) not in _4bit_types():
+        raise _Ineligible(f"the base layer is a {type(base).__name__}")
+    state = getattr(base.weight, "quant_state", None)
+    if state is None or getattr(state, "packing_format_for_cpu", False):
+        raise _Ineligible("the 4-bit weight is not on the GPU yet")
+    if not _computes_in(base.compute_dtype, x):
+        raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
+    if structure.is_called(base):
+        raise _Ineligible("the base layer is hooked or has another forward")
+    return base.weight, functools.partial(_dequantized, state)
+
+
+def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
+    """Whether a 4-bit layer and its adapters agree on x's own dtype, autocast or not."""
+    if x is None:
+        return True
+    autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
+    return dtype in (None, x.dtype) and not autocast
+
+
+def _dequantized(state: Any, weight: Tensor) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+
+    return dequantize_4bit(weight.data, state)
+
+
+def _only_aligns_devices(linear: Any) -> bool:
+    """Whether accelerate has replaced its forward just to move inputs, which those of a larger module do before."""
+    hook = vars(linear).get("_hf_hook")
+    return (
+        "_old_forward" in vars(linear)
+        and getattr(hook, "offload", True) is False
+        and type(linear.weight) in (nn.Parameter, Tensor)
+        and not structure.is_hooked(linear)
+    )
+
+
+def _member(layer: Any, x: Tensor | None) -> Projection:
+    """A child of an MLP, read instead of called: so nothing may hang on its call."""
+    if is_plain(layer):
+        if layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad):
+            raise _Ineligible("a layer without adapters is trained")
+        return Projection(layer.weight, layer.bias)
+    if type(layer) not in _lora_types():
+        raise _Ineligible(f"it has a {type(layer).__name__}")
+    forward = vars(layer).get("forward")
+    ours = isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
+    if (forward is not None and not ours) or structure.is_hooked(layer):
+        raise _Ineligible("a LoRA layer is hooked or has another forward")
+    return read(layer, x)
+
+
+def _refused(module: nn.Module) -> str | None:
+    """Why the forward of a LoRA layer cannot be replaced, whatever state it comes into."""
+    if type(module) not in _lora_types():
+        return f"lora.{type(module).__name__} is another kind of layer"
+    return (_disproof() if type(module) is LoraLinear else None) or structure.obstacle(module)
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why PEFT's forward runs in the state that a layer is in now, or will be in while it is trained."""
+    try:
+        read(module, None)
+    except _Ineligible as reason:
+        return str(reason)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _4bit_types() -> tuple[type, ...]:
+    return _installed_4bit_types()
+
+
+@torch.compiler.assume_constant_result
+def _lora_types() -> tuple[type, ...]:
+    return _installed_lora_types()
+
+
+@functools.cache
+def _installed_4bit_types() -> tuple[type, ...]:
+    if not is_bnb_4bit_available():
+        return ()
+    from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4  # pyright: ignore[reportMissingImports]
+
+    return Linear4bit, LinearFP4, LinearNF4
+
+
+@functools.cache
+def _installed_lora_types() -> tuple[type, ...]:
+    if not is_bnb_4bit_available():
+        return (LoraLinear,)
+    from peft.tuners.lora.bnb import Linear4bit  # pyright: ignore[reportAttributeAccessIssue]
+
+    return LoraLinear, Linear4bit
+
+
+@functools.cache
+def _disproof() -> str | None:
+    """How PEFT's forward differs from plain LoRA, on a miniature with two adapters; None if it does not."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for dtype, adapter_dtype, autocast in (
+        (fp32, fp32, False), (bf16, fp32, False), (bf16, bf16, False), (bf16, fp32, True),
+    ):  # fmt: skip
+        with structure.on_miniatures(autocast):
+            layer = _miniature(dtype, adapter_dtype)
+            x = torch.randn(2, 5, layer.in_features, dtype=dtype, requires_grad=True)
+            try:
+                own, p = type(layer).forward(layer, x), read(layer, x)
+            except Exception as error:
+                return f"its forward fails on a miniature: {type(error).__name__}: {error}"
+            plain = lora_linear_reference(x, p.weight, p.bias, p.adapters)
+            leaves = [x, *(tensor for a, b, _ in p.adapters for tensor in (a, b))]
+            refused = structure.difference(plain, own) or structure.gradient_difference(plain, own, leaves)
+        if refused is not None:
+            return refused + f" in {dtype}"
+    return None
+
+
+def _miniature(dtype: torch.dtype, adapter_dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"linear": nn.Linear(24, 16)})
+    with warnings.catch_warnings():  # a second adapter is announced
+        warnings.simplefilter("ignore")
+        for name, r in (("one", 3), ("two", 4)):
+            config = LoraConfig(r=r, lora_alpha=5, target_modules=["linear"], init_lora_weights=False)
+            inject_adapter_in_model(config, model, adapter_name=name)
+    layer = model["linear"].to(adapter_dtype)
+    layer.set_adapter(["one", "two"])
+    layer.base_layer.to(dtype)
+    return layer

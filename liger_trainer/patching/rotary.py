@@ -1,0 +1,307 @@
+"""A model's own rotary function, as a rule for our op: recognised by its parameters, proved by running it.
+
+The same text means different rotations, since `rotate_half` differs from module to module, and the layout of cosines
+differs from model to model. So nothing is read off the source: the function is called on random queries and keys, with
+cosines in the layouts of the model's own rotary embedding, and every rule is tried.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.rope import rope, rope_reference
+from .deferred_norm import DeferredNorm, normed_and_turned
+from .structure import on_miniatures
+
+# From one cosine a pair, (..., R/2): all, then all again (Llama), each beside its copy (Cohere), or once (GPT-OSS).
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: torch.cat((x, x), -1),
+    "pairs": lambda x: x.repeat_interleave(2, -1),
+    "once": lambda x: x,
+}
+_B, _S, _D, _HEADS, _KEY_HEADS = 2, 5, 16, 4, 2
+
+
+@dataclass(frozen=True)
+class RotaryRule:
+    """How a rotary function maps to the op `rope`.
+
+    Attributes:
+        interleaved: pairs are columns 2j and 2j + 1.
+        half_width: cosines stand there once.
+        first_half: only the first half of the cosines' columns is read, whatever the second holds (GLM).
+        regroups: pairs come interleaved and leave as halves (DeepSeek V3).
+        complex_angles: in place of cosines and sines comes one complex tensor (Llama 4).
+        heads_dim: where the heads stand in q and k, for functions without `unsqueeze_dim`.
+        promotes: the result has the dtype that q and the cosines promote to, not q's.
+    """
+
+    interleaved: bool = False
+    half_width: bool = False
+    first_half: bool = False
+    regroups: bool = False
+    complex_angles: bool = False
+    heads_dim: int | None = None
+    promotes: bool = False
+
+    def options(self) -> dict[str, Any]:
+        return dict(interleaved=self.interleaved, half_width=self.half_width or self.first_half)
+
+    def read(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines and sines that the op is given."""
+        half = cos.shape[-1] // 2
+        return (cos[..., :half], sin[..., :half]) if self.first_half else (cos, sin)
+
+
+_RULES = (
+    RotaryRule(),
+    RotaryRule(interleaved=True),
+    RotaryRule(interleaved=True, first_half=True),
+    RotaryRule(half_width=True),
+    RotaryRule(interleaved=True, half_width=True),
+    RotaryRule(first_half=True, regroups=True),
+    RotaryRule(half_width=True, regroups=True),
+)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names of a rotary function's parameters after q and k, and the default of `unsqueeze_dim`, if there is one."""
+
+    angles: tuple[str, ...]
+    others: tuple[str, ...]
+    heads_dim: int | None
+
+
+def is_rotary(function: Any) -> bool:
+    """Whether it looks like a function that turns something by angles."""
+    names = _parameters(function)
+    return {"cos", "sin"} <= set(names) or "freqs_cis" in names
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    # With Hugging Face's `kernels` installed, transformers' functions are modules.
+    function = type(function).forward if isinstance(function, nn.Module) else function
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        return {}
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)
+    return parameters
+
+
+def signature(function: Any) -> Signature | str:
+    """Of queries and keys, or in words why it is another."""
+    parameters = _parameters(function)
+    names = list(parameters)
+    heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
+    if names[2:4] == ["cos", "sin"] and heads in (1, 2):
+        return Signature(("cos", "sin"), tuple(names[4:]), heads)
+    if names[2:] == ["freqs_cis"]:
+        return Signature(("freqs_cis",), (), None)
+    return f"it takes ({', '.join(names)}), not queries, keys, cosines, sines and unsqueeze_dim"
+
+
+def turned(
+    rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q and k by our op.
+
+    Args:
+        q, k: (B, H, S, D), or (B, S, H, D) if heads_dim is 2; tensors or deferred norms.
+        cos, sin: (B or 1, S, R).
+        plain: by the op's reference, as the proof wants it.
+    """
+    op = rope_reference if plain else rope
+    cos, sin = rule.read(cos, sin)
+    if isinstance(q, DeferredNorm) and isinstance(k, DeferredNorm) and not rule.regroups:
+        together = normed_and_turned(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
+        if together is not None:
+            return together
+    q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
+    if rule.regroups:
+        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    if heads_dim == 1:
+        return op(q, k, cos, sin, **rule.options())
+    q, k = op(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **rule.options())
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
+    """Under autocast the products that follow take half precision anyway, so nothing is widened before them."""
+    if not rule.promotes or torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.promote_types(x.dtype, cos.dtype))
+
+
+def fits(q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
+    """Whether a call is one that the op serves. (One that is not goes to the model's own function.)"""
+    if heads_dim not in (1, 2) or not all(isinstance(x, (Tensor, DeferredNorm)) for x in (q, k)):
+        return False
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.requires_grad or sin.requires_grad:
+        return False
+    return (
+        q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, q.shape[0])
+        and cos.shape[1] == q.shape[3 - heads_dim] == k.shape[3 - heads_dim]
+        and q.shape[3] == k.shape[3]
+        and q.shape[3] % 2 == 0
+    )
+
+
+@functools.cache  # one function for all layers and models, so that torch.compile sees one
+def replacement(function: Callable, rule: RotaryRule) -> Callable:
+    """Called like `function`, computed by the op."""
+    called = signature(function)
+    assert isinstance(called, Signature)
+
+    def apply_complex(q, k, freqs_cis):
+        cos, sin = freqs_cis.real, freqs_cis.imag
+        if rule.heads_dim is None or not fits(q, k, cos, sin, rule.heads_dim):
+            return function(q, k, freqs_cis)
+        return turned(rule, q, k, cos, sin, rule.heads_dim)
+
+    def apply(q, k, cos, sin, *positional, **named):
+        others = {**dict(zip(called.others, positional, strict=False)), **named}
+        heads_dim = others.pop("unsqueeze_dim", called.heads_dim)
+        if any(x is not None for x in others.values()) or not fits(q, k, cos, sin, heads_dim):
+            return function(q, k, cos, sin, *positional, **named)
+        return turned(rule, q, k, cos, sin, heads_dim)
+
+    return apply_complex if rule.complex_angles else apply
+
+
+@functools.cache
+def prove_rotary(function: Callable, layouts: frozenset[str]) -> RotaryRule | str:
+    """The rule of a rotary function under the layouts of cosines that its model has, or in words why there is none.
+
+    Args:
+        function: transformers' `apply_rotary_pos_emb` of one module, or the like.
+        layouts: names in LAYOUTS, of which all must hold; if empty, any one that makes the function a rotation.
+    """
+    called = signature(function)
+    if isinstance(called, str):
+        return called
+    with on_miniatures():
+        for rule in _candidates(called):
+            wanted = layouts if called.heads_dim is not None and layouts else None
+            equal = [name for name in wanted or LAYOUTS if _equal(function, called, rule, name)]
+            if set(equal) == wanted or (wanted is None and equal):
+                return _with_dtypes(function, called, rule, equal[0])
+    return "it is no rotation that our op knows, for cosines as this model has them"
+
+
+def _candidates(called: Signature) -> Iterable[RotaryRule]:
+    if called.heads_dim is not None:
+        return _RULES
+    return [RotaryRule(i, half_width=True, complex_angles=True, heads_dim=d) for d in (1, 2) for i in (True, False)]
+
+
+def _inputs(layout: str, pairs: int, heads_dim: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, ...]:
+    """Random q, k, cos and sin. Any numbers will do for the last two: a rotation is linear in them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(_B, h, _S, _D, generator=generator) for h in (_HEADS, _KEY_HEADS))
+    cos, sin = (LAYOUTS[layout](torch.randn(_B, _S, pairs, generator=generator)) for _ in range(2))
+    q, k = (x.transpose(1, heads_dim).contiguous().to(dtypes[0]).requires_grad_() for x in (q, k))
+    return q, k, cos.to(dtypes[1]), sin.to(dtypes[1])
+
+
+def _theirs(function: Callable, called: Signature, inputs: tuple[Tensor, ...], heads_dim: int) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = inputs
+    if called.heads_dim is None:
+        return function(q, k, torch.complex(cos, sin))
+    return function(q, k, cos, sin, unsqueeze_dim=heads_dim)
+
+
+def _equal(function: Callable, called: Signature, rule: RotaryRule, layout: str) -> bool:
+    """Values and gradients in fp32: all columns turning, and half of them where the function can."""
+    places = (1, 2) if called.heads_dim is not None else (rule.heads_dim or 1,)
+    dtypes = (torch.float32, torch.float32)
+    whole, part = (
+        [_close(function, called, rule, _inputs(layout, pairs, dim, dtypes), dim) for dim in places]
+        for pairs in (_D // 2, _D // 4)
+    )
+    return all(whole) and False not in part
+
+
+def _close(function: Callable, called: Signature, rule: RotaryRule, inputs: tuple[Tensor, ...], dim: int):
+    """True or False, or None where the function does not take such inputs."""
+    try:
+        theirs = _theirs(function, called, inputs, dim)
+    except (RuntimeError, ValueError, IndexError):  # shapes that do not go together
+        return None
+    try:
+        q, k, cos, sin = inputs
+        ours = turned(rule, q, k, cos, sin, dim, plain=True)
+    except (RuntimeError, ValueError):
+        return False
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(theirs, ours, strict=True)):
+        return False
+    pairs = zip((*theirs, *_gradients(theirs, inputs[:2])), (*ours, *_gradients(ours, inputs[:2])), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+
+
+def _gradients(outputs: tuple[Tensor, Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    weighted = [(x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in (*outputs, *inputs)]
+    return torch.autograd.grad(torch.stack(weighted).sum(), inputs)
+
+
+def _with_dtypes(function: Callable, called: Signature, rule: RotaryRule, layout: str) -> RotaryRule | str:
+    """The rule, with what the function does about dtypes; bf16 is compared as well."""
+    dim = called.heads_dim or rule.heads_dim or 1
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        if called.heads_dim is None and dtypes[1] == torch.bfloat16:  # there is no complex bf16
+            continue
+        inputs = _inputs(layout, _D // 2, dim, dtypes)
+        theirs = _theirs(function, called, inputs, dim)
+        rule = dataclasses.replace(rule, promotes=rule.promotes or theirs[0].dtype != dtypes[0])
+        q, k, cos, sin = inputs
+        for a, b in zip(theirs, turned(rule, q, k, cos, sin, dim, plain=True), strict=True):
+            if a.dtype != b.dtype:
+                return f"it returns {a.dtype} for queries in {dtypes[0]} and cosines in {dtypes[1]}, ours {b.dtype}"
+            if not torch.allclose(a.float(), b.float(), rtol=2e-2, atol=4e-2):
+                return f"it rounds otherwise than ours for queries in {dtypes[0]} and cosines in {dtypes[1]}"
+    return rule
+
+
+def layouts_of(model: nn.Module) -> frozenset[str]:
+    """Layouts of the cosines that the model's rotary embeddings make, as far as they can be built anew on the CPU."""
+    found: set[str] = set()
+    built = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not hasattr(module, "inv_freq") and "rotary" not in type(module).__name__.lower():
+            continue
+        if config is None or (type(module), id(config)) in built:
+            continue
+        built.add((type(module), id(config)))
+        with on_miniatures(), torch.no_grad():
+            found.update(_layouts(type(module), config))
+    return frozenset(found)
+
+
+def _layouts(rotary: Callable[..., nn.Module], config: Any) -> Iterable[str]:
+    positions = torch.arange(1, _S + 1)[None]
+    try:
+        module = rotary(config)
+        names = list(inspect.signature(module.forward).parameters)
+        given = [{"layer_type": kind} for kind in sorted(set(config.layer_types))] if "layer_type" in names else [{}]
+        outputs = [module(torch.zeros(1, _S, 8), positions, **options) for options in given]
+    except Exception:  # someone else's code, called on a guess: then its layouts are unknown
+        return
+    for output in outputs:
+        if isinstance(output, tuple) and len(output) == 2 and output[1].dim() == 3 and output[1].shape[-1] % 2 == 0:
+            yield _layout(output[1])
+
+
+def _layout(sin: Tensor) -> str:
+    if torch.equal(*sin.chunk(2, -1)):
+        return "halves"
+    return "pairs" if torch.equal(sin[..., ::2], sin[..., 1::2]) else "once"

@@ -1,0 +1,265 @@
+"""Where rows come from: a demo, a local file, a directory, a hub id or a TRL mixture, read with their places known.
+
+Every error says which file and line it is about.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+    from ...config.run_config import RunConfig
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset as it came: its splits, and how to say where row i of a split stands."""
+
+    splits: dict[str, "Dataset"]
+    place: Callable[[str, int], str]
+    licence: str | None = None
+    held_out: str | None = None
+    blank_lines: int = 0
+
+
+def load_source(config: "RunConfig") -> Source:
+    """The dataset that `dataset_name` or `datasets` names.
+
+    Raises:
+        ConfigError: there is no such dataset.
+        DataError: a file of it cannot be read.
+    """
+    name = config["dataset_name"]
+    if config["datasets"]:
+        return _load_mixture(config)
+    path = Path(name).expanduser()
+    if config["dataset_config"] is not None and (name.startswith("demo:") or path.exists()):
+        raise config.error("dataset_config", f"has no effect: {name} is not a dataset of the hub.")
+    if name.startswith("demo:"):
+        return _load_demo(config)
+    if path.is_file():
+        return _load_files(config, {"train": [path]})
+    if path.is_dir():
+        return _load_directory(config, path)
+    if path.is_absolute() or name.startswith((".", "~")) or path.suffix in SUFFIXES:
+        raise config.error("dataset_name", f"no such file or directory: {name}")
+    return _load_hub(config)
+
+
+def _by_name(splits: "DatasetDict") -> dict[str, "Dataset"]:
+    return {str(name): rows for name, rows in splits.items()}
+
+
+def _row_of(split: str, index: int) -> str:
+    return f"row {index} of the {split} rows"
+
+
+def _load_demo(config: "RunConfig") -> Source:
+    from .demo_model import demo_dataset
+
+    try:
+        demo = demo_dataset(config["dataset_name"].removeprefix("demo:"))
+    except ConfigError as error:
+        raise config.error("dataset_name", str(error)) from None
+    held_out = f"{len(demo.held_out_modules)} whole modules: {', '.join(demo.held_out_modules)}"
+    return Source({"train": demo.train, "test": demo.test}, _row_of, demo.licence, held_out)
+
+
+def _load_hub(config: "RunConfig") -> Source:
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    name = config["dataset_name"]
+    try:
+        loaded = datasets.load_dataset(name, name=config["dataset_config"])
+    except DatasetNotFoundError as error:
+        reason = f"neither a file or directory here nor a dataset of the hub that can be read: {error}"
+        raise config.error("dataset_name", reason) from None
+    except (ConnectionError, OSError) as error:  # offline mode is a ConnectionError
+        reason = f"there is no file or directory {name}, and the hub could not be asked: {error}"
+        raise config.error("dataset_name", reason) from None
+    except ValueError as error:  # an unknown configuration, among others
+        raise config.error("dataset_config", str(error)) from None
+    assert isinstance(loaded, datasets.DatasetDict)
+    licences = {split.info.license for split in loaded.values() if split.info.license}
+    return Source(_by_name(loaded), _row_of, ", ".join(sorted(licences)) or None)
+
+
+def _load_mixture(config: "RunConfig") -> Source:
+    from trl import get_dataset
+
+    try:
+        loaded = get_dataset(config.mixture_args())
+    except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
+        raise config.error("datasets", f"the mixture could not be loaded: {error}") from None
+    share = config["test_split_size"]
+    return Source(_by_name(loaded), _row_of, held_out=f"{share:.0%} of the rows, drawn by TRL" if share else None)
+
+
+def _load_directory(config: "RunConfig", path: Path) -> Source:
+    import datasets
+
+    try:
+        if (path / "dataset_dict.json").is_file():
+            return Source(_by_name(datasets.DatasetDict.load_from_disk(str(path))), _row_of)
+        if (path / "state.json").is_file():
+            return Source({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
+    except Exception as error:  # json, pyarrow and datasets each have their own
+        raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
+    found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+    if not found:
+        expected = f"a file ending in {', '.join(SUFFIXES)}, or the output of save_to_disk"
+        raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.")
+    names = {config["dataset_train_split"], config["dataset_test_split"]}
+    files: dict[str, list[Path]] = {}
+    for file in found:  # train.jsonl, train-00000-of-00002.parquet
+        split = next((n for n in names if file.stem == n or file.stem.startswith(f"{n}-")), None)
+        files.setdefault(split or "", []).append(file)
+    if list(files) == [""]:  # no file is named after a split: all are training rows
+        return _load_files(config, {config["dataset_train_split"]: found})
+    if "" in files:
+        others = ", ".join(p.name for p in files[""])
+        hint = "name every file after its split, or none"
+        raise config.error("dataset_name", f"{path} holds files of no split ({others}); {hint}.")
+    return _load_files(config, files)
+
+
+def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> Source:
+    """Each split from its files, with the line of each row of JSON lines remembered."""
+    import datasets
+
+    splits, places, blank = {}, {}, 0
+    for split, paths in files.items():
+        parts, where = [], []
+        for path in paths:
+            part, lines, skipped = _read_file(config, path)
+            parts.append(part)
+            where.append((len(part), path, lines))
+            blank += skipped
+        try:
+            splits[split] = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        except ValueError as error:  # the files have different columns
+            raise DataError(f"the files of split {split!r} do not fit together: {error}") from None
+        places[split] = where
+
+    def place(split: str, index: int) -> str:
+        for length, path, lines in places[split]:
+            if index < length:
+                return _place(path, lines, index)
+            index -= length
+        raise AssertionError(f"row {index} of {split} is in no file")
+
+    return Source(splits, place, blank_lines=blank)
+
+
+def _read_file(config: "RunConfig", path: Path) -> tuple["Dataset", list[int] | None, int]:
+    """The rows of a file, the line of each where rows are lines, and the number of blank lines left out."""
+    import datasets
+
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty.")
+    if path.suffix in (".json", ".jsonl"):
+        rows, lines, blank = _read_json(path)
+        return _to_dataset(rows, path, lines), lines, blank
+    if path.suffix == ".txt":
+        numbered = [(n, line) for n, line in enumerate(_text(path).splitlines(), 1)]
+        kept = [(n, line) for n, line in numbered if line.strip()]
+        rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
+        return rows, [n for n, _ in kept], len(numbered) - len(kept)
+    if path.suffix not in (".csv", ".parquet"):
+        raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
+    read = datasets.Dataset.from_csv if path.suffix == ".csv" else datasets.Dataset.from_parquet
+    try:
+        loaded = read(str(path))
+    except Exception as error:  # pyarrow, pandas and datasets each have their own
+        cause = error.__cause__ or error
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}") from None
+    assert isinstance(loaded, datasets.Dataset)
+    return loaded, None, 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected UTF-8 text: {error}") from None
+
+
+def _place(path: Path, lines: list[int] | None, index: int) -> str:
+    return f"{path}:{lines[index]}" if lines else f"{path}, row {index}"
+
+
+def _read_json(path: Path) -> tuple[list[dict], list[int] | None, int]:
+    """JSON lines, or one JSON array of objects (which has no line for a row)."""
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+        lines, blank = None, 0
+    else:
+        numbered = list(enumerate(text.splitlines(), 1))
+        kept = [(n, line) for n, line in numbered if line.strip()]
+        lines, blank = [n for n, _ in kept], len(numbered) - len(kept)
+        rows = list(_parse_lines(kept, path))
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{_place(path, lines, index)}: expected a JSON object, got {kind_of(row)}.")
+    return rows, lines, blank
+
+
+def _parse_lines(numbered: list[tuple[int, str]], path: Path) -> Iterator[Any]:
+    """Every line as JSON; of the lines that are none, the first three are named."""
+    wrong = []
+    for number, line in numbered:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            wrong.append(f"{path}:{number}: not valid JSON: {error.msg} at character {error.colno}")
+    if wrong:
+        more = [f"and {len(wrong) - 3} more lines"] if len(wrong) > 3 else []
+        raise DataError("\n".join(wrong[:3] + more))
+
+
+def _to_dataset(rows: list[dict], path: Path, lines: list[int] | None) -> "Dataset":
+    import datasets
+    import pyarrow
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    try:
+        return datasets.Dataset.from_dict(columns)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError, OverflowError):
+        raise _mixed_types(columns, path, lines) from None
+
+
+def _mixed_types(columns: dict[str, list], path: Path, lines: list[int] | None) -> DataError:
+    """The first value that does not go into one Arrow column with the first of its column."""
+    import pyarrow
+
+    for name, values in columns.items():
+        first = next((v for v in values if v is not None), None)
+        for index, value in enumerate(values):
+            try:
+                pyarrow.array([first, value])
+            except (pyarrow.ArrowException, OverflowError):
+                expected = f"expected {kind_of(first)} as in the rows before, got {kind_of(value)}"
+                return DataError(f"{_place(path, lines, index)}: column {name!r}: {expected}.")
+    return DataError(f"{path}: the rows do not have one type a column.")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of an error message."""
+    names = {str: "text", bool: "true or false", int: "an integer", float: "a number", type(None): "null"}
+    if isinstance(value, (list, dict)):
+        return f"{'an empty' if not value else 'a'} {'list' if isinstance(value, list) else 'mapping'}"
+    return names.get(type(value), type(value).__name__)

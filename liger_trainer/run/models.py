@@ -1,0 +1,225 @@
+"""Models of a run: first everything that can be checked without weights, then the weights."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from trl import get_quantization_config
+
+from ..common.weights import load_whole
+from ..errors import ConfigError
+from ..losses.plan import plan_of
+from ..teachers.config import OF_ONE_TEACHER, entries_of
+from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
+from ..trainers.chat_rows import check_chats
+from .data.datasets import RunData
+from .data.demo_model import resolve_model
+from .drop_layers import drop_layers
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that exists and whose configuration and tokenizer could be read; no weights yet."""
+
+    key: str
+    """the configuration key that named it"""
+    path: str
+    """directory or hub id, with a demo name resolved"""
+    revision: str | None
+    config: PreTrainedConfig
+    tokenizer: Any
+    """None for a teacher that has none beside it"""
+
+
+def open_model(config: "RunConfig", key: str) -> ModelFiles:
+    """Read the configuration and the tokenizer of the model named by `key`. A teacher may come without a tokenizer.
+
+    Raises:
+        ConfigError: no such model, or files in it that transformers cannot read.
+    """
+    name = config[key]
+    try:
+        path = resolve_model(name)
+    except ConfigError as error:
+        raise config.error(key, str(error)) from None
+    looks_local = name.startswith((".", "~", "/")) or name.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise config.error(key, f"no such directory: {name}")
+    revision = config["model_revision" if key == "model_name_or_path" else "teacher_model_revision"]
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": config["trust_remote_code"]}
+    path = os.path.expanduser(path)
+    try:
+        model_config = AutoConfig.from_pretrained(path, **options)
+        of_student = key == "model_name_or_path"
+        tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
+    return ModelFiles(key, path, revision, model_config, tokenizer)
+
+
+def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFiles]]:
+    """The models that teach, by name, "" for an only one; each with the configuration that `teachers` makes it.
+
+    Raises:
+        ConfigError: as `open_model`.
+    """
+    key = "teacher_model_name_or_path"
+    if not config["teachers"]:
+        return {"": (config, open_model(config, key))} if config[key] else {}
+    given = config["teachers"]
+    args = SimpleNamespace(**{**config.values, "teachers": json.loads(given) if isinstance(given, str) else given})
+    found = {}
+    for entry in entries_of(args):
+        if entry.args.teacher == "model":
+            own = replace(
+                config, values={**config.values, **{name: getattr(entry.args, name) for name in OF_ONE_TEACHER}}
+            )
+            try:
+                found[entry.name] = own, open_model(own, key)
+            except ConfigError as error:
+                raise config.error("teachers", f"{entry.name}: {error}") from None
+    return found
+
+
+def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None:
+    """What can be wrong between model, data and settings, as far as it shows without weights.
+
+    Raises:
+        ConfigError: chat rows without a chat template, more layers to skip than there are, unknown tokens.
+        DataError: a row with a role that the chat template does not know, or that it refuses.
+    """
+    template = config["chat_template_path"]
+    if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
+        raise config.error("chat_template_path", f"no such file: {template}")
+    chat = data.facts.form == "messages" or isinstance(data.train[0].get("prompt"), list)
+    if chat and template is None and not files.tokenizer.chat_template:
+        reason = "the rows are chat messages and this tokenizer has no chat template; set chat_template_path."
+        raise config.error(files.key, reason)
+    if chat:
+        for split, rows in (("train", data.train), ("test", data.test)):
+            check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
+    vocabulary = files.tokenizer.get_vocab()
+    for key in ("eos_token", "pad_token"):
+        if config[key] is not None and config[key] not in vocabulary:
+            raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")
+    layers = files.config.get_text_config(decoder=True).num_hidden_layers
+    step, kept = config["keep_every_nth_layer"], config["keep_layers"]
+    if step is not None and step > layers:
+        raise config.error("keep_every_nth_layer", f"expected at most {layers}, the layers there are, got {step}.")
+    if kept is not None and (not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= layers):
+        expected = f"expected indices from 0 to {layers - 1}, each once and ascending"
+        raise config.error("keep_layers", f"{expected}, got {kept}.")
+
+
+def _template_text(config: "RunConfig") -> str | None:
+    """The chat template of `chat_template_path`, a file or a model; None where that is not set."""
+    path = config["chat_template_path"]
+    if path is None:
+        return None
+    if path.endswith((".jinja", ".j2")):
+        return Path(path).read_text(encoding="utf-8")
+    try:
+        return AutoTokenizer.from_pretrained(path).get_chat_template()
+    except (OSError, ValueError) as error:
+        raise config.error("chat_template_path", f"{path}: no chat template can be read there: {error}") from None
+
+
+def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary | None:
+    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`. None with a `uld` loss, which
+    needs nothing of the kind.
+
+    Raises:
+        ConfigError: an id means different tokens, or `teacher_tokenizer_name_or_path` has no tokenizer.
+    """
+    if plan_of(config.values).of("uld"):
+        return None
+    try:
+        named = config["teacher_tokenizer_name_or_path"]
+        of_teacher = teacher.tokenizer if named is None else teacher_tokenizer(teacher.path, named)
+        return compare_tokenizers(student.tokenizer, of_teacher)
+    except ConfigError as error:
+        raise config.error("teacher_model_name_or_path", str(error)) from None
+
+
+def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
+    """The model that is trained: loaded as TRL would load it, then thinned if `keep_every_nth_layer` says so.
+
+    Call it after `config.training_args()`, which sets up the devices.
+
+    Raises:
+        ConfigError: missing or broken weights, an option that this model or installation does not know, a key that
+            only `init-student` can follow.
+    """
+    for key in ("student_num_layers", "student_intermediate_size"):
+        if config[key] is not None:
+            raise config.error(
+                key,
+                "takes a measurement, which a run does not make. Make the student with `liger-trainer init-student`, "
+                f"name its directory in model_name_or_path, and take this key out (~{key}).",
+            )
+    model = load_weights(config, files)
+    if not config.drops_layers():
+        return model
+    return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
+
+
+def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
+    """The model that a student is made from: never quantised, on the CPU, in the dtype of its files if none is set.
+
+    Raises:
+        ConfigError: as `load_student`.
+    """
+    changes: dict[str, Any] = {"quantization_config": None, "device_map": None}
+    if not config.given("dtype") and "dtype" not in config.init_kwargs("model_init_kwargs"):
+        changes["dtype"] = "auto"
+    return load_weights(config, files, **changes)
+
+
+def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreTrainedModel:
+    """`from_pretrained` with what the configuration says about it, and `changes`.
+
+    Raises:
+        ConfigError: missing or broken weights, an option that this model or installation does not know.
+    """
+    model_args = config.model_args()
+    options: dict[str, Any] = {
+        "revision": files.revision,
+        "trust_remote_code": config["trust_remote_code"],
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        "device_map": _device_map(config),
+        "allow_missing_weights": config["allow_missing_weights"],
+    }
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    options.update(config.init_kwargs("model_init_kwargs"))
+    options.update(changes)
+    if isinstance(options["dtype"], str) and options["dtype"] != "auto":
+        options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
+    try:
+        return load_whole(AutoModelForCausalLM.from_pretrained, files.path, **options)
+    except ConfigError as error:
+        raise config.error(files.key, str(error)) from error
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise config.error(files.key, f"{config[files.key]} cannot be loaded: {error}") from error
+
+
+def _device_map(config: "RunConfig") -> str | None:
+    """Straight onto the GPU where one process has it; a student that is built from parts is built on the CPU."""
+    if config.values.get("teacher") == "cache":  # whether the cache belongs to the rows shows before the GPU is needed
+        return None
+    state = PartialState()
+    alone_on_gpu = state.num_processes == 1 and state.device is not None and state.device.type not in ("cpu", "mps")
+    return "auto" if alone_on_gpu and not config.drops_layers() else None

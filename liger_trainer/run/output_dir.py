@@ -1,0 +1,195 @@
+"""The output directory of a run: what may be written there, what is, and in which order.
+
+The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
+run is finished, and nothing that follows training can lose the model.
+"""
+
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+from transformers import Trainer
+
+from ..errors import LigerTrainerError, NonFiniteError
+from .checkpoints import CONFIG, METRICS, REPORT, checkpoints_in
+from .environment import device_facts, versions
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+    from .results import RunResults
+
+
+def check_output_dir(config: "RunConfig") -> Path:
+    """The output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
+
+    Raises:
+        ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
+            `overwrite_output_dir` is not set; it is the directory of an input model; or it cannot be written.
+    """
+    output_dir = Path(config["output_dir"]).expanduser()
+    if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir or set overwrite_output_dir=true"
+        raise config.error("output_dir", f"{output_dir} holds a finished run ({METRICS}); {advice}.")
+    earlier = _earlier_checkpoints(config, output_dir)
+    if earlier and not config["overwrite_output_dir"]:
+        advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
+        raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
+    for key in ("model_name_or_path", "teacher_model_name_or_path"):
+        name = config.values.get(key)
+        there = [
+            path for path in (output_dir, *earlier) if name and path.resolve() == Path(name).expanduser().resolve()
+        ]
+        if there:
+            raise config.error("output_dir", f"{there[0]} is also {key}, which would be overwritten.")
+    check_writable(config, "output_dir", output_dir)
+    return output_dir
+
+
+def check_writable(config: "RunConfig", key: str, path: Path) -> None:
+    """By making something there, since the rights of a network's folder are not what the system tells of them.
+
+    Raises:
+        ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
+    """
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    try:
+        with TemporaryDirectory(dir=there, prefix=".liger-trainer-"):
+            pass
+    except OSError as error:
+        why = f" ({error.strerror})" if there.is_dir() else ""
+        raise config.error(key, f"{there} is no directory that can be written to{why}.") from None
+
+
+def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
+    """Those that a run which does not go on from one must not be taken for: resuming and `save_total_limit` go by the
+    number of the step."""
+    return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
+
+
+def start_output(trainer: Trainer, config: "RunConfig") -> None:
+    """At the start of training: config.yaml, which `liger-trainer resume` reads, and nothing of a run that this one
+    overwrites."""
+    if trainer.is_world_process_zero():
+        output_dir = Path(str(trainer.args.output_dir))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, REPORT):
+            (output_dir / name).unlink(missing_ok=True)
+        for checkpoint in _earlier_checkpoints(config, output_dir):
+            checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
+        _write(output_dir / CONFIG, config.to_yaml())
+
+
+def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
+    """Save the trained weights and the tokenizer, so that transformers alone can load them.
+
+    A LoRA adapter is saved as such, unless its base model was made by dropping layers: that base is nowhere on
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
+    """
+    if isinstance(trainer.model, PeftModel) and config.drops_layers():
+        trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
+    model: Any = trainer.model
+    model.config.use_cache = True  # off in training; whoever loads the model wants to generate
+    trainer.save_model(str(output_dir), _internal_call=True)  # pushed once, with its card, at the end
+
+
+def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """Everything after the last evaluation: the model card, the hub if asked for, metrics.json, report.html.
+
+    Raises:
+        NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
+        LigerTrainerError: the hub refused the model, or could not be reached; everything is written here.
+    """
+    _write_card(trainer, config, output_dir, results)
+    refused = _push(trainer, config) if config["push_to_hub"] else None
+    if trainer.is_world_process_zero():
+        content = _for_json({**asdict(results), **_circumstances(config)})
+        _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        _report(output_dir)
+    trainer.accelerator.end_training()
+    lost = [name for name, value in results.after.items() if math.isnan(value)]
+    if lost:
+        raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
+    if refused is not None:
+        again = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
+        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {again}")
+
+
+def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
+    """What came in the way; it must not cost the results of the run, which are not written yet."""
+    try:
+        trainer.push_to_hub(dataset_name=config["dataset_name"])
+    except Exception as error:  # huggingface_hub's, and those of what it asks the hub with
+        return error
+    return None
+
+
+def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
+    """The card of this run in place of what TRL and PEFT write at every save; `push_to_hub` writes it once more."""
+    from .reports.model_card import NAME, Published, model_card
+
+    model = Published(
+        adapter=isinstance(trainer.model, PeftModel),
+        chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+        tags=list(getattr(trainer, "_tag_names", [])),
+        hub_model_id=trainer.hub_model_id if config["push_to_hub"] else None,
+    )
+
+    def write(*_: Any, **__: Any) -> None:
+        if trainer.is_world_process_zero():
+            _write(output_dir / NAME, str(model_card(config, results, model)))
+
+    trainer.create_model_card = write
+    write()
+
+
+def _circumstances(config: "RunConfig") -> dict[str, Any]:
+    """What a run came from and happened on."""
+    return {
+        "settings": {key: {"value": value, "set_by": where} for key, (value, where) in config.changes().items()},
+        "versions": versions(),
+        "environment": {"platform": platform.platform(), **device_facts()},
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _report(output_dir: Path) -> None:
+    """report.html. Whatever may go wrong with a drawing, the run is done and everything else is saved."""
+    from .reports.html import write_report
+    from .reports.read_run import read_run
+
+    try:
+        write_report([read_run(output_dir)], output_dir / REPORT)
+    except Exception as error:
+        advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
+        print(f"liger-trainer: no report was written: {type(error).__name__}: {error}; {advice}", file=sys.stderr)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside and rename, so that a crash leaves the old file or the new one, never half of it."""
+    staged = path.with_name(f".{path.name}.tmp")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+
+
+def _for_json(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is written as its name."""
+    if isinstance(value, dict):
+        return {str(k): _for_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,278 @@
+"""The curves of a report: which there are, their points out of log_history, and their drawing.
+
+A chart is drawn once, in the light colours. Its PNG shows it on white; in its SVG the colours are CSS variables of the
+page, which has other values for them in dark mode.
+"""
+
+import html
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..metric_rows import said_already
+from .read_run import Run, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1f2430", "#667085", "#d9dde3"
+SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b7285", "#5c636a")
+"""Of the runs in turn; of one run alone: training, evaluation, teacher."""
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}
+SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
+TICKS = 7  # intervals of an axis, whatever its length: that depends on the labels, which must not depend on it
+NICE = (1, 2, 2.5, 5, 10)  # how far apart, times a power of ten
+SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
+DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A metric over the steps: `metric` of the training logs, `eval_metric` of evaluations, and the teacher's."""
+
+    metric: str
+    title: str
+    teacher: str | None = None
+    axis: str = "log"
+    """log: logarithmic where values spread widely; linear: never; zero: never, and from 0"""
+
+    @property
+    def name(self) -> str:
+        """The metric's name as an id and a file's name."""
+        return re.sub(r"\W+", "_", self.metric)
+
+
+CHARTS = (
+    Chart("loss", "Loss"),
+    Chart("kd_loss", "Distillation loss"),
+    Chart("ce_loss", "Cross-entropy (nats/token)"),
+    Chart("forward_kl", "Forward KL (nats/token)"),
+    Chart("reverse_kl", "Reverse KL (nats/token)"),
+    Chart("jsd", "JSD (nats/token)"),
+    Chart("agreement_at_1", "Agreement@1 with the teacher", axis="linear"),
+    Chart("mean_token_accuracy", "Token accuracy", axis="linear"),
+    Chart("perplexity", "Perplexity"),
+    Chart("student_perplexity", "Student's perplexity", "teacher_perplexity"),
+    Chart("entropy", "Entropy (nats/token)", "teacher_entropy"),
+    Chart("aux_loss", "Router's load-balancing loss"),
+    Chart("grad_norm", "Gradient norm"),
+    Chart("learning_rate", "Learning rate", axis="linear"),
+    Chart("tokens_per_second", "Tokens per second", axis="zero"),
+    Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
+)
+TERM = "loss/"  # before the name of a single term of the loss
+# logged, and no curve: counters, and what is said elsewhere
+_NO_CURVES = {"step", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
+_NO_CURVES_LIKE = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|preparation_time)$|^train_")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart."""
+
+    label: str
+    kind: str
+    """train, eval or teacher"""
+    color: str
+    steps: list[float]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart as the page and as a file hold it."""
+
+    name: str
+    title: str
+    note: str
+    svg: str
+    png: bytes
+
+
+def points(run: Run, metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a metric in the logs; of a step that was logged twice, as a resumed run may, the later."""
+    found: dict[float, float] = {}
+    for entry in run.log_history:
+        step, value = number(entry.get("step")), number(entry.get(metric))
+        if step is not None and value is not None:
+            found[step] = value
+    return sorted(found), [found[step] for step in sorted(found)]
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """The charts of which some run has two points or more: the loss, its terms, and last what we know no title of."""
+    logged = dict.fromkeys(key for run in runs for entry in run.log_history for key in entry)
+    known = {name for chart in CHARTS for name in (chart.metric, chart.teacher)} | _NO_CURVES
+    base = dict.fromkeys(key.removeprefix("eval_") for key in logged)
+    others = [Chart(key, _title(key)) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
+    terms = [chart for chart in others if chart.metric.startswith(TERM)]
+    rest = [chart for chart in others if chart not in terms]
+    measured = [{key.removeprefix("eval_") for entry in run.log_history for key in entry} for run in runs]
+    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not said_already(c.metric, measured)]
+    return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
+
+
+def _title(key: str) -> str:
+    """`loss/forward_kl` is a term of the loss, `schedule/temperature` a value that moves."""
+    group, _, name = key.rpartition("/")
+    title = name.replace("_", " ")
+    return f"{group.replace('_', ' ').capitalize()}: {title}" if group else title
+
+
+def lines_of(chart: Chart, runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Line]:
+    """The lines of a chart that have any point: one run's by kind, several runs' by run and kind."""
+    found = []
+    for index, run in enumerate(runs):
+        for place, (kind, metric) in enumerate(_series(chart, run)):
+            color = SERIES[(place if len(runs) == 1 else index) % len(SERIES)]
+            label = {"train": "training", "eval": "held out", "teacher": "teacher"}[kind]
+            if len(runs) > 1:
+                label = labels[index] if labels else run.name
+            steps, values = points(run, metric)
+            if steps:
+                found.append(Line(label, kind, color, steps, values))
+    return found
+
+
+def _series(chart: Chart, run: Run) -> Iterator[tuple[str, str]]:
+    yield "train", chart.metric
+    yield "eval", f"eval_{chart.metric}"
+    if chart.teacher:
+        on_held_out = any(f"eval_{chart.teacher}" in entry for entry in run.log_history)
+        yield "teacher", f"eval_{chart.teacher}" if on_held_out else chart.teacher
+
+
+def draw(runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Drawing]:
+    """Every chart of these runs, several runs overlaid. Imports matplotlib."""
+    import matplotlib
+    from matplotlib.backends import backend_agg, backend_svg  # noqa: F401  loaded before rc_context, not in it
+    from matplotlib.figure import Figure
+
+    drawn = []
+    with matplotlib.rc_context(_STYLE):
+        for chart in charts_of(runs):
+            lines = lines_of(chart, runs, labels)
+            figure = Figure(figsize=SIZE, layout="constrained")
+            note = _plot(figure.add_subplot(), chart, lines, len(runs) > 1)
+            svg, png = _svg(figure, chart), io.BytesIO()
+            figure.axes[0].set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
+            figure.savefig(png, format="png", dpi=160, facecolor="white")
+            drawn.append(Drawing(chart.name, chart.title, note, svg, png.getvalue()))
+    return drawn
+
+
+_STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "xtick.major.size": 3,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.6,
+    "svg.fonttype": "none",  # text stays text, in the page's font
+}
+
+
+def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
+    """Draw the lines and return what must be said beside the chart."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    notes = []
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    values = sorted(value for line in lines for value in line.values)
+    if chart.axis == "log" and values[0] > 0 and values[-1] > values[len(values) // 20] * 10**DECADES:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=TICKS))
+        notes.append("logarithmic")
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE))
+        axes.yaxis.set_major_formatter("{x:g}")
+    for line in lines:
+        _draw_line(axes, line, alpha=0.18 if several else 0.3)
+    if chart.axis == "zero":
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
+    if len({line.label for line in lines}) > 1:
+        named = [artist for artist in axes.get_lines() if not str(artist.get_label()).startswith("_")]
+        handles = {str(artist.get_label()): artist for artist in reversed(named)}  # of a run, its first line
+        handles = dict(reversed(handles.items()))
+        axes.figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=3)
+    return ", ".join(notes)
+
+
+def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
+    """The points joined; of many, their running mean, and the points in the background with opacity `alpha`."""
+    style: dict[str, Any] = {"color": line.color, "linewidth": 1.6, "label": line.label}
+    few = len(line.steps) <= 30
+    if line.kind == "eval":
+        style |= {"linestyle": (0, (4, 2)), "marker": "o" if few else None, "markersize": 3.6}
+    elif line.kind == "teacher":
+        style |= {"linestyle": (0, (1, 1.6)), "linewidth": 1.4}
+    elif len(line.steps) == 1:
+        style |= {"marker": "o", "markersize": 3.6}
+    if line.kind != "train" or len(line.steps) < SMOOTHED_FROM:
+        axes.plot(line.steps, line.values, **style)
+        return
+    axes.plot(line.steps, line.values, color=line.color, linewidth=0.8, alpha=alpha)
+    axes.plot(line.steps, _running_mean(line.values, max(3, len(line.values) // 40)), **style)
+
+
+def reading(runs: Sequence[Run]) -> str:
+    """How the lines of the charts of these runs are to be read."""
+    lines = [line for chart in charts_of(runs) for line in lines_of(chart, runs)]
+    kinds = {line.kind for line in lines}
+    told = []
+    if any(line.kind == "train" and len(line.steps) >= SMOOTHED_FROM for line in lines):
+        told.append("Training logs are faint, their running mean bold.")
+    if "eval" in kinds:
+        told.append("Dashed: the held-out rows.")
+    if "teacher" in kinds:
+        told.append("Dotted: the teacher.")
+    return " ".join(told)
+
+
+def _running_mean(values: list[float], half: int) -> list[float]:
+    """The mean over the neighbours up to `half` on either side, of as many on both at the ends."""
+    means = []
+    for index in range(len(values)):
+        reach = min(half, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def _svg(figure: "Figure", chart: Chart) -> str:
+    """The figure as an element of the page: its colours and font the page's, its ids its own, nothing outside it."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = re.sub(r'\bid="', f'id="{chart.name}-', svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{chart.name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{chart.name}-", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    box, label = f"0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}", html.escape(f"{chart.title} over steps")
+    opening = f'<svg viewBox="{box}" role="img" aria-label="{label}">'
+    return re.sub(r"\s*\n\s*", " ", re.sub(r"^<svg[^>]*>", opening, svg))

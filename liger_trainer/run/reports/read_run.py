@@ -1,0 +1,187 @@
+"""Run directories as reports read them: a finished run's metrics.json, or an unfinished one's newest checkpoint."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...errors import ConfigError, CorruptError
+from ..checkpoints import BEFORE, CONFIG, METRICS, STATE, checkpoints_in
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Sample(_Part):
+    """A held-out prompt and what each model made of it."""
+
+    prompt: str
+    reference: str | None = None
+    teacher: str | None = None
+    before: str | None = None
+    after: str | None = None
+
+
+class SetTo(_Part):
+    """A setting that differs from its default."""
+
+    value: Any
+    set_by: str
+
+
+class Patch(_Part):
+    """What was swapped in a model: layer -> instances; and left alone: name -> why."""
+
+    model: str
+    swapped: dict[str, int]
+    left_alone: dict[str, str]
+
+
+class Run(_Part):
+    """A run as it lies on disk. What an older version or an unfinished run does not tell is empty.
+
+    KLs, losses and entropies are in nats per token.
+    """
+
+    path: Path
+    finished: bool
+    steps: int
+    """done; in an unfinished run, at its newest checkpoint"""
+    max_steps: int | None = None
+    recipe: str | None = None
+    config: str | None = None
+    """the name of the configuration that was run"""
+    config_text: str = ""
+    """config.yaml"""
+    effective: dict[str, Any] = {}
+    """every key with its value, defaults included"""
+    settings: dict[str, SetTo] = {}
+    """what differs from the defaults; of an unfinished run what config.yaml sets"""
+    log_history: list[dict[str, Any]] = []
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    completions: list[Sample] = []
+    data: dict[str, Any] = {}
+    rows: dict[str, dict[str, int]] = {}
+    training: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    patched: dict[str, Patch] = {}
+    versions: dict[str, str] = {}
+    environment: dict[str, Any] = {}
+    finished_at: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """`read_run` of each. Raises ConfigError also where a directory is given twice."""
+    places = [path.expanduser().resolve() for path in paths]
+    twice = next((path for path in places if places.count(path) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is given twice.")
+    return [read_run(path.expanduser()) for path in paths]
+
+
+def read_run(path: Path) -> Run:
+    """Read the run whose output directory is `path`.
+
+    Raises:
+        ConfigError: no such directory, or neither metrics.json nor a checkpoint in it.
+        CorruptError: a file of it is no JSON or YAML, or not of the expected form.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; expected the output_dir of a run.")
+    text, chosen, defaults = _config(path / CONFIG)
+    common = {"path": path, "config_text": text, "effective": {**chosen, **defaults}}
+    if (path / METRICS).is_file():
+        content = _json(path / METRICS)
+        if isinstance(content, dict):
+            training = content.get("training")
+            steps = training.get("steps", 0) if isinstance(training, dict) else 0
+            own = {"finished": True, "steps": steps, "max_steps": steps, "settings": _set_in_file(chosen)}
+            return _run(path / METRICS, {**own, **content, **common})
+        raise CorruptError(f"{path / METRICS}: expected a JSON object, got {type(content).__name__}.")
+    return _unfinished(path, {"recipe": chosen.get("recipe"), "settings": _set_in_file(chosen), **common})
+
+
+def _unfinished(path: Path, common: dict[str, Any]) -> Run:
+    """What the newest checkpoint tells; or `path` itself, where it is a checkpoint or was written by `save_state`."""
+    found = [folder for folder in [*checkpoints_in(path), path] if (folder / STATE).is_file()]
+    if not found:
+        raise ConfigError(
+            f"{path} holds neither {METRICS}, which a finished run has, nor a checkpoint with {STATE}, which an "
+            "unfinished one has once it saved; expected the output_dir of a run."
+        )
+    newest = found[-1]
+    state = _json(newest / STATE)
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise CorruptError(f"{newest / STATE}: expected the state of a Trainer, with its log_history.")
+    measured = _json(newest / BEFORE) if (newest / BEFORE).is_file() else {}
+    return _run(
+        newest / STATE,
+        {
+            "finished": False,
+            "steps": state.get("global_step", 0),
+            "max_steps": state.get("max_steps"),
+            "log_history": state["log_history"],
+            "before": measured.get("metrics", {}) if isinstance(measured, dict) else {},
+            **common,
+        },
+    )
+
+
+def _run(source: Path, content: dict[str, Any]) -> Run:
+    try:
+        return Run.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CorruptError(f"{source}: {where}: {first['msg']} (got {first['input']!r:.60}).") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from None
+
+
+def _set_in_file(chosen: dict[str, Any]) -> dict[str, Any]:
+    return {str(key): {"value": value, "set_by": CONFIG} for key, value in chosen.items() if key != "recipe"}
+
+
+def _config(path: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """config.yaml as text; the keys that were set in it, and the defaults, which stand in its comments."""
+    if not path.is_file():
+        return "", {}, {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        chosen, _, defaults = text.partition("\n# Defaults in effect:\n")
+        commented = "\n".join(line.removeprefix("# ") for line in defaults.splitlines())
+        return text, dict(yaml.safe_load(chosen) or {}), dict(yaml.safe_load(commented) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from None
+
+
+def number(value: Any) -> float | None:
+    """A number out of a log, None where it is none or not finite (JSON has no NaN: it stands there as a text)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run that no other has: the directory's, with as much of the path as it takes."""
+    parts = [run.path.resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(path[-length:]) for path in parts]
+        if len(set(short)) == len(short):
+            break
+    return short

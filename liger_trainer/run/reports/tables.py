@@ -1,0 +1,205 @@
+"""The tables of a report. Each has a column for every run, so that one run and several are told alike."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..metric_rows import DISTILL_ROWS, SFT_ROWS, Row, said_already
+from .format import change, count, duration, figure, memory, shown
+from .read_run import Run, number
+
+MORE_ROWS = (
+    Row("kd_loss", "distillation loss", better="lower"),
+    Row("ce_loss", "cross-entropy (nats/token)", better="lower"),
+    Row("teacher_entropy", "teacher's entropy (nats/token)"),
+)
+OF_THE_PLACE = {"output_dir", "run_name", "logging_dir"}
+"""Keys that differ between any two runs and change nothing."""
+_OWN_TO_A_RUN = {"loss", "kd_loss"}  # what is minimised is another thing in each distillation
+_LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    more: str = ""
+    tone: str = ""
+    """best, good, bad or lost: how it is set off"""
+
+
+@dataclass(frozen=True)
+class TableRow:
+    label: str
+    cells: list[Cell]
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of a label and a cell for each column; `columns` names all of them, the labels' own first."""
+
+    rows: list[TableRow]
+    columns: list[str] = field(default_factory=list)
+    title: str = ""
+    numbers: bool = False
+
+
+def latest(run: Run) -> tuple[dict[str, float], int | None]:
+    """The metrics after training; of an unfinished run those of its newest evaluation, with the step it was at."""
+    if run.finished:
+        return run.after, None
+    for entry in reversed(run.log_history):
+        found = {name.removeprefix("eval_"): number(value) for name, value in entry.items() if name.startswith("eval_")}
+        if found:
+            return {name: value for name, value in found.items() if value is not None}, int(entry.get("step", 0))
+    return {}, None
+
+
+def distills(runs: Sequence[Run]) -> bool:
+    """Whether any run has a teacher."""
+    return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """The metrics that any of the runs has, those first that it was about."""
+    order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
+    known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
+    measured = [{**run.before, **latest(run)[0]} for run in runs]
+    shown = (row for row in known.values() if not said_already(row.metric, measured))
+    return [row for row in shown if any(row.metric in metrics for metrics in measured)]
+
+
+def tone(row: Row, old: float | None, new: float | None) -> str:
+    """Whether a change is for the better."""
+    if row.better is None or old is None or new is None or old == new or math.isnan(old) or math.isnan(new):
+        return ""
+    return "good" if (new < old) == (row.better == "lower") else "bad"
+
+
+def before_and_after(run: Run) -> Grid:
+    """One run's held-out metrics, and how they changed."""
+    after, step = latest(run)
+    rows = []
+    for row in rows_of([run]):
+        old, new = run.before.get(row.metric), after.get(row.metric)
+        moved = Cell(change(old, new), tone=tone(row, old, new))
+        rows.append(TableRow(row.title, [Cell(figure(old, row.digits)), Cell(figure(new, row.digits)), moved]))
+    return Grid(rows, ["metric", "before", "after" if step is None else f"at step {step}", "change"], numbers=True)
+
+
+def side_by_side(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+    """The held-out metrics of several runs after training, with what they were before; the best of each row."""
+    rows, comparable = [], of_the_same_rows(runs)
+    for row in rows_of(runs):
+        values = [latest(run)[0].get(row.metric) for run in runs]
+        best = _best(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
+        cells = []
+        for run, value in zip(runs, values, strict=True):
+            old = run.before.get(row.metric)
+            came = f"from {figure(old, row.digits)}" if old is not None and value is not None else ""
+            cells.append(Cell(figure(value, row.digits), came, "best" if value is not None and value == best else ""))
+        rows.append(TableRow(row.title, cells))
+    steps = [latest(run)[1] for run in runs]
+    columns = [label if step is None else f"{label} (step {step})" for label, step in zip(labels, steps, strict=True)]
+    return Grid(rows, ["metric", *columns], numbers=True)
+
+
+def _best(row: Row, values: Sequence[float | None]) -> float | None:
+    """The best of a row's values; None where neither direction is better, or all are equal."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if row.better is None or len(set(finite)) < 2:
+        return None
+    return min(finite) if row.better == "lower" else max(finite)
+
+
+def of_the_same_rows(runs: Sequence[Run]) -> bool:
+    """As far as is known: an unfinished run does not tell its rows."""
+    return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
+
+
+def facts(
+    runs: Sequence[Run],
+    labels: Sequence[str],
+    of: Callable[[Run], dict[str, str]],
+    title: str = "",
+    numbers: bool = False,
+) -> Grid:
+    """What `of` tells of each run, by name; a column for each that it tells of, named where there are several."""
+    told = {label: facts for run, label in zip(runs, labels, strict=True) if (facts := of(run))}
+    keys = dict.fromkeys(key for facts in told.values() for key in facts)
+    rows = [TableRow(key, [Cell(facts.get(key, "")) for facts in told.values()]) for key in keys]
+    return Grid(rows, ["", *told] if len(runs) > 1 else [], title, numbers)
+
+
+def training_facts(run: Run) -> dict[str, str]:
+    known: dict[str, Callable[[Any], str]] = {"seconds": duration, "peak_memory_mib": memory}
+    names = {"seconds": "time", "peak_memory_mib": "peak memory", "peak_memory_of": "peak memory of"}
+    return {names.get(key, key.replace("_", " ")): known.get(key, count)(value) for key, value in run.training.items()}
+
+
+def data_facts(run: Run) -> dict[str, str]:
+    return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in run.data.items()}
+
+
+def environment_facts(run: Run) -> dict[str, str]:
+    place = dict(run.environment)
+    gpus = place.pop("gpus", None) or []
+    told = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
+    for index, gpu in enumerate(gpus):
+        told[f"GPU {index}"] = (
+            f"{gpu.get('name')}, {gpu.get('memory_gib')} GiB, compute {gpu.get('compute_capability')}"
+        )
+    told |= {key.replace("_", " "): shown(value) for key, value in place.items()}
+    return {key: value for key, value in {**told, **run.versions}.items() if value}
+
+
+def parts_of_the_time(run: Run) -> dict[str, str]:
+    return {key.replace("_", " "): duration(seconds) for key, seconds in run.seconds.items()}
+
+
+def prepared_rows(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+    """What tokenizing and max_length made of the rows of each split; a column for each split of each run."""
+    columns = [
+        (f"{label}: {split}" if len(runs) > 1 else split, counts)
+        for run, label in zip(runs, labels, strict=True)
+        for split, counts in run.rows.items()
+    ]
+    rows = []
+    for key in dict.fromkeys(key for _, counts in columns for key in counts):
+        values = [counts.get(key) for _, counts in columns]
+        cells = [Cell("" if value is None else count(value)) for value in values]
+        rows.append(TableRow(key.replace("_", " "), cells, key in _LOST and any(values)))
+    return Grid(rows, ["rows, tokenized", *(name for name, _ in columns)], numbers=True)
+
+
+def settings(run: Run, title: str = "") -> Grid:
+    """What differs from the defaults, and where each was set."""
+    rows = [TableRow(key, [Cell(shown(to.value)), Cell(to.set_by)]) for key, to in run.settings.items()]
+    return Grid(rows, ["setting", "value", "set by"], title)
+
+
+def differences(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+    """The keys whose values differ between the runs, defaults included."""
+    keys = dict.fromkeys(key for run in runs for key in run.effective)
+    missing = object()
+    rows = []
+    for key in keys:
+        values = [run.effective.get(key, missing) for run in runs]
+        if key not in OF_THE_PLACE and any(value != values[0] for value in values):
+            rows.append(TableRow(key, [Cell("" if value is missing else shown(value)) for value in values]))
+    return Grid(rows, ["setting", *labels])
+
+
+def patches(runs: Sequence[Run], labels: Sequence[str]) -> Iterable[Grid]:
+    """What was swapped in each model of each run, and what was left alone. Runs that agree are told once."""
+    told: dict[tuple, list[str]] = {}
+    for run, label in zip(runs, labels, strict=True):
+        for role, patch in run.patched.items():
+            key = (role, patch.model, tuple(patch.swapped.items()), tuple(patch.left_alone.items()))
+            told.setdefault(key, []).append(label)
+    for (role, model, swapped, left), where in told.items():
+        rows = [TableRow(kind, [Cell(str(number))]) for kind, number in swapped]
+        rows += [TableRow(name, [Cell("left alone", why)]) for name, why in left]
+        of = f" of {', '.join(where)}" if len(runs) > 1 else ""
+        yield Grid(rows, ["layer", "instances"], f"{role.capitalize()}{of}: {model}")

@@ -1,0 +1,105 @@
+"""What a run says: its effective configuration and data at the start, its results at the end."""
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..patching.patcher import Patched
+from ..trainers.rows import RowFacts
+from .data.datasets import DataFacts
+from .metric_rows import Row
+from .samples import Completion, comparison_table, print_completions
+from .train_loop import TrainingFacts
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What metrics.json holds, beside the versions. KLs, losses and entropies are in nats per token."""
+
+    recipe: str
+    config: str
+    before: dict[str, float]
+    after: dict[str, float]
+    completions: list[Completion]
+    data: DataFacts
+    rows: dict[str, RowFacts]
+    """of each split, as the trainer prepared it"""
+    patched: dict[str, Any]
+    """`patch_facts`"""
+    training: TrainingFacts
+    seconds: dict[str, float]
+    """of each part of the run"""
+    log_history: list[dict[str, Any]]
+
+
+def patch_facts(**models: Patched | None) -> dict[str, Any]:
+    """What was swapped in each model, by name, and what was left alone and why; not of a model that is None."""
+    reports = {name: patched.report for name, patched in models.items() if patched is not None}
+    return {
+        name: {"model": report.model, "swapped": dict(report.swapped), "left_alone": report.left_alone}
+        for name, report in reports.items()
+    }
+
+
+def run_console() -> Console:
+    """The console of a run; silent in all processes but the first, by the RANK that launchers set."""
+    return Console(quiet=os.environ.get("RANK", "0") != "0")
+
+
+def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
+    """The settings that differ from the defaults, with their origin, and what is known about the data."""
+    settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
+    for column in ("setting", "value", "set by"):
+        settings.add_column(column, overflow="fold")
+    for key, (value, where) in config.changes().items():
+        settings.add_row(key, str(value), where)
+    console.print(settings)
+    print_data(console, facts, vocabulary)
+
+
+def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
+    """What is known about the data; in yellow rows that are there more than once."""
+    data = Table(title="data", title_justify="left", show_header=False)
+    data.add_column()
+    data.add_column(overflow="fold")
+    for name, value in asdict(facts).items():
+        shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
+        twice = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
+        data.add_row(name.replace("_", " "), shown, style="yellow" if twice else None)
+    if vocabulary:
+        data.add_row("vocabulary", vocabulary)
+    console.print(data)
+
+
+def print_results(console: Console, results: RunResults, rows: tuple[Row, ...], output_dir: Path) -> None:
+    """The end of a run: completions, the table before/after, speed, memory, and where everything is."""
+    print_completions(console, results.completions)
+    console.print(comparison_table(rows, results.before, results.after))
+    training = results.training
+    console.print(
+        f"{training.steps - training.resumed_at} steps in {training.seconds:.0f} s ({training.tokens_per_second:,.0f} "
+        f"tokens/s), {training.tokens:,} tokens in all; peak memory {training.peak_memory_mib:,.0f} MiB "
+        f"({training.peak_memory_of}); {training.device}",
+        highlight=False,
+    )
+    console.print(f"Model, tokenizer, config.yaml, metrics.json and report.html are in {output_dir}", highlight=False)
+
+
+def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
+    """What the trainer made of the rows of each split; in yellow what is lost of them."""
+    table = Table(title="rows, tokenized", title_justify="left")
+    table.add_column()
+    for split in rows:
+        table.add_column(split, justify="right")
+    for name in (field.name for field in fields(RowFacts)):
+        counts = [getattr(facts, name) for facts in rows.values()]
+        lost = name in ("rows_dropped", "rows_truncated", "supervised_tokens_lost") and any(counts)
+        table.add_row(name.replace("_", " "), *(f"{count:,}" for count in counts), style="yellow" if lost else None)
+    console.print(table)

@@ -1,0 +1,197 @@
+"""Before and after: the held-out metrics as a table, and completions of held-out prompts side by side."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+
+from ..losses.model_parts import device_of
+from .data.datasets import RunData
+from .metric_rows import Row
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+ANSWERS = ("assistant", "model")  # roles
+TEXT_PROMPT_TOKENS = 32  # of a row of plain text or token ids, which has no prompt of its own
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out prompt, as shown and as tokens, with the answer the dataset gives."""
+
+    text: str
+    input_ids: list[int]
+    reference: str | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt with what each model made of it; `teacher` is None where there is none."""
+
+    prompt: str
+    reference: str | None
+    before: str
+    after: str
+    teacher: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A student at one moment: its held-out metrics, named without `eval_`, and what it makes of the prompts."""
+
+    metrics: dict[str, float]
+    texts: list[str]
+
+
+def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
+    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now."""
+    metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
+    tokenizer = trainer.processing_class
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return Measurement(metrics, complete(trainer.model, tokenizer, prompts, max_new_tokens))
+
+
+def compare(
+    prompts: Sequence[Prompt], before: Measurement, after: Measurement, teacher: Sequence[str] | None = None
+) -> list[Completion]:
+    """The completions of each prompt, side by side."""
+    return [
+        Completion(prompt.text, prompt.reference, before.texts[i], after.texts[i], teacher[i] if teacher else None)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """`num_sample_completions` prompts from rows spread evenly over the held-out rows.
+
+    Call it once the trainer exists: it may have changed the chat template. A prompt longer than `max_length`
+    keeps its end.
+    """
+    count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
+    rows = [data.test[i * len(data.test) // count] for i in range(count)]
+    prompts = [_prompt(row, form, tokenizer, config["dataset_text_field"]) for row in rows]
+    limit = config["max_length"]
+    return [Prompt(p.text, p.input_ids[-limit:] if limit else p.input_ids, p.reference) for p in prompts]
+
+
+def in_other_tokens(
+    prompts: Sequence[Prompt], config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The same prompts for a model of another tokenizer, in its own chat template."""
+    if data.facts.form != "text":
+        return held_out_prompts(config, data, tokenizer)
+    return [Prompt(p.text, tokenizer(p.text)["input_ids"], p.reference) for p in prompts]  # cut by the other's tokens
+
+
+def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, text_field: str) -> Prompt:
+    if form in ("text", "input_ids"):
+        ids = row["input_ids"] if form == "input_ids" else tokenizer(row[text_field])["input_ids"]
+        cut = min(TEXT_PROMPT_TOKENS, max(1, len(ids) // 2))
+        return Prompt(_decode(tokenizer, ids[:cut]), list(ids[:cut]), _decode(tokenizer, ids[cut:]))
+    if form in ("prompt", "prompt-completion") and isinstance(row["prompt"], str):
+        return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row.get("completion"))
+    if form in ("prompt", "prompt-completion"):
+        messages, answer = row["prompt"], row.get("completion")
+    else:
+        messages = row["messages"]
+        turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
+        cut = turns[-1] if turns else len(messages)
+        messages, answer = messages[:cut], messages[cut:]
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    options: dict[str, Any] = row.get("chat_template_kwargs") or {}
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
+    )
+    ids = rendered["input_ids"]
+    return Prompt(_said(messages[-1:]), ids, _said(answer) if answer else None)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def _said(messages: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(str(message.get("content") or "") for message in messages)
+
+
+def complete(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[str]:
+    """Greedy completions, one prompt at a time (so no padding).
+
+    Args:
+        model: a transformers or PEFT model; it is left in the mode it was in.
+    """
+    training = model.training
+    stop = model.generation_config.eos_token_id if model.generation_config else None
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id if stop is None else stop,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
+    model.eval()
+    device = device_of(model)
+    texts = []
+    try:
+        with torch.no_grad():
+            for prompt in prompts:
+                ids = torch.tensor([prompt.input_ids], device=device)
+                made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+                texts.append(_decode(tokenizer, made[0, ids.shape[1] :]))
+    finally:
+        model.train(training)
+    return texts
+
+
+def complete_by_each(
+    models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[str] | None:
+    """Of each prompt the completion, or, by several models, a line of each that begins with its name; None by none."""
+    texts = [complete(model, tokenizer, prompts, max_new_tokens) for model in models.values()]
+    if len(texts) < 2:
+        return texts[0] if texts else None
+    return [
+        "\n".join(f"{name}: {text}" for name, text in zip(models, each, strict=True))
+        for each in zip(*texts, strict=True)
+    ]
+
+
+def comparison_table(rows: Sequence[Row], before: dict[str, float], after: dict[str, float]) -> Table:
+    """The held-out metrics before and after training, with the relative change."""
+    table = Table(title="Held-out rows, before and after training", title_justify="left")
+    table.add_column("metric")
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        old, new = before[row.metric], after[row.metric]
+        table.add_row(row.title, f"{old:.{row.digits}f}", f"{new:.{row.digits}f}", _change(old, new))
+    return table
+
+
+def _change(old: float, new: float) -> str:
+    if not (math.isfinite(old) and math.isfinite(new)) or old == 0:
+        return ""
+    return f"{(new - old) / abs(old):+.1%}"
+
+
+def print_completions(console: Console, completions: Sequence[Completion]) -> None:
+    """Each prompt with its completions, one panel a prompt."""
+    for completion in completions:
+        parts = [Text(completion.prompt, style="bold")]
+        for title in ("teacher", "before", "after"):
+            text = getattr(completion, title)
+            if text is not None:
+                parts.append(Text.assemble((f"{title}: ", "cyan"), text or "(nothing)"))
+        console.print(Panel(Group(*parts), title="held-out prompt", title_align="left"))

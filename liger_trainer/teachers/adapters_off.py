@@ -1,0 +1,108 @@
+"""`teacher: self`: the student without its adapters. The same weights serve twice; none are loaded or copied."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+from torch import nn
+from torch.nn.functional import linear
+
+from ..errors import ConfigError
+from ..losses.batch_loss import Logits
+from ..losses.deferred_logits import DeferredLogits
+from ..patching.patcher import base_of
+from .base import Teacher, without_labels
+from .in_process import teacher_logits
+from .vocabulary import check_student_vocabulary, tokenizer_size
+
+if TYPE_CHECKING:
+    from ..trainers.distill_trainer import LigerDistillTrainer
+
+
+class SelfTeacher(Teacher):
+    """The base of a PEFT student, with every adapter, saved module and trained token switched off.
+
+    Its pass is over before the student's begins, in eval mode and without gradient; flags, modes and what requires a
+    gradient are then as they were.
+    """
+
+    def __init__(self) -> None:
+        self._student: Any = None
+        self._accelerator: Any = None
+
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ConfigError(
+                "teacher: self does not work with FSDP or DeepSpeed, whose hooks gather the weights for the student's "
+                "pass alone. Train on each GPU with all weights, or load the base as a teacher of its own: "
+                "teacher: model with teacher_model_name_or_path."
+            )
+        _check_adapters(trainer.student)
+        self._student, self._accelerator = trainer.student, trainer.accelerator
+        return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
+
+    def answer(self, inputs: dict[str, Any]) -> Logits:
+        base = base_of(self._student)
+        with without_adapters(self._student), self._accelerator.autocast():
+            logits = teacher_logits(base, base, **without_labels(inputs))
+        if not isinstance(logits, DeferredLogits):
+            return logits
+        # computed later, if at all, when the head has its adapters again
+        return replace(logits, project=partial(linear, weight=logits.head.weight, bias=logits.head.bias))
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        with without_adapters(self._student):
+            yield {"": base_of(self._student)}
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within, a PEFT model in eval mode computes what its base does. Afterwards all is as it was.
+
+    PEFT's own `disable_adapter` also sets what requires a gradient, by its own rules and not as it was.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    switches: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in switches]
+    try:
+        for module in switches:
+            module._disable_adapters = True
+        model.eval()
+        yield
+    finally:
+        for module, disabled in zip(switches, before, strict=True):
+            module._disable_adapters = disabled
+        for module, training in modes:
+            module.training = training
+
+
+def _check_adapters(student: Any) -> None:
+    """Raise ConfigError where switching adapters off would not give the model as it was before training."""
+    if not isinstance(student, PeftModel):
+        raise ConfigError(
+            "teacher: self is the student without its adapters, but the student has none. Train adapters "
+            "(use_peft: true in a configuration, peft_config in Python), or name another teacher."
+        )
+    if any(config.is_prompt_learning or config.is_adaption_prompt for config in student.peft_config.values()):
+        raise ConfigError(
+            "teacher: self needs adapters of layers, such as LoRA's; prompt learning adds tokens or more."
+        )
+    if any(getattr(module, "merged_adapters", None) for module in student.modules()):
+        raise ConfigError("teacher: self needs adapters that are apart from the weights: call unmerge_adapter() first.")
+    moving = [name for name, p in student.named_parameters() if p.requires_grad and not _is_adapters(student, name)]
+    if moving:
+        raise ConfigError(
+            f"teacher: self is the model without adapters, but weights of its own are trained too: {moving[0]}"
+            f"{f' and {len(moving) - 1} more' if len(moving) > 1 else ''}. The teacher would change with the student. "
+            'Freeze them (LoRA: bias="none"), or load the base as a teacher of its own.'
+        )
+
+
+def _is_adapters(student: Any, name: str) -> bool:
+    """Whether a parameter belongs to an adapter, or to its copy of a module."""
+    return any(part in f".{name}" for part in (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.",
+                                               ".trainable_tokens_"))  # fmt: skip

@@ -1,0 +1,345 @@
+"""A teacher cache on disk: index.json and shards of records, read through memory maps, found by the content of rows.
+
+    index.json                  settings, fingerprints, and of each shard its rows, tokens, bytes and SHA-256
+    shard-00000.safetensors     keys (rows, 16), offsets (rows + 1,), records (tokens, bytes of a token)
+
+Rows are in the order of their keys, over all shards, so a row is found by bisection. The index is rewritten after
+every shard and is finished when it says so; each file is written beside its name, synced and renamed, so that
+there is the old one or the new one at every moment.
+"""
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from datasets import Dataset
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import ConfigError, CorruptError
+from .fingerprints import KEY_BYTES, documents, shortened, template_fingerprint, tokenizer_fingerprint
+from .records import RecordFormat
+
+VERSION = 1
+INDEX = "index.json"
+_OPEN_SHARDS = 256  # memory maps at a time
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class CacheSettings(_Part):
+    """What was captured. Two captures agree in all of these or do not go on with each other."""
+
+    kind: Literal["topk", "sampled"]
+    entries: int
+    tail_draws: int = 0  # caches that were captured before there were any do not say so
+    bits: Literal[8, 16]
+    temperature: float
+    vocab_size: int
+    seed: int | None
+    """of the draws"""
+    max_length: int | None
+    shard_mb: int
+
+    @property
+    def format(self) -> RecordFormat:
+        return RecordFormat(self.kind, self.entries, self.bits, self.vocab_size, self.tail_draws)
+
+
+class Fingerprints(_Part):
+    """What was captured from. See cache_fingerprints.py."""
+
+    teacher: str
+    teacher_from: Literal["files", "memory"]
+    tokenizer: str
+    chat_template: str | None
+    data: str
+
+
+class TeacherName(_Part):
+    """For people; the fingerprint decides."""
+
+    name: str
+    revision: str | None
+    dtype: str
+
+
+class Shard(_Part):
+    name: str
+    rows: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+class CacheIndex(_Part):
+    """index.json, without its own checksum."""
+
+    version: int
+    finished: bool
+    teacher: TeacherName
+    settings: CacheSettings
+    fingerprints: Fingerprints
+    rows: int
+    tokens: int
+    shards: tuple[Shard, ...]
+
+    def differences(self, other: "CacheIndex") -> list[str]:
+        """What keeps `other` from going on where this one ended: "settings.entries: 64 there, 32 now"."""
+        ours, theirs = (
+            {"teacher": i.teacher, "settings": i.settings, "fingerprints": i.fingerprints} for i in (self, other)
+        )
+        return [
+            f"{part}.{name}: {shortened(value)} there, {shortened(getattr(theirs[part], name))} now"
+            for part, model in ours.items()
+            for name, value in model
+            if value != getattr(theirs[part], name)
+        ]
+
+
+def read_index(path: Path) -> CacheIndex:
+    """The index of the cache in directory `path`, finished or not.
+
+    Raises:
+        ConfigError: there is no cache, or one of another version of the format.
+        CorruptError: the index is damaged.
+    """
+    file = path / INDEX
+    if not file.is_file():
+        raise ConfigError(
+            f"{path} holds no teacher cache: there is no {INDEX}. `liger-trainer cache CONFIG` makes one."
+        )
+    try:
+        content = json.loads(file.read_bytes())
+        checksum = content.pop("sha256")
+        version = content["version"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{file} is damaged and cannot be read ({error}). Capture the cache again.") from None
+    if checksum != _checksum(content):
+        raise CorruptError(f"{file} is damaged: its content does not have the checksum that it names.")
+    if version != VERSION:
+        raise CorruptError(f"{file} has version {version} of the format; this liger-trainer reads version {VERSION}.")
+    try:
+        return CacheIndex.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise CorruptError(f"{file} is not an index of a teacher cache: {error}") from None
+
+
+def write_index(path: Path, index: CacheIndex) -> None:
+    content = index.model_dump(mode="json")
+    text = json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
+    write_file(path / INDEX, text.encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """All of it or nothing, also when the machine stops."""
+    staged = path.with_name(f".{path.name}.tmp")
+    with staged.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode())
+
+
+class TeacherCache:
+    """A finished cache, for reading.
+
+    Args:
+        path: its directory.
+        verify: read every shard and compare its SHA-256 first.
+
+    Raises:
+        ConfigError: there is no cache, or its capture was not finished.
+        CorruptError: a shard is missing, has another length than the index says, or, if asked for, another content.
+    """
+
+    def __init__(self, path: str | os.PathLike, verify: bool = False):
+        self.path = Path(path).expanduser()
+        self.index = read_index(self.path)
+        if not self.index.finished:
+            raise ConfigError(
+                f"The capture of {self.path} is not finished: {sum(s.tokens for s in self.index.shards):,} of "
+                f"{self.index.tokens:,} tokens. Run the same `liger-trainer cache` command again, and it goes on."
+            )
+        self.format = self.index.settings.format
+        for _ in check_shards(self.path, self.index, contents=verify):
+            pass
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._read_keys()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": OrderedDict()}  # memory maps stay in their process
+
+    def __len__(self) -> int:
+        return self.index.rows
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._find(key) is not None
+
+    def records(self, key: bytes) -> Tensor | None:
+        """(tokens, bytes) uint8 of the row with this key, one for each supervised token, in order; None without it."""
+        row = self._find(key)
+        if row is None:
+            return None
+        shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        start, end = self._offsets[row + shard], self._offsets[row + shard + 1]  # each shard has an offset more
+        try:
+            return self._shard(shard).get_slice("records")[int(start) : int(end)]
+        except SafetensorError as error:
+            raise self._unreadable(shard, error) from None
+
+    def tokens(self, key: bytes) -> int | None:
+        """How many tokens are known of the row; None without it."""
+        row = self._find(key)
+        if row is None:
+            return None
+        row += int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        return int(self._offsets[row + 1] - self._offsets[row])
+
+    def _find(self, key: bytes) -> int | None:
+        wanted = np.frombuffer(key, dtype=">u8")
+        row = int(np.searchsorted(self._keys[:, 0], wanted[0]))
+        while row < len(self._keys) and self._keys[row, 0] == wanted[0]:
+            if self._keys[row, 1] == wanted[1]:
+                return row
+            row += 1
+        return None
+
+    def _read_keys(self) -> None:
+        keys, offsets = [np.empty((0, KEY_BYTES), np.uint8)], [np.empty(0, np.int64)]
+        for place in range(len(self.index.shards)):
+            try:
+                keys.append(self._shard(place).get_tensor("keys").numpy())
+                offsets.append(self._shard(place).get_tensor("offsets").numpy())
+            except SafetensorError as error:
+                raise self._unreadable(place, error) from None
+        # Big-endian, so that numbers have the order of bytes; then as the machine's own, which bisection is fast on.
+        self._keys = np.concatenate(keys).view(">u8").astype(np.uint64)
+        self._offsets = np.concatenate(offsets)
+        self._first_rows = np.cumsum([0] + [shard.rows for shard in self.index.shards])[:-1]
+        if len(self._keys) != self.index.rows or len(self._offsets) != self.index.rows + len(self.index.shards):
+            raise CorruptError(f"The shards of {self.path} hold {len(self._keys)} rows, the index {self.index.rows}.")
+
+    def _shard(self, place: int) -> Any:
+        if place not in self._open:
+            file = self.path / self.index.shards[place].name
+            try:
+                self._open[place] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise self._unreadable(place, error) from None
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(place)
+        return self._open[place]
+
+    def _unreadable(self, place: int, error: Exception) -> CorruptError:
+        name = self.index.shards[place].name
+        return CorruptError(f"{self.path / name} cannot be read ({error}). `liger-trainer cache verify` says what is.")
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises ConfigError if the rows were made with another tokenizer or chat template."""
+        fingerprints = self.index.fingerprints
+        if tokenizer_fingerprint(tokenizer) != fingerprints.tokenizer:
+            raise self._refused("with another tokenizer: its vocabulary, merges or added tokens differ")
+        if template_fingerprint(tokenizer) != fingerprints.chat_template:
+            raise self._refused("with another chat template")
+
+    def check_settings(self, max_length: int | None, temperature: float) -> None:
+        """Raises ConfigError if it was captured with another max_length or temperature."""
+        settings = self.index.settings
+        for name, there, here in (
+            ("max_length", settings.max_length, max_length),
+            ("temperature", settings.temperature, temperature),
+        ):
+            if there != here:
+                raise self._refused(f"with {name} {there}, and this run has {here}")
+
+    def check_teacher(self, name: str, fingerprint: str) -> None:
+        """Raises ConfigError if the cache was captured from another teacher than the one with this fingerprint."""
+        teacher = self.index.teacher
+        if fingerprint != self.index.fingerprints.teacher:
+            raise self._refused(f"from another teacher ({teacher.name}): its weights are not those of {name}")
+
+    def check_rows(self, dataset: Dataset, name: str) -> None:
+        """Whether every row of a prepared dataset is known.
+
+        Raises:
+            ConfigError: some are not; the first is named.
+        """
+        unknown, total, first = 0, 0, None
+        for document in documents(dataset):
+            if document.tokens == 0:
+                continue
+            total += 1
+            if self.tokens(document.key) != document.tokens:
+                unknown += 1
+                first = document if first is None else first
+        if first is not None:
+            raise self._refused(
+                f"from other data: {unknown:,} of {total:,} rows of the {name} dataset are not in it, the first being "
+                f"row {first.row} with {len(first.input_ids)} tokens, {first.tokens} of them supervised. Rows must be "
+                "the same to the token, their masks too: check dataset, split, held-out rows, truncation and masks "
+                "(with packing_strategy wrapped or bfd_split, packing and seed as well)"
+            )
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"The teacher cache {self.path} does not belong to this run: it was captured {why}. "
+            "Capture it anew with `liger-trainer cache CONFIG`, or restore the settings it was captured with."
+        )
+
+
+def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shard]:
+    """Each shard of the index once it is found to be there, with its length and, if asked for, its SHA-256.
+
+    Raises:
+        CorruptError: at the first that is not.
+    """
+    for shard in index.shards:
+        file = path / shard.name
+        if not file.is_file():
+            raise CorruptError(f"{file} is missing.")
+        size = file.stat().st_size
+        if size != shard.bytes:
+            raise CorruptError(f"{file} has {size:,} bytes, and should have {shard.bytes:,}.")
+        if contents:
+            with file.open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
+                    raise CorruptError(f"{file} is damaged: its content does not have the checksum of {INDEX}.")
+        yield shard
+
+
+def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
+    """A shard file of rows in the order of their keys."""
+    from safetensors.torch import save
+
+    offsets = np.cumsum([0, *(len(record) for record in records)])
+    tensors = {
+        "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES).copy()),
+        "offsets": torch.from_numpy(offsets.astype(np.int64)),
+        "records": torch.cat(records),
+    }
+    # One entry: safetensors writes several in any order, and the same rows must give the same bytes.
+    return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})

@@ -1,0 +1,203 @@
+"""Several teachers: each row taught by all of them, by weight; or by its own, which a column of the rows names.
+
+TRL's packing and its collator keep no columns, but token ids and labels. So a document's content says which route it
+has: the key of a row in the teacher cache is that of its route here.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+
+from ..errors import ConfigError, DataError
+from ..losses.batch_loss import IGNORE_INDEX
+from ..losses.multi_teacher import TeacherShare, TeacherShares
+from ..trainers.distill_config import LigerDistillConfig
+from .adapters_off import SelfTeacher
+from .base import Cut, Teacher
+from .cache.fingerprints import data_fingerprint, documents, row_key, spans, supervised_tokens
+from .config import TeacherEntry, entries_of
+from .model import ModelTeacher
+
+if TYPE_CHECKING:
+    from ..trainers.distill_trainer import LigerDistillTrainer
+
+ROUTES, PRESENT = "teacher_routes", "teachers_present"
+NO_ROUTE = -1
+
+
+class SeveralTeachers(Teacher):
+    """Teachers by name: those of `args.teachers`, or a dictionary of models and paths that the trainer was given.
+
+    With `args.teacher_column` a teacher that has no token in a batch does not read it, unless its weights are sharded.
+
+    Raises:
+        ConfigError: a name without a model, a model without a name, a value of the wrong kind; later, packing that cuts
+            documents, teachers whose vocabularies differ.
+        DataError, with a column: a row without a value, or with one that no teacher has; equal rows with different
+            values.
+    """
+
+    def __init__(self, args: LigerDistillConfig, given: Any):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                "args.teachers names several teachers: pass teacher_model as a dictionary of them by name, or leave it "
+                f"out; got {type(given).__name__}."
+            )
+        if args.loss_plan().of("uld"):
+            raise ConfigError("losses: uld has one teacher, of another tokenizer. Leave it out, or several teachers.")
+        try:
+            entries = entries_of(args, given)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        models = [entry.name for entry in entries if entry.args.teacher == "model"]
+        if unknown := [name for name in given or () if name not in models]:
+            raise ConfigError(
+                f"teacher_model has a teacher {unknown[0]!r}, and args.teachers has models for "
+                f"{', '.join(models)} alone."
+            )
+        self.entries = {entry.name: entry for entry in entries}
+        self.teachers = {entry.name: _teacher(entry, given) for entry in entries}
+        self._column, self._strategy = args.teacher_column, args.packing_strategy
+        self._index = {route: i for i, entry in enumerate(entries) for route in entry.routes}
+        self._routes: dict[bytes, int] = {}
+        self._all_read = False
+        self.knows_new_tokens = self._column is None
+
+    @property
+    def models(self) -> dict[str, Any]:
+        return {name: teacher.model for name, teacher in self.teachers.items()}
+
+    def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
+        """The route of every document, by its content as truncation will leave it."""
+        if self._column is None:
+            return
+        if self._column not in dataset.column_names:
+            raise DataError(
+                f"The {name} dataset has no column {self._column!r}, which teacher_column names; it has "
+                f"{', '.join(dataset.column_names)}."
+            )
+        values = dataset[self._column]
+        for document in documents(dataset.select_columns(["input_ids", "labels"])):
+            route = self._index.get(str(values[document.row]))
+            if route is None:
+                raise DataError(
+                    f"Row {document.row} of the {name} dataset has {values[document.row]!r} in the column "
+                    f"{self._column!r}, and no teacher is of that name or route. Known: {', '.join(self._index)}."
+                )
+            ids, labels = cut(document.input_ids), cut(document.labels)
+            if self._routes.setdefault(row_key(ids, labels), route) != route:
+                names = list(self.entries)
+                raise DataError(
+                    f"Row {document.row} of the {name} dataset, beginning with {ids[:8].tolist()}, stands in the data "
+                    f"twice, with different values in {self._column!r}: one is taught by {names[route]}, the other by "
+                    f"{names[self._routes[row_key(ids, labels)]]}. Equal rows need one teacher."
+                )
+
+    def fingerprints(self) -> dict[str, Any]:
+        names = list(self.entries)
+        return {
+            "teachers": ", ".join(sorted(names)),
+            "rows of each": data_fingerprint(key + names[route].encode() for key, route in self._routes.items()),
+            **{f"teacher {name}": teacher.fingerprints() for name, teacher in self.teachers.items()},
+        }
+
+    def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
+        for teacher in self.teachers.values():
+            teacher.check(dataset, name, tokenizer)
+        if self._column is None:
+            return
+        if not isinstance(dataset, Dataset):
+            raise ConfigError(
+                "teacher_column needs rows that the trainer prepares and can read beforehand: no stream, and no "
+                "skip_prepare_dataset."
+            )
+        if any(document.tokens and document.key not in self._routes for document in documents(dataset)):
+            raise ConfigError(
+                f"teacher_column does not go with packing_strategy: {self._strategy}, which cuts documents up. Use "
+                "bfd, or no packing."
+            )
+
+    def collator(self, collator: Any) -> Any:
+        return collator if self._column is None else RouteCollator(collator, self._routes)
+
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        self._all_read = bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        sizes = [teacher.prepare(trainer) for teacher in self.teachers.values()]
+        self.reads = min((each.reads for each in self.teachers.values() if each.reads is not None), default=None)
+        self.unshared = frozenset().union(*(each.unshared for each in self.teachers.values()))
+        return min(sizes)
+
+    def answer(self, inputs: dict[str, Any]) -> TeacherShares:
+        routes, present = inputs.pop(ROUTES, None), inputs.pop(PRESENT, None)
+        shares = []
+        for i, (name, teacher) in enumerate(self.teachers.items()):
+            reads = present is None or self._all_read or i in (present or (0,))
+            if reads:
+                taught = None if routes is None else routes == i
+                known: Any = teacher.answer(dict(inputs))
+                shares.append(TeacherShare(name, known, self.entries[name].weight, taught))
+        return TeacherShares(shares, tuple(self.teachers), routed=routes is not None)
+
+    @contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        """All at once: one that is the student without adapters is so as long as the context lasts."""
+        with ExitStack() as stack:
+            found = {name: stack.enter_context(teacher.live()) for name, teacher in self.teachers.items()}
+            yield {name: model for name, models in found.items() for model in models.values()}
+
+
+def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
+    if entry.args.teacher == "self":
+        return SelfTeacher()
+    model = (given or {}).get(entry.name, entry.args.teacher_model_name_or_path)
+    if model is None:
+        raise ConfigError(
+            f"teachers: {entry.name} needs teacher_model_name_or_path, or a model of that name in teacher_model."
+        )
+    return ModelTeacher(entry.args, model, f"teacher {entry.name}")
+
+
+class RouteCollator:
+    """TRL's collator, and `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token,
+    and `teachers_present`, those that have any.
+
+    Raises, when called:
+        DataError: a row whose route is not known.
+    """
+
+    def __init__(self, collator: Any, routes: Mapping[bytes, int]):
+        self.collator, self.routes = collator, routes
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(examples)
+        found = [self._of(ids, labels) for example in examples for ids, labels in _documents(example)]
+        routes = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        predicts = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
+        if len(routes) != int(predicts.sum()):
+            raise DataError(
+                f"A batch has {int(predicts.sum())} supervised tokens, and its rows {len(routes)}. Labels must be as "
+                "the rows have them: with eval_packing, use packing too, so that the collator keeps documents apart."
+            )
+        laid_out = torch.full(predicts.shape, NO_ROUTE)
+        laid_out[predicts] = routes
+        return {**batch, ROUTES: laid_out, PRESENT: tuple(sorted(set(routes.tolist())))}
+
+    def _of(self, ids: Any, labels: Any) -> torch.Tensor:
+        route = self.routes.get(row_key(ids, labels))
+        if route is None:
+            raise DataError(
+                f"A row of {len(ids)} tokens, beginning with {list(ids[:8])}, is of no dataset that the trainer "
+                "prepared, so its teacher is not known."
+            )
+        return torch.full((supervised_tokens(labels),), route)
+
+
+def _documents(example: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The supervised documents of an example: token ids and labels."""
+    ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    for start, end in spans(len(ids), example.get("seq_lengths")):
+        if supervised_tokens(labels[start:end]):
+            yield ids[start:end], labels[start:end]

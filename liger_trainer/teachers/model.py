@@ -1,0 +1,113 @@
+"""`teacher: model`: a causal LM, frozen and in eval mode, whose layers are patched too."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import PreTrainedModel
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
+
+from ..losses.batch_loss import Logits
+from ..losses.model_parts import device_of
+from ..patching.patcher import announce
+from ..trainers.distill_config import LigerDistillConfig
+from ..trainers.resume_check import frozen_fingerprints
+from ..trainers.token_ids import embedding_rows
+from .base import Teacher, without_labels
+from .in_process import check_apart, patch_layers, teacher_logits
+from .placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
+from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
+
+if TYPE_CHECKING:
+    from ..trainers.distill_trainer import LigerDistillTrainer
+
+
+class ModelTeacher(Teacher):
+    """A model, or its directory or hub id, which is loaded when the student is there.
+
+    Args:
+        args: what is said about the teacher: where it comes from and where it lives.
+        teacher: the model or its name.
+        name: for messages.
+    """
+
+    def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
+        self._args, self._teacher, self._name = args, teacher, name
+        self._accelerator: Any = None
+        self._carry = Carrier()
+        self._vocabulary: Vocabulary | None = None
+        self._padding_is_beyond = False
+        self._fingerprints: dict[str, Any] = {}
+
+    def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
+        self._shared(tokenizer).check_rows(dataset, name)
+
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        self._accelerator = trainer.accelerator
+        sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        check_processes(self._args, self._accelerator.num_processes, sharded)
+        teacher = load_teacher(self._teacher, self._args)
+        check_apart(trainer.student, teacher)
+        self._fingerprints = frozen_fingerprints(teacher)  # before its weights are sharded or streamed
+        if sharded:
+            check_alike(self._fingerprints, self._name)
+        if self._args.teacher_offload:
+            announce(f"{self._name}: its layers are not patched: their weights are streamed.")
+        else:
+            self.patched = patch_layers(teacher, trainer.patched.options, self._name)
+        vocab_size = self.vocabulary_size(trainer, teacher)
+        teacher.requires_grad_(False).eval()
+        self.model = self._placed(teacher, trainer)
+        return vocab_size
+
+    def fingerprints(self) -> dict[str, Any]:
+        return self._fingerprints
+
+    def vocabulary_size(self, trainer: "LigerDistillTrainer", teacher: Any) -> int:
+        """Of the tokens that student and teacher share."""
+        vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
+        announce(f"vocabulary: {vocabulary}")
+        self.unshared, self.reads = vocabulary.unshared, embedding_rows(teacher)
+        # of tokens that are the student's alone, rows hold the padding and no other
+        self._padding_is_beyond = any(i >= self.reads for i in vocabulary.student_only)
+        return vocabulary.size
+
+    def _shared(self, tokenizer: Any) -> Vocabulary:
+        if self._vocabulary is None:
+            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
+            self._vocabulary = compare_tokenizers(tokenizer, of_teacher)
+        return self._vocabulary
+
+    def _placed(self, teacher: PreTrainedModel, trainer: "LigerDistillTrainer") -> nn.Module:
+        if trainer.is_deepspeed_enabled:
+            return prepare_deepspeed(teacher, self._accelerator)
+        if trainer.is_fsdp_enabled:
+            return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
+        if not stays(self._args):
+            return self._accelerator.prepare_model(teacher, evaluation_mode=True)
+        if self._args.teacher_offload:
+            stream_weights(teacher, self._accelerator.device)
+        return teacher
+
+    def answer(self, inputs: dict[str, Any]) -> Logits:
+        """Deferred: its hidden states, and how its head goes on."""
+        read = without_labels(inputs)
+        if self._padding_is_beyond and self.reads is not None:
+            read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
+        return self.logits(**read)
+
+    def logits(self, **read: Any) -> Logits:
+        """Of what it is called with, and on the device of its input_ids, wherever the teacher lives."""
+        base = self._accelerator.unwrap_model(self.model)
+        if not stays(self._args):
+            return teacher_logits(self.model, base, **read)
+        here, there = read["input_ids"].device, device_of(base)
+        with self._accelerator.autocast():
+            logits = teacher_logits(base, base, **send_to_device(read, there))
+        return logits if there == here else self._carry(logits, here)
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        yield {"": self._accelerator.unwrap_model(self.model)}

@@ -1,0 +1,144 @@
+"""Where a teacher's weights are, in which form, and how what it says comes to the student's device."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import cpu_offload
+from accelerate.utils import gather_object, patch_environment
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from trl.trainer.utils import create_model_from_path
+
+from ..common.weights import load_whole
+from ..errors import ConfigError
+from ..losses.batch_loss import Logits
+from ..losses.deferred_logits import DeferredLogits
+from ..losses.model_parts import Head, output_module
+from ..trainers.distill_config import LigerDistillConfig
+from .config import OF_LOADING, placed
+from .in_process import teacher_dtype
+
+RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
+
+
+def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
+    """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
+
+    Raises:
+        ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed; the files
+            do not have the model's weights.
+    """
+    if not isinstance(teacher, str):
+        set_in_vain = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
+        if set_in_vain:
+            raise ConfigError(
+                f"{set_in_vain} is about a teacher that is loaded by its name, but a model was given. Load it "
+                "that way, or pass its name."
+            )
+        return teacher
+    try:
+        # With it, transformers 5.17 leaves zeros in all ranks but the first. accelerate sends these the student's
+        # weights; TRL's preparation of a teacher sends nothing.
+        with patch_environment(**{RAM_EFFICIENT: "false"}):
+            return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
+    except ImportError as error:
+        raise ConfigError(f"The teacher {teacher} cannot be loaded as asked for: {error}") from error
+
+
+def check_alike(fingerprints: dict[str, Any], name: str) -> None:
+    """Raise ConfigError where the ranks, which are about to shard a teacher, hold different ones."""
+    everywhere = gather_object([fingerprints])
+    if any(there != everywhere[0] for there in everywhere):
+        raise ConfigError(
+            f"{name}: its weights are not the same in all processes, which are about to share them out. With "
+            f"{RAM_EFFICIENT}=true, some releases of transformers load a model in the first process alone. Give the "
+            "teacher by its name, or load it with that off (fsdp_cpu_ram_efficient_loading: false for accelerate)."
+        )
+
+
+def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:
+    assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
+    kwargs = dict(args.teacher_model_init_kwargs or {})
+    if args.teacher_model_revision is not None:
+        kwargs["revision"] = args.teacher_model_revision
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    kwargs.setdefault("allow_missing_weights", args.allow_missing_weights)
+    kwargs.setdefault("dtype", args.teacher_dtype or teacher_dtype(args))
+    if args.teacher_load_in_4bit:
+        compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        )
+    if args.teacher_load_in_8bit:
+        kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    if args.teacher_offload:
+        kwargs["device_map"] = None
+    elif stays(args):
+        kwargs["device_map"] = {"": args.teacher_device or str(args.device)}
+    elif args.world_size > 1:  # else TRL spreads it over the GPUs that each process sees
+        kwargs.setdefault("device_map", None)
+    return kwargs
+
+
+def stays(args: LigerDistillConfig) -> bool:
+    """Whether the trainer leaves the teacher where it was loaded."""
+    return any(getattr(args, name) for name in STAYS)
+
+
+def check_processes(args: LigerDistillConfig, processes: int, sharded: bool) -> None:
+    """Raise ConfigError where a place means something else to each process, or sharding decides about it."""
+    if not stays(args):
+        return
+    name = next(name for name in STAYS if getattr(args, name))
+    if sharded:
+        raise ConfigError(f"{name} does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.")
+    if processes > 1 and args.teacher_device is not None and torch.device(args.teacher_device).index is not None:
+        raise ConfigError(
+            f"teacher_device={args.teacher_device!r} would be the same for all {processes} processes. Leave it out, "
+            "and each has its teacher beside its student; or train in one process."
+        )
+
+
+def stream_weights(model: Any, device: torch.device | str) -> None:
+    """Keep the weights in CPU memory and bring each layer's to the device while it computes. The head, which the loss
+    reads after the forward pass, moves there for good.
+
+    Raises:
+        ConfigError: the model's layers cannot be told from its head.
+    """
+    backbone = model.base_model
+    if backbone is model or output_module(model) is None:
+        raise ConfigError(f"teacher_offload: {type(model).__name__} has no backbone beside its output head.")
+    cpu_offload(backbone, execution_device=torch.device(device))
+    for child in model.children():
+        if child is not backbone:
+            child.to(device)
+
+
+class Carrier:
+    """Brings a frozen teacher's deferred logits to another device. Its head is copied there once."""
+
+    def __init__(self) -> None:
+        self._head: Head | None = None
+
+    def __call__(self, logits: Logits, device: torch.device) -> Logits:
+        if not isinstance(logits, DeferredLogits):
+            return logits.to(device)
+        if self._head is None:
+            self._head = _head_on(logits.head, device)
+        own, project = logits.device, logits.project
+        return replace(
+            logits,
+            hidden=logits.hidden.to(device),
+            head=self._head,
+            project=lambda hidden: project(hidden.to(own)).to(device),
+        )
+
+
+def _head_on(head: Head, device: torch.device) -> Head:
+    def there(x: Any) -> Any:
+        return None if x is None else x.detach().to(device)
+
+    lora = tuple(adapter._replace(a=there(adapter.a), b=there(adapter.b)) for adapter in head.lora)
+    return Head(there(head.weight), there(head.bias), lora)

@@ -1,0 +1,161 @@
+"""`teacher: server`: a model that is served elsewhere, known by its likeliest tokens and the mass of the rest."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..losses.sparse import SparseTeacher
+from ..trainers.distill_config import LigerDistillConfig
+from .base import Teacher
+from .cache.fingerprints import documents, row_key
+from .cache.records import TokenTargets
+from .completions_client import CompletionsServer, Knowledge, Question, ServerOptions
+from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
+
+if TYPE_CHECKING:
+    from ..trainers.distill_trainer import LigerDistillTrainer
+
+REMEMBERED = 256 * 2**20  # bytes of answers that are kept: an evaluation asks the same rows again
+PROBED = 8  # tokens of the question that is asked before training
+
+
+class ServerTeacher(Teacher):
+    """An OpenAI-compatible server of `/v1/completions`. See docs/teachers.md for what it must be able to do.
+
+    Every document of a batch is a question of its own, up to its last supervised token; all of a batch are under way at
+    a time. The first answers are kept, as many as fit into 256 MiB, and not asked for again.
+
+    Raises:
+        ConfigError: no key in the environment variable that is to hold it; later, tokens beyond the vocabulary, and
+            what `CompletionsServer` refuses.
+    """
+
+    def __init__(self, args: LigerDistillConfig):
+        assert args.teacher_server_base_url is not None and args.teacher_server_model is not None
+        self.server = CompletionsServer(
+            ServerOptions(
+                url=args.teacher_server_base_url,
+                model=args.teacher_server_model,
+                protocol=args.teacher_server_protocol,
+                top_k=args.teacher_server_top_k,
+                timeout=args.teacher_server_timeout,
+                retries=args.teacher_server_retries,
+                concurrency=args.teacher_server_concurrency,
+                api_key=_api_key(args.teacher_server_api_key_env),
+            )
+        )
+        self._tokenizer = args.teacher_tokenizer_name_or_path
+        self._trust_remote_code = args.trust_remote_code
+        self._vocabulary: Vocabulary | None = None
+        self._known: dict[bytes, Knowledge] = {}
+        self._known_bytes = 0
+
+    def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
+        """Ask about the first tokens of the dataset: whatever is wrong with the server shows before training."""
+        self._shared(tokenizer).check_rows(dataset, name)
+        rows = documents(dataset) if isinstance(dataset, Dataset) else ()
+        first = next((row for row in rows if len(row.input_ids) > 1), None)
+        if first is not None:
+            ids = first.input_ids[:PROBED].tolist()
+            self._check_ids(self.server.ask([Question(ids, list(range(1, len(ids))))])[0])
+
+    def fingerprints(self) -> dict[str, Any]:
+        """A server tells its model's name, and no more of it."""
+        return {"model": self.server.options.model}
+
+    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+        size = self._shared(trainer.tokenizer).size
+        if self.server.options.top_k > size:
+            raise ConfigError(f"teacher_server_top_k is {self.server.options.top_k}, and there are {size} tokens.")
+        self.unshared = self._shared(trainer.tokenizer).unshared
+        return check_student_vocabulary(trainer.student, size)
+
+    def _shared(self, tokenizer: Any) -> Vocabulary:
+        """A server does not tell its tokenizer; it is compared where the configuration names it."""
+        if self._vocabulary is None:
+            named = self._tokenizer
+            theirs = named and teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code)
+            self._vocabulary = compare_tokenizers(tokenizer, theirs)
+        return self._vocabulary
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self._vocabulary is not None
+        return self._vocabulary.size
+
+    def answer(self, inputs: dict[str, Any]) -> SparseTeacher:
+        ids = inputs["input_ids"]
+        stretches = _documents(inputs)
+        known = self._ask([list(row) for _, *row in stretches])
+        shape, k = ids.shape, self.server.options.top_k
+        tokens = torch.full((*shape, k), -1, dtype=torch.int32)
+        log_probs = torch.full((*shape, k), -torch.inf)
+        labels = torch.zeros(shape)
+        for ((row, at), _, supervised), answer in zip(stretches, known, strict=True):
+            places = at[np.flatnonzero(supervised[1:] != -100)]  # that predict the supervised tokens
+            tokens[row, places] = torch.from_numpy(answer.ids)
+            log_probs[row, places] = torch.from_numpy(answer.log_probs)
+            labels[row, places] = torch.from_numpy(answer.label_log_prob)
+        return SparseTeacher(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
+
+    def _ask(self, rows: list[list[np.ndarray]]) -> list[Knowledge]:
+        keys = [row_key(ids, labels) for ids, labels in rows]
+        new = {key: _question(*row) for key, row in zip(keys, rows, strict=True) if key not in self._known}
+        answers = dict(zip(new, self.server.ask(list(new.values())), strict=True))
+        for key, answer in answers.items():
+            self._check_ids(answer)
+            size = sum(part.nbytes for part in answer)
+            if self._known_bytes + size <= REMEMBERED:
+                self._known[key], self._known_bytes = answer, self._known_bytes + size
+        return [answers[key] if key in answers else self._known[key] for key in keys]
+
+    def _check_ids(self, answer: Knowledge) -> None:
+        if answer.ids.size and (answer.ids.max() >= self._vocab_size or answer.ids.min() < 0):
+            beyond = answer.ids[(answer.ids >= self._vocab_size) | (answer.ids < 0)][0]
+            raise ConfigError(
+                f"The teacher's server {self.server.endpoint} names token {beyond}, and the student's tokenizer has "
+                f"{self._vocab_size}: they do not share a vocabulary. Serve a model with the same tokenizer."
+            )
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
+    return key
+
+
+def _documents(inputs: dict[str, Any]) -> list[tuple[tuple[int, np.ndarray], np.ndarray, np.ndarray]]:
+    """((row, positions), token ids, labels) of each stretch of a batch that a model reads on over, if any of its labels
+    is predicted. Where several stand in a row, position_ids begin anew."""
+    ids, labels = (inputs[name].cpu().numpy() for name in ("input_ids", "labels"))
+    mask, positions = (
+        None if (x := inputs.get(n)) is None else x.cpu().numpy() for n in ("attention_mask", "position_ids")
+    )
+    found = []
+    for row in range(len(ids)):
+        read = np.arange(ids.shape[1]) if mask is None else np.flatnonzero(mask[row])
+        starts = np.flatnonzero(positions[row, read] == 0)[1:] if positions is not None else []
+        for at in np.split(read, starts):
+            if (labels[row, at][1:] != -100).any():
+                found.append(((row, at), ids[row, at], labels[row, at]))
+    return found
+
+
+def _question(ids: np.ndarray, labels: np.ndarray) -> Question:
+    """About the supervised tokens, with nothing behind the last of them."""
+    places = (np.flatnonzero(labels[1:] != -100) + 1).tolist()
+    return Question(ids[: places[-1] + 1].tolist(), places)
+
+
+def _targets(ids: Tensor, log_probs: Tensor, labels: Tensor, device: torch.device) -> TokenTargets:
+    ids, log_probs, labels = (x.to(device) for x in (ids, log_probs, labels))
+    top = ids[..., 0].clamp(min=0)
+    return TokenTargets(ids, log_probs, top, labels, entropy=None, unnamed=torch.zeros_like(labels))

@@ -1,0 +1,219 @@
+"""Which tokens two models share: their tokenizers compared id by id, as strings, and the rows of their heads.
+
+Heads are often padded beyond the tokenizer (Qwen2.5 has 151,665 tokens in 151,936 or 152,064 rows), and one of two
+tokenizers may have tokens added at its end. Both are cut off. Where an id means different tokens, nothing is shared.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from ..errors import ConfigError, DataError
+
+SHOWN = 3  # tokens that a message names
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The shared ids, 0 to `size` - 1, and what either side has beside them.
+
+    Attributes:
+        size: of what both share.
+        compared: whether the tokenizers were; else `size` is the student's tokenizer's.
+        student_only, teacher_only: {id: token} that one tokenizer alone has, beyond `size` or where the other has a
+            hole.
+        student_rows, teacher_rows: of the heads, once they are known.
+    """
+
+    size: int
+    compared: bool
+    student_only: dict[int, str]
+    teacher_only: dict[int, str]
+    student_rows: int | None = None
+    teacher_rows: int | None = None
+
+    def __str__(self) -> str:
+        how = (
+            "the same in both tokenizers" if self.compared else "in the student's tokenizer (the teacher's is unknown)"
+        )
+        cut = [
+            *self._cut("student", self.student_only, self.student_rows),
+            *self._cut("teacher", self.teacher_only, self.teacher_rows),
+        ]
+        return f"{self.size:,} tokens, {how}" + (f"; left out of the loss: {', '.join(cut)}" if cut else "")
+
+    def _cut(self, side: str, alone: dict[int, str], rows: int | None) -> list[str]:
+        end = max([self.size, *(i + 1 for i in alone)])
+        parts = []
+        if alone:
+            parts.append(f"{_count(alone, 'token')} of the {side}'s alone ({_named(alone)})")
+        if rows is not None and rows > end:
+            parts.append(f"{_count(range(end, rows), 'row')} of padding in the {side}'s head ({_ids(end, rows)})")
+        return parts
+
+    @property
+    def named_student_only(self) -> str:
+        return _named(self.student_only)
+
+    @property
+    def unshared(self) -> frozenset[int]:
+        """The ids that one tokenizer alone has."""
+        return frozenset({*self.student_only, *self.teacher_only})
+
+    def check_rows(self, dataset: Any, name: str) -> None:
+        """Raise DataError for a prepared dataset with tokens that the teacher's tokenizer does not have."""
+        if not self.student_only:
+            return
+        if not hasattr(dataset, "with_format") or not hasattr(dataset, "num_rows"):
+            raise ConfigError(
+                f"The student's tokenizer has tokens that the teacher's has not ({self.named_student_only}), and "
+                f"whether the {name} dataset uses them cannot be known, because its rows come on the way. Load it "
+                "whole, and tokenized where skip_prepare_dataset is set."
+            )
+        alone, found = np.array(sorted(self.student_only)), np.zeros(len(self.student_only), dtype=np.int64)
+        for table in dataset.with_format("arrow").iter(1000):
+            ids = table["input_ids"].combine_chunks().values.to_numpy(zero_copy_only=False)
+            found += np.bincount(np.searchsorted(alone, ids[np.isin(ids, alone)]), minlength=len(alone))
+        used = {int(i): self.student_only[int(i)] for i in alone[found > 0]}
+        if used:
+            raise DataError(
+                f"The {name} dataset uses {_count(used, 'token')} that the teacher's tokenizer does not have, "
+                f"{found.sum():,} times: {_named(used)}. Leave them out of the rows and the chat template, use a "
+                "teacher that knows them, or distil across tokenizers with a `uld` loss."
+            )
+
+
+def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
+    """What two tokenizers share; all of the student's where the teacher's is not known.
+
+    Only tokens are compared, as the vocabularies spell them, not how either splits text.
+
+    Raises:
+        ConfigError: an id means different tokens, or they have no id in common.
+    """
+    ours = _by_id(student)
+    if teacher is None:
+        return Vocabulary(max(ours) + 1, False, {}, {})
+    theirs = _by_id(teacher)
+    both = ours.keys() & theirs.keys()
+    different = sorted(i for i in both if ours[i] != theirs[i])
+    if different or not both:
+        told = (f"id {i} is {ours[i]!r} for the student and {theirs[i]!r} for the teacher" for i in different[:SHOWN])
+        shown = "; ".join(told)
+        known = set(ours.values())
+        same = sum(token in known for token in theirs.values())
+        raise ConfigError(
+            f"student and teacher have different tokenizers: {len(different):,} of {len(both):,} shared ids differ; "
+            f"{shown}{'; ...' if len(different) > SHOWN else ''}. The student knows {same:,} of the teacher's "
+            f"{len(theirs):,} tokens under any id. Distil across them with "
+            "`losses: [{type: uld}]`, choose a teacher of the same model family, or distil from text that the teacher "
+            "has written, with recipe: sft."
+        )
+    size = min(max(ours), max(theirs)) + 1
+    return Vocabulary(
+        size,
+        True,
+        {i: ours[i] for i in sorted(ours.keys() - theirs.keys())},
+        {i: theirs[i] for i in sorted(theirs.keys() - ours.keys())},
+    )
+
+
+def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary:
+    """The same once the models are there.
+
+    Raises:
+        ConfigError: a head lacks tokens of the shared vocabulary.
+    """
+    rows = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    check_student_vocabulary(student, vocabulary.size)
+    if rows[1] < vocabulary.size:
+        whose = "both tokenizers have" if vocabulary.compared else "the student's tokenizer has"
+        raise ConfigError(
+            f"The teacher knows {rows[1]} tokens, but {whose} {vocabulary.size}: they do not share a vocabulary. Use a "
+            "teacher with the same tokenizer, or distil across tokenizers with a `uld` loss."
+        )
+    return replace(vocabulary, student_rows=rows[0], teacher_rows=rows[1])
+
+
+def check_student_vocabulary(student: Any, real: int) -> int:
+    """`real`, the number of tokens, if the student has them all. Raises ConfigError otherwise."""
+    size = student.get_output_embeddings().weight.shape[0]
+    if size < real:
+        raise ConfigError(
+            f"The student knows {size} tokens, but the tokenizer has {real}: resize its embeddings, or pass "
+            "the tokenizer that belongs to it."
+        )
+    return real
+
+
+def tokenizer_size(tokenizer: Any) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any | None:
+    """The tokenizer that lies beside a model: a directory, a hub id, or a model loaded from either. None without one.
+
+    Args:
+        revision: of a hub id.
+        **options: for `AutoTokenizer.from_pretrained`, such as trust_remote_code.
+    """
+    name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+    if not name:
+        return None
+    if not isinstance(model, str) and not Path(name).is_dir():
+        options["local_files_only"] = True  # a model in memory needs no network, and nor does the name it had
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+    # without files some classes are made with nothing but their special tokens
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+def teacher_tokenizer(teacher: Any, named: str | None = None, **options: Any) -> Any | None:
+    """The tokenizer of a teacher, a model or its name.
+
+    Args:
+        named: `teacher_tokenizer_name_or_path`, in the place of the one that lies beside it.
+        **options: as for `tokenizer_of`.
+
+    Raises:
+        ConfigError: there is none where `named` says.
+    """
+    if named is None:
+        return tokenizer_of(teacher, **options)
+    found = tokenizer_of(named, trust_remote_code=options.get("trust_remote_code", False))
+    if found is None:
+        raise ConfigError(f"teacher_tokenizer_name_or_path: {named} has no tokenizer that transformers can read.")
+    return found
+
+
+def options_of_teacher(teacher: Any, args: Any) -> dict[str, Any]:
+    """What a configuration says about the files beside a teacher, for `teacher_tokenizer`."""
+    options = {"named": args.teacher_tokenizer_name_or_path, "trust_remote_code": args.trust_remote_code}
+    if isinstance(teacher, str):
+        options["revision"] = args.teacher_model_revision
+        gguf_file = (args.teacher_model_init_kwargs or {}).get("gguf_file")
+        options |= {} if gguf_file is None else {"gguf_file": gguf_file}
+    return options
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
+def _count(of: Any, what: str) -> str:
+    return f"{len(of):,} {what}{'' if len(of) == 1 else 's'}"
+
+
+def _ids(start: int, end: int) -> str:
+    return f"id {start:,}" if end == start + 1 else f"ids {start:,} to {end - 1:,}"
+
+
+def _named(tokens: dict[int, str]) -> str:
+    named = ", ".join(f"{index} {token!r}" for index, token in list(tokens.items())[:SHOWN])
+    return named + (", ..." if len(tokens) > SHOWN else "")

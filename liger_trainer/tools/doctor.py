@@ -1,0 +1,265 @@
+"""What `patch` would swap in a model and what it would leave alone, found from its configuration, without weights."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)
+
+from ..errors import ConfigError
+from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
+
+# The kinds of a report (`PatchReport.swapped`) by the column of the table that they stand in.
+COLUMNS = {
+    "norms": ("RMSNorm", "LayerNorm"),
+    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts", "LoRA MLP"),
+    "rope": ("rope", "QK norm + rope"),
+    "head": ("fused loss",),
+}
+
+
+# By model type, after the causal LMs: what else has the head of one.
+_OTHERS = (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)  # fmt: skip
+_TRANSDUCERS = ("ForCTC", "ForRNNT", "ForTDT")  # generate too, but align their labels with frames of speech
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The report of a family's causal LM, or of another class, or in words why that could not be built."""
+
+    family: str
+    class_name: str
+    report: PatchReport | None = None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The family of a causal LM, the class of another model."""
+        return self.family if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.family) == self.class_name else self.class_name
+
+
+def config_of(model: str) -> Any:
+    """The configuration of a model: of a directory or a cached hub id its own, of a model type the default one.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if model in CONFIG_MAPPING and not os.path.isdir(model):
+        try:
+            return CONFIG_MAPPING[model]()
+        except Exception as error:  # each family has checks of its own
+            raise ConfigError(f"{model} has no default configuration: {_words(error)}") from None
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, and those of the hub's client
+        close = difflib.get_close_matches(model, list(CONFIG_MAPPING), 3)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(
+            f"{model!r} is no directory with a config.json, no model in the hub's cache and no model type of "
+            f"transformers {transformers.__version__}.{hint} ({_words(error).partition('. ')[0]})"
+        ) from None
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
+    """What `patch` does to the model of a configuration (`class_of`), built on the meta device.
+
+    Raises:
+        ConfigError: transformers has no class with a causal-LM head for it, or cannot build it.
+    """
+    name = class_of(config)
+    if name is None or name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return _diagnosis_of(config, AutoModelForCausalLM.from_config, options)
+    return _diagnosis_of(config, getattr(transformers, name)._from_config, options)
+
+
+def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) -> PatchReport:
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except Exception as error:  # each family has checks of its own
+        if str(error).startswith("Unrecognized configuration class"):  # and all that there are
+            raise ConfigError(
+                f"transformers {transformers.__version__} has no causal LM for a {type(config).__name__}. "
+                "patch(model) takes any model, and its report says what was found."
+            ) from None
+        raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
+    try:
+        with Patched(model, options or PatchOptions()) as patched:
+            return patched.report
+    except NothingToPatch as nothing:
+        return nothing.report
+
+
+def class_of(config: Any) -> str | None:
+    """The class of a configuration's checkpoint where that has a causal-LM head, else the one of its model type."""
+    for name in config.architectures or ():
+        if _has_causal_lm_head(getattr(transformers, name, None)):
+            return name
+    names = (mapping.get(config.model_type) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_OTHERS))
+    return next((name for name in names if name), None)
+
+
+def other_classes() -> list[str]:
+    """The classes of transformers with a causal-LM head that AutoModelForCausalLM does not make, by name."""
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    classes = [name for name in dir(transformers) if name[:1].isupper() and name not in known]
+    return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
+
+
+def _has_causal_lm_head(model_class: Any) -> bool:
+    """Whether its models write token after token and learn from labels."""
+    if not (inspect.isclass(model_class) and issubclass(model_class, PreTrainedModel)):
+        return False
+    name = model_class.__name__
+    if not issubclass(model_class, GenerationMixin) or name.endswith(("PreTrainedModel", *_TRANSDUCERS)):
+        return False
+    return "labels" in inspect.signature(model_class.forward).parameters
+
+
+def diagnose_all() -> list[Diagnosis]:
+    """Every class with a causal-LM head of the installed transformers, with its default configuration: the families of
+    AutoModelForCausalLM, then the others."""
+    families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
+    return families + [_of_class(name) for name in other_classes()]
+
+
+def _of_family(family: str, class_name: str) -> Diagnosis:
+    try:
+        return Diagnosis(family, class_name, _diagnosis_of(config_of(family), AutoModelForCausalLM.from_config))
+    except ConfigError as error:
+        return Diagnosis(family, class_name, problem=str(error))
+
+
+def _of_class(class_name: str) -> Diagnosis:
+    model_class: Any = getattr(transformers, class_name)
+    family = model_class.config_class.model_type
+    try:
+        return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), model_class._from_config))
+    except Exception as error:  # a configuration's checks too
+        return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
+
+
+def cells(report: PatchReport) -> dict[str, str]:
+    """What is swapped, by column; empty where nothing is."""
+    return {
+        column: ", ".join(kind for kind in kinds if report.swapped[kind]).replace("fused loss", "fused")
+        for column, kinds in COLUMNS.items()
+    }
+
+
+def family_of(config: Any) -> str:
+    return f"{config.model_type}, {class_of(config) or 'no causal LM'}"
+
+
+def markdown_report(report: PatchReport) -> str:
+    """One model's report."""
+    swapped = [f"| {kind} | {count} |" for kind, count in report.swapped.items()]
+    left = [f"| {_cell(name)} | {_cell(why)} |" for name, why in report.left_alone.items()]
+    lines = ["| layer | instances |", "|---|---|", *swapped]
+    return "\n".join(lines + (["", "| left alone | why |", "|---|---|", *left] if left else [])) + "\n"
+
+
+def markdown(diagnoses: Iterable[Diagnosis]) -> str:
+    """The tables of families and of other classes, and the layers that are left alone with the reasons."""
+    diagnoses = list(diagnoses)
+    built = [d for d in diagnoses if d.report is not None]
+    families, others = [d for d in built if d.name == d.family], [d for d in built if d.name != d.family]
+    lines = [*_table("family", families), ""]
+    if others:
+        lines += ["## Other classes with a causal-LM head", "", _OF_OTHERS, "", *_table("class", others), ""]
+    lines += [
+        "## Left alone",
+        "",
+        "Layers that look like ours and compute something else, or cannot be replaced.",
+        "",
+        "| layer | why | families and classes |",
+        "|---|---|---|",
+        *(f"| {name} | {why} | {', '.join(names)} |" for (name, why), names in _left_alone(built).items()),
+    ]
+    if len(built) < len(diagnoses):
+        lines += ["", "## Not built", "", "What cannot be built from its default configuration.", ""]
+        lines += ["| family or class | why |", "|---|---|"]
+        lines += [f"| {d.name} | {_cell(d.problem)} |" for d in diagnoses if d.report is None]
+    return "\n".join(lines) + "\n"
+
+
+_OF_OTHERS = (
+    "Encoder-decoders, speech, images and text: what writes token after token and learns from labels, and is none of "
+    "the above. The\nfused loss has the targets that the model's forward makes of its labels, shifted there or not."
+)
+
+
+def _table(column: str, diagnoses: Iterable[Diagnosis]) -> list[str]:
+    rows = (f"| {d.name} | {' | '.join(cells(d.report).values())} |" for d in diagnoses if d.report is not None)
+    return [f"| {column} | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}", *rows]
+
+
+def _left_alone(diagnoses: Iterable[Diagnosis]) -> dict[tuple[str, str], list[str]]:
+    left: dict[tuple[str, str], list[str]] = {}
+    for diagnosis in diagnoses:
+        assert diagnosis.report is not None
+        for name, why in diagnosis.report.left_alone.items():
+            left.setdefault((_cell(name), _cell(why)), []).append(diagnosis.name)
+    return dict(sorted(left.items()))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def document(diagnoses: Iterable[Diagnosis]) -> str:
+    """docs/models.md."""
+    diagnoses = list(diagnoses)
+    families = [d for d in diagnoses if d.name == d.family]
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "What [`patch`](patching.md) swaps in each causal-LM family of transformers "
+            f"{transformers.__version__}, with the family's default",
+            "configuration. There is no list of models in the code: layers are found by structure, and proved before "
+            "they are swapped. The",
+            "page is what this command prints:",
+            "",
+            "```bash",
+            "liger-trainer doctor --all --markdown",
+            "```",
+            "",
+            *_counted("families", families),
+            *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
+            "",
+            markdown(diagnoses),
+        ]
+    )
+
+
+def _counted(what: str, diagnoses: list[Diagnosis]) -> list[str]:
+    built = [d for d in diagnoses if d.report is not None]
+    counts = {column: sum(bool(cells(d.report)[column]) for d in built if d.report is not None) for column in COLUMNS}
+    return [
+        f"Of {len(diagnoses)} {what} {len(built)} can be built from their default configuration. Swapped are the "
+        f"norms of {counts['norms']}, the MLPs or experts of {counts['MLP']},",
+        f"the rotary functions of {counts['rope']}, and the loss, which no longer stores logits, of {counts['head']}.",
+    ]

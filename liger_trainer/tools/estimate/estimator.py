@@ -1,0 +1,218 @@
+"""What a run needs before it is started: memory by part, tokens and steps, the size of a teacher cache.
+
+`estimate(config, gpu)` simulates one training step of the configuration (memory_simulation.py) and compares its peak
+with a GPU; where it does not fit, it simulates what would change that. No weights are loaded.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...config.run_config import load_run_config
+from ...errors import ConfigError
+from .gpus import Gpu
+from .memory_tracker import Peak
+from .row_lengths import RowLengths, row_lengths
+from .sharding import Sharding, sharding_of
+from .simulate import StepMemory, StepSpec, simulate
+from .step_spec import cache_format, step_spec
+
+if TYPE_CHECKING:
+    from ...config.run_config import RunConfig
+
+MIB = 2**20
+# Each of cuBLAS's handles has a workspace: one in the forward's thread and one in the backward's. 32 MiB on Hopper.
+LIBRARIES = ("cuBLAS workspaces", 64 * MIB)
+# in the order in which they cost least; each is taken if it says anything new about the configuration
+CHANGES: tuple[tuple[str, ...], ...] = (
+    ("gradient_checkpointing=true",),
+    ("optim=adamw_8bit",),
+    ("use_peft=true", "lora_target_modules=all-linear"),
+    ("dtype=bfloat16",),
+    ("use_peft=true", "lora_target_modules=all-linear", "load_in_4bit=true"),
+)
+TEACHER_CHANGES = (
+    ("teacher_dtype=bfloat16",),
+    ("teacher_load_in_4bit=true",),
+    ("teacher=cache", "teacher_cache_dir=teacher-cache"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings, and the peak with them."""
+
+    settings: tuple[str, ...]
+    peak_mib: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs on each of its GPUs.
+
+    Attributes:
+        parts_mib: of the peak, largest first; `phase` says when it comes.
+        peaks_mib: the highest point of each phase of a step.
+        tokens_per_step: of one optimizer step over all processes, at most or, with known rows, about.
+        total_tokens, steps: of the run; None where the number of rows is not known.
+        cache_mib: of a teacher cache of the training rows, for `teacher: cache`; at most, as if all tokens were
+            supervised.
+        fits: None without a GPU to compare with.
+        changes: what would take less, each alone; where none is enough, several, as the last.
+    """
+
+    source: str
+    recipe: str
+    parameters: int
+    trainable: int
+    teacher_parameters: int
+    rows: int
+    length: int
+    sharding: Sharding
+    peak_mib: float
+    phase: str
+    parts_mib: dict[str, float]
+    peaks_mib: dict[str, float]
+    tokens_per_step: int
+    steps: int | None
+    total_tokens: int | None
+    cache_mib: float | None
+    unknown: str
+    gpu: Gpu | None = None
+    fits: bool | None = None
+    changes: tuple[Change, ...] = ()
+
+
+def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
+    """Of a configuration, on one of the GPUs that it runs on.
+
+    Raises:
+        ConfigError: a model without a configuration, settings whose memory is not known, or max_length null with rows
+            that are not local.
+    """
+    lengths = row_lengths(config)
+    spec = step_spec(config, *_longest(config, lengths), gpu is None or gpu.bf16)
+    sharding = sharding_of(config)
+    memory = simulate(spec)
+    phase, peak = highest(memory, sharding)
+    parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
+    fits = None if gpu is None else peak.bytes / MIB <= gpu.usable_mib
+    changes = _changes(config, lengths, gpu, peak.bytes / MIB) if gpu is not None and not fits else ()
+    return Estimate(
+        source=config.source,
+        recipe=config.recipe,
+        parameters=memory.parameters,
+        trainable=memory.trainable,
+        teacher_parameters=memory.teacher_parameters,
+        rows=spec.rows,
+        length=spec.length,
+        sharding=sharding,
+        peak_mib=peak.bytes / MIB,
+        phase=phase,
+        parts_mib=parts,
+        peaks_mib={name: p.bytes / MIB for name, p in sharding.per_process(memory).items()},
+        **_tokens(config, spec, lengths, sharding),
+        gpu=gpu,
+        fits=fits,
+        changes=changes,
+    )
+
+
+def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
+    """The phase with the highest peak, and that with what the libraries allocate."""
+    phase, peak = max(sharding.per_process(memory).items(), key=lambda item: item[1].bytes)
+    name, size = LIBRARIES
+    parts = peak.parts.copy()
+    parts[name] = size
+    return phase, Peak(peak.bytes + size, parts)
+
+
+def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
+    """(tokens of the longest row of a batch, whether others may be shorter)."""
+    limit = config["max_length"]
+    known = shortest = None
+    if isinstance(lengths, RowLengths) and not config["packing"]:
+        known, shortest = lengths.longest, lengths.shortest
+    if limit is None and known is None:
+        why = lengths if isinstance(lengths, str) else "its longest row is not known"
+        raise config.error("max_length", f"null, and the dataset says no more ({why}): give a max_length.")
+    longest = min(n for n in (known, limit) if n is not None)
+    return longest, shortest is None or shortest < longest
+
+
+def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, sharding: Sharding) -> dict[str, Any]:
+    """tokens_per_step, steps, total_tokens, cache_mib and unknown of an `Estimate`."""
+    longest = spec.length * spec.rows // config["per_device_train_batch_size"]
+    rows_a_step = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] * sharding.processes
+    steps, unknown, mean, epoch_rows, cache = config["max_steps"], "", float(longest), None, None
+    if isinstance(lengths, str):
+        unknown = lengths
+    else:
+        mean, epoch_rows = min(lengths.mean, longest), lengths.rows
+        if config["packing"]:
+            epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
+        if config.recipe == "distill" and config["teacher"] == "cache":
+            cache = epoch_rows * mean * cache_format(config, spec.student.config).of.bytes / MIB
+    if steps <= 0:
+        steps = (
+            None if epoch_rows is None else math.ceil(math.ceil(epoch_rows / rows_a_step) * config["num_train_epochs"])
+        )
+    tokens = round(rows_a_step * mean)
+    return {
+        "tokens_per_step": tokens,
+        "steps": steps,
+        "total_tokens": None if steps is None else tokens * steps,
+        "cache_mib": cache,
+        "unknown": unknown,
+    }
+
+
+def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib: float) -> tuple[Change, ...]:
+    """Each alone that takes less; then, if none is enough, one after another until it is.
+
+    One that takes more alone may be worth it after others: smaller batches, where few gradients are left to keep.
+    """
+    found = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
+    less = tuple(change for change in found if change.peak_mib < peak_mib)
+    if any(change.fits for change in less):
+        return less
+    together: tuple[str, ...] = ()
+    for change in found:
+        together += tuple(setting for setting in change.settings if setting not in together)
+        both = _changed(config, together, lengths, gpu) if together != change.settings else None
+        if both is not None and both.fits:
+            return *less, both
+    return less
+
+
+def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
+    rows, accumulation = config["per_device_train_batch_size"], config["gradient_accumulation_steps"]
+    candidates: list[tuple[str, ...]] = []
+    if not config["gradient_checkpointing"]:
+        candidates.append(CHANGES[0])
+    if rows > 1:
+        less = -(-rows // 2)
+        more = math.ceil(rows * accumulation / less)
+        candidates.append((f"per_device_train_batch_size={less}", f"gradient_accumulation_steps={more}"))
+    if config["use_peft"]:
+        candidates += [] if config["load_in_4bit"] else [(*CHANGES[3],), ("load_in_4bit=true",)]
+    else:
+        candidates += CHANGES[1:]
+    if config.recipe == "distill" and config["teacher"] == "model":
+        candidates += TEACHER_CHANGES
+    return candidates
+
+
+def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: Gpu) -> Change | None:
+    """None where the configuration does not take them, or nothing changes."""
+    try:
+        changed = load_run_config(config.source, [*config.overrides, *settings])
+        if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
+            return None
+        memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))
+    except ConfigError:
+        return None
+    peak = highest(memory, sharding_of(changed))[1].bytes / MIB
+    return Change(settings, peak, peak <= gpu.usable_mib)

@@ -1,0 +1,298 @@
+"""The memory of a training step, found by running it on tensors without data.
+
+The models are made from their configurations, adapted and patched as the trainers do it, and take a step in torch's
+FakeTensorMode with our ops on the path that they take on a GPU, while `MemoryTracker` counts. So what is
+saved for the backward, copied by autocast, recomputed by checkpointing or held by the loss is what the code does, for
+every architecture, and no formula has to be kept true beside it. Attention is a stand-in with the memory of the
+FlashAttention kernels, quantised layers and optimizers of bitsandbytes are stand-ins with theirs.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...errors import ConfigError
+from ...losses.batch_loss import LossOptions
+from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
+from ...teachers.adapters_off import without_adapters
+from ...teachers.in_process import teacher_logits
+from .memory_tracker import MemoryTracker, Peak
+from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
+
+ATTENTION = "liger_trainer_without_data"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model without its weights."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    attention: str | None = None  # attn_implementation; None is sdpa where the model has it
+    bits: int | None = None  # 4 or 8 of bitsandbytes, for linear layers
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What the memory of a step depends on.
+
+    Attributes:
+        student, teacher: the models.
+        rows, length: of a batch on one device; every row has so many tokens.
+        masked: attention gets a mask, since rows differ in length or several lie in one.
+        supervised: tokens of a row that have a label.
+        accumulation: micro-batches a step.
+        peft: of the student's adapters.
+        loss: distillation, smoothing.
+        autocast: dtype, None for training without.
+        checkpointing: keywords of `gradient_checkpointing_enable`, None for training without.
+        optimizer: makes one from parameter groups.
+        teacher_records: makes the batch's records of a teacher cache, from rows and length.
+        teaches_itself: the student without its adapters is the teacher.
+    """
+
+    student: ModelSpec
+    rows: int
+    length: int
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    supervised: int | None = None
+    masked: bool = False
+    accumulation: int = 1
+    teacher: ModelSpec | None = None
+    teacher_records: Callable[[int, int], Any] | None = None
+    teaches_itself: bool = False
+    peft: Any = None
+    patch: PatchOptions = field(default_factory=PatchOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    autocast: torch.dtype | None = None
+    checkpointing: dict[str, Any] | None = None
+    max_grad_norm: float = 1.0
+
+    @property
+    def labelled(self) -> int:
+        """Rows of the logits that take part. The first token of a row is never predicted."""
+        return self.rows * min(self.supervised or self.length, self.length - 1)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Peaks by phase, and what was counted: numbers of the models, and bytes of the trained weights and of the largest
+    decoder layer, for what several processes hold of them."""
+
+    peaks: dict[str, Peak]
+    parameters: int
+    trainable: int
+    trained_bytes: int
+    layer_bytes: int
+    teacher_parameters: int
+
+
+def simulate(spec: StepSpec) -> StepMemory:
+    """Run a training step without data.
+
+    Raises:
+        ConfigError: a model that cannot be built, or computes something that depends on its numbers.
+    """
+    fake, tracker = FakeTensorMode(), MemoryTracker()
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, attention_mask)
+    with warnings.catch_warnings(), as_bitsandbytes():
+        warnings.simplefilter("ignore")
+        student = _student(spec)
+        teacher = _teacher(spec) if spec.teacher is not None else None
+        with fake:
+            for model in (student, teacher) if teacher is not None else (student,):
+                _allocate(model)
+        run = _Run(spec, student, teacher, tracker)
+        try:
+            with fake, tracker, on_a_gpu(spec.labelled, float(spec.labelled)):
+                run.steps()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
+                f"cannot be told without running it: {str(error).partition(chr(10))[0]}"
+            ) from error
+    return StepMemory(
+        peaks=tracker.peaks,
+        parameters=_numbers(student),
+        trainable=sum(p.numel() for p in run.trained),
+        trained_bytes=sum(p.nbytes for p in run.trained),
+        layer_bytes=_largest_layer(student),
+        teacher_parameters=0 if teacher is None else _numbers(teacher),
+    )
+
+
+class _Run:
+    """The highest moments of a Trainer's steps, each once.
+
+    A micro-batch is at its highest as the last of its step, beside the gradients of those before it, and the optimizer
+    in the second step, where it has its state. What lies there all through a micro-batch moves its peaks and not their
+    places, so it is added to them once it is known.
+    """
+
+    def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker):
+        self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
+        self.trained = [p for p in student.parameters() if p.requires_grad]
+        frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
+        tracker.add((p for p in student.parameters() if id(p) in frozen), "student weights")
+        tracker.add(self.trained, "adapter weights" if spec.peft is not None else "student weights")
+        tracker.add(student.buffers(), "student weights")
+        if teacher is not None:
+            tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
+        self.used: set[Tensor] = set()
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)
+        _decoder(student).register_forward_hook(lambda *_: tracker.enter("loss"))
+        groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
+        self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        self.used.add(parameter)
+        self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
+
+    def steps(self) -> None:
+        tracker = self.tracker
+        if self.spec.accumulation > 1:
+            for parameter in self.trained:
+                parameter.grad = torch.empty_like(parameter)
+                tracker.add([parameter.grad], "gradients")
+        self._micro_batch()
+        unused = -self._drop_unused_gradients()
+        phases = [*tracker.peaks.values()]
+        for _ in range(2):
+            with tracker.during("optimizer", "optimizer temporaries"):
+                if self.spec.max_grad_norm:
+                    torch.nn.utils.clip_grad_norm_(self.trained, self.spec.max_grad_norm, foreach=True)
+                self.optimizer.step()
+                tracker.add(_states(self.optimizer), "optimizer state")
+        for peak in phases:
+            peak.add("gradients", unused)
+            peak.add("optimizer state", tracker.live["optimizer state"])
+
+    def _drop_unused_gradients(self) -> int:
+        """Those of parameters that take no part in the loss; returns their bytes."""
+        before = self.tracker.live["gradients"]
+        for parameter in self.trained:
+            if parameter not in self.used:
+                parameter.grad = None
+        return before - self.tracker.live["gradients"]
+
+    def _micro_batch(self) -> None:
+        tracker = self.tracker
+        with tracker.during("forward", "activations"):
+            loss = self._loss()
+            with tracker.during("backward", "in the backward"):
+                loss.backward()
+
+    def _loss(self) -> Tensor:
+        spec = self.spec
+        ids = torch.zeros(spec.rows, spec.length, dtype=torch.int64)
+        inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if spec.masked else {})}
+        taught = self._taught(inputs)
+        with self._autocast():
+            outputs = self.student(
+                **inputs, **taught, labels=ids, use_cache=False, fused_lm_head=True, num_items_in_batch=1.0
+            )
+        return outputs.token_loss
+
+    def _taught(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        spec = self.spec
+        if spec.teacher_records is not None:
+            with self.tracker.during("teacher", "teacher records"):
+                return {"teacher_logits": spec.teacher_records(spec.rows, spec.length)}
+        teacher = base_of(self.student) if spec.teaches_itself else self.teacher
+        if teacher is None:
+            return {}
+        alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
+        with self.tracker.during("teacher", "teacher activations"), alone, self._autocast():
+            return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
+
+    def _autocast(self) -> Any:
+        dtype = self.spec.autocast
+        return torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+def _student(spec: StepSpec) -> Any:
+    with torch.device("meta"):
+        model = _built(spec.student)
+        if spec.peft is not None:
+            model = get_peft_model(model, spec.peft)
+    if spec.checkpointing is not None:
+        base_of(model).gradient_checkpointing_enable({**spec.checkpointing, "preserve_rng_state": False})
+        if spec.peft is not None:
+            base_of(model).enable_input_require_grads()
+    try:
+        Patched(base_of(model), spec.patch, spec.loss)
+    except NothingToPatch as error:
+        raise ConfigError(str(error)) from None
+    return model.train()
+
+
+def _teacher(spec: StepSpec) -> Any:
+    assert spec.teacher is not None
+    with torch.device("meta"):
+        model = _built(spec.teacher).requires_grad_(False).eval()
+    with contextlib.suppress(NothingToPatch):
+        Patched(model, replace(spec.patch, fused_linear_cross_entropy=False))
+    return model
+
+
+def _allocate(model: Any) -> None:
+    """Put a model on the CPU instead of the meta device, which autocast does not know. What is shared stays so."""
+    new: dict[int, Tensor] = {}
+
+    def on_cpu(tensor: Tensor) -> Tensor:
+        if id(tensor) not in new:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            trained = isinstance(tensor, torch.nn.Parameter)
+            new[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trained else empty
+            vars(new[id(tensor)]).update(vars(tensor))  # how a weight is packed
+        return new[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: on_cpu(x) for name, x in tensors.items() if x is not None})
+
+
+def _built(spec: ModelSpec) -> Any:
+    config = spec.config
+    own = "eager" if spec.attention == "eager" else None
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=own)
+    except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
+    if model.config._attn_implementation != "eager":
+        model.set_attn_implementation(ATTENTION)
+    if spec.bits is not None:
+        quantize(model, spec.bits)
+    return model
+
+
+def _decoder(student: Any) -> Any:
+    return base_of(student).get_decoder()
+
+
+def _numbers(model: Any) -> int:
+    """Parameters, those that are packed counted as they are without."""
+    return sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.parameters())
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _largest_layer(model: Any) -> int:
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    sizes = (sum(p.nbytes for p in layer.parameters()) for found in layers for layer in found)
+    return max(sizes, default=0)

@@ -1,0 +1,221 @@
+"""Layers and optimizers whose kernels run on a GPU only, as far as their memory goes: what they return, keep and need.
+
+They compute nothing. Sizes of attention: PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691); of 4-bit and 8-bit
+weights and moments: bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861; 2023, arXiv:2305.14314).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from ...common.replacements import Replacements
+from ...kernels import _head, _low_rank
+from ...kernels._selection import Rows, RowSelection
+from ...kernels._triton import without_launches
+from ...modules import gated_mlp
+from ...patching import lora as patch_lora
+
+
+@contextlib.contextmanager
+def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
+    """Within it our ops on CPU tensors without data take and make the memory that they do on a GPU.
+
+    Args:
+        count: labelled rows of a batch, a number that the ops would read out of it.
+        num_items: what the loss is divided by.
+    """
+    replaced = Replacements()
+    replaced.set(RowSelection, "wait", lambda selection: Rows(selection._index[:count], count, num_items))
+    # products of bf16 matrices into fp32, which the CPU does not have
+    replaced.set(_head, "addmm_into", lambda out, a, b, *, beta, alpha: None)
+    replaced.set(_head, "project", lambda x, w, out: out)
+    replaced.set(_low_rank, "_has_wide_results", lambda x: torch.version.hip is None)
+    # on the CPU it keeps what it multiplies by in the dtype of its input
+    replaced.set(F, "dropout", _dropout)
+    replaced.set(gated_mlp, "WEIGHTS", (*gated_mlp.WEIGHTS, FakeTensor))
+    for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # of transformers' mixtures of experts
+        if hasattr(place, name):
+            replaced.set(place, name, grouped_mm)
+    replaced.set(_low_rank, "_wide_product", lambda m, n: m.new_empty(len(m), n.shape[1], dtype=torch.float32))
+    try:
+        with without_launches():
+            yield
+    finally:
+        replaced.undo()
+
+
+@contextlib.contextmanager
+def as_bitsandbytes() -> Iterator[None]:
+    """Within it patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes."""
+    replaced = Replacements()
+    replaced.set(patch_lora, "_4bit_types", lambda: (QuantizedLinear,))
+    replaced.set(patch_lora, "_dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
+    try:
+        yield
+    finally:
+        replaced.undo()
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+class _Attention(torch.autograd.Function):
+    """q: (batch, heads, length, width); k, v: with as many heads or fewer. Keeps them, its output and a log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, length, _ = q.shape
+        same = v.shape[-1] == q.shape[-1]  # then the output lies in memory as q does
+        out = torch.empty_like(q) if same else q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, *_ = ctx.saved_tensors
+        summed = q.new_empty(q.shape, dtype=torch.float32)  # dq while it is added up
+        spread = [x.new_empty(*q.shape[:-1], x.shape[-1]) for x in (k, v) if k.shape[1] != q.shape[1]]
+        result = tuple(torch.empty_like(x) for x in (q, k, v))
+        del summed, spread
+        return result
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """An attention function of transformers with the memory of `scaled_dot_product_attention` on a GPU."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    if attention_mask is not None:  # kernels with a mask want as many keys as queries, and the mask in the dtype
+        groups = query.shape[1] // key.shape[1]
+        key, value = (repeat_kv(x, groups) if groups > 1 else x for x in (key, value))
+        bias = attention_mask.to(query.dtype)
+        return _Masked.apply(query, key, value, bias).transpose(1, 2).contiguous(), None  # pyright: ignore
+    return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None  # pyright: ignore
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """x: (tokens, K) with weight (experts, K, N): the product of a mixture of experts, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(x.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(x) if need else None for x, need in needed)
+
+
+def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    return _GroupedProduct.apply(input, weight)  # pyright: ignore
+
+
+class _Masked(torch.autograd.Function):
+    """The same with a mask, which it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return _Attention.forward(ctx, q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *_Attention.backward(ctx, *grads), None
+
+
+def attention_mask(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None,
+    local_size: int | None = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """The mask of `scaled_dot_product_attention`: none where causality says all, else (batch, 1, queries, keys)."""
+    windowed = local_size is not None and kv_length > local_size
+    if attention_mask is None and not windowed:
+        return None
+    return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+
+
+class _Packed(NamedTuple):
+    """What a packed weight is when it is unpacked."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer of packed numbers, unpacked for each product, forward and backward."""
+
+    def __init__(self, linear: nn.Linear, bits: int):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        numbers = linear.weight.numel()
+        # of 4 bits with double quantisation: a byte for each 64 numbers and 4 for each 256 of those; of 8: 4 a row
+        scales = math.ceil(numbers / 64) + 4 * math.ceil(numbers / 2**14) if bits == 4 else 4 * linear.out_features
+        size = numbers * bits // 8 + scales
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
+        self.weight.quant_state = _Packed(linear.weight.shape, linear.weight.dtype)  # pyright: ignore
+        self.bias = linear.bias
+        self.compute_dtype = linear.weight.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        out = _Unpacked.apply(input.to(dtype), self.weight, self.out_features)
+        return out if self.bias is None else out + self.bias.to(dtype)  # pyright: ignore
+
+
+class _Unpacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_features: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape = out_features, x.shape[-1]
+        return F.linear(x, x.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0] @ grads[0].new_empty(ctx.shape), None, None
+
+
+def quantize(model: nn.Module, bits: int) -> None:
+    """Replace linear layers as transformers does for bitsandbytes: all but the output head, tied or not."""
+    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, QuantizedLinear(child, bits))
+
+
+class MomentsOptimizer(torch.optim.Optimizer):
+    """An optimizer of bitsandbytes: `moments` for each number, of `bits`, with 4 bytes a block of 256 where these are
+    8. Paged ones lie in memory of the host that the GPU pages in."""
+
+    SMALLEST = 4096  # numbers; smaller tensors keep moments of 32 bits
+
+    def __init__(self, params: Any, moments: int, bits: int, paged: bool):
+        self.moments, self.bits, self.paged = moments, bits, paged
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self.state or not self.state[p]:
+                    self.state[p] = self._state(p)
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        if self.paged:
+            return {}
+        packed = self.bits == 8 and p.numel() >= self.SMALLEST
+        each = p.numel() + 4 * math.ceil(p.numel() / 256) if packed else 4 * p.numel()
+        return {f"moment{i}": torch.empty(each, dtype=torch.uint8) for i in range(self.moments)}

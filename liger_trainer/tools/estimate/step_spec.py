@@ -1,0 +1,208 @@
+"""From a configuration to the step whose memory is simulated. Models are read as far as their configuration."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.optimization import Adafactor
+from trl import get_peft_config
+
+from ...config.sources import Setting
+from ...losses.batch_loss import LossOptions
+from ...losses.sparse import SparseTeacher
+from ...patching.patcher import PatchOptions
+from ...run.data.demo_model import DEMO_MODELS, demo_key
+from ...run.drop_layers import kept_indices, thinned_config
+from ...teachers.cache.records import RecordFormat, TokenTargets
+from .simulate import ModelSpec, StepSpec
+from .stand_ins import MomentsOptimizer
+
+if TYPE_CHECKING:
+    from ...config.run_config import RunConfig
+
+# That of SmolLM2-135M-Instruct, of which the demo's model directory is built at the first use.
+DEMO_CONFIG = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def _moments(count: int, bits: int = 32, paged: bool = False) -> Optimizer:
+    return functools.partial(MomentsOptimizer, moments=count, bits=bits, paged=paged)
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw_torch": functools.partial(torch.optim.AdamW, foreach=True),
+    "adamw_torch_fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adafactor": functools.partial(Adafactor, lr=1e-3, scale_parameter=False, relative_step=False),
+    "sgd": functools.partial(torch.optim.SGD, foreach=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, foreach=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, foreach=True),
+    "adamw_bnb_8bit": _moments(2, 8),
+    "adamw_8bit": _moments(2, 8),
+    "paged_adamw_32bit": _moments(2, paged=True),
+    "paged_adamw_8bit": _moments(2, 8, paged=True),
+    "ademamix": _moments(3),
+    "ademamix_8bit": _moments(3, 8),
+    "paged_ademamix_32bit": _moments(3, paged=True),
+    "paged_ademamix_8bit": _moments(3, 8, paged=True),
+    "lion_32bit": _moments(1),
+    "lion_8bit": _moments(1, 8),
+    "paged_lion_32bit": _moments(1, paged=True),
+    "paged_lion_8bit": _moments(1, 8, paged=True),
+    "rmsprop_bnb": _moments(1),
+    "rmsprop_bnb_8bit": _moments(1, 8),
+    "rmsprop_bnb_32bit": _moments(1),
+}
+
+
+def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> StepSpec:
+    """The step of a configuration on a GPU that has bf16 or not.
+
+    Args:
+        longest: tokens of the longest row of a batch.
+        padded: whether the others may be shorter.
+
+    Raises:
+        ConfigError: settings whose memory is not known; what `training_args` refuses.
+    """
+    args = _training_args(config)
+    if args.optim not in OPTIMIZERS:
+        raise config.error(
+            "optim", f"estimate does not know its memory: {args.optim}. It knows {', '.join(OPTIMIZERS)}."
+        )
+    if config.recipe == "distill":
+        unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
+        if unknown:
+            raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
+    for key in ("activation_offloading", "torch_compile"):
+        if config[key]:
+            raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
+    student = _student(config)
+    distils = config.recipe == "distill"
+    teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
+    packed = config["packing"] or config["padding_free"]
+    rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
+    merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
+    return StepSpec(
+        student=student,
+        rows=1 if merged else rows,
+        length=longest * rows if merged else longest,
+        masked=not flash and (merged or (padded and rows > 1 and not packed)),
+        optimizer=OPTIMIZERS[args.optim],
+        accumulation=config["gradient_accumulation_steps"],
+        teacher=teacher,
+        teacher_records=records,
+        teaches_itself=distils and args.teacher == "self",
+        peft=get_peft_config(config.model_args()),
+        patch=PatchOptions.of(config["liger_kernel_config"]),
+        loss=LossOptions(
+            label_smoothing=args.label_smoothing_factor,
+            dft=args.loss_type == "dft",
+            distillation=args.distillation() if distils else None,
+        ),
+        autocast=_autocast(config, bf16),
+        checkpointing=(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
+        max_grad_norm=args.max_grad_norm,
+    )
+
+
+def _training_args(config: "RunConfig") -> Any:
+    """The trainer's arguments, without what only the GPU and the other processes of the run would accept."""
+    here = {
+        "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
+        "fsdp_config": None, "bf16_full_eval": False, "fp16_full_eval": False,
+    }  # fmt: skip
+    here = {key: value for key, value in here.items() if key in config.values}
+    settings = {**config.settings, **{key: Setting(value, "estimate") for key, value in here.items()}}
+    return replace(config, values={**config.values, **here}, settings=settings).training_args()
+
+
+def _autocast(config: "RunConfig", bf16: bool) -> torch.dtype | None:
+    if config["fp16"]:
+        return torch.float16
+    return torch.bfloat16 if (bf16 if config["bf16"] is None else config["bf16"]) else None
+
+
+def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of the model that a key names. The demo's need not have been made yet.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    name = config[key]
+    if demo_key(name, DEMO_MODELS):
+        return LlamaConfig(**DEMO_CONFIG, dtype="float32")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=config["trust_remote_code"], **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise config.error(key, f"{name} has no configuration that transformers can read: {error}") from None
+
+
+def _student(config: "RunConfig") -> ModelSpec:
+    args, extra = config.model_args(), config.init_kwargs("model_init_kwargs")
+    model = read_config(config, "model_name_or_path", {"revision": config["model_revision"] or "main"})
+    if config.drops_layers():
+        count = model.get_text_config(decoder=True).num_hidden_layers
+        model = thinned_config(model, kept_indices(count, config["keep_every_nth_layer"], config["keep_layers"]))
+    quantization = extra.get("quantization_config") or {}
+    bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else _bits(quantization)
+    attention = extra.get("attn_implementation", args.attn_implementation)
+    return ModelSpec(model, _dtype(extra.get("dtype", args.dtype), model), attention, bits)
+
+
+def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bool) -> tuple[ModelSpec | None, Any]:
+    """(the teacher's model, None), or (None, what makes the records of a batch out of a cache)."""
+    if args.teacher == "cache":
+        return None, cache_format(config, student).records
+    if args.teacher == "self":
+        return None, None
+    if args.teacher != "model":
+        raise config.error("teacher", f"estimate knows model, cache and self, got {args.teacher!r}.")
+    for key in ("teachers", "teacher_device", "teacher_offload"):
+        if config[key]:
+            raise config.error(key, "estimate knows one teacher, on the student's GPU. Estimate without it.")
+    extra = config.init_kwargs("teacher_model_init_kwargs")
+    model = read_config(config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"})
+    named = extra.get("dtype", config["teacher_dtype"])
+    dtype = _dtype(named, model) if named is not None else _autocast(config, bf16) or torch.float32
+    bits = 4 if config["teacher_load_in_4bit"] else 8 if config["teacher_load_in_8bit"] else None
+    packed = bits or _bits({**extra, **(extra.get("quantization_config") or {})})
+    return ModelSpec(model, dtype, extra.get("attn_implementation"), packed), None
+
+
+def _bits(options: dict[str, Any]) -> int | None:
+    return 4 if options.get("load_in_4bit") else 8 if options.get("load_in_8bit") else None
+
+
+def _dtype(name: Any, config: PreTrainedConfig) -> torch.dtype:
+    if name in (None, "auto"):
+        name = config.dtype or torch.float32
+    return getattr(torch, name) if isinstance(name, str) else name
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a cache of a configuration writes its tokens."""
+
+    of: RecordFormat
+
+    def records(self, rows: int, length: int) -> SparseTeacher:
+        """Those of a batch, decoded, without data."""
+        ids = torch.empty(rows, length, self.of.entries + self.of.tail_draws, dtype=torch.int32)
+        values = (torch.empty(rows, length) for _ in range(3))
+        targets = TokenTargets(ids, torch.empty(ids.shape), ids[..., 0], *values)
+        return SparseTeacher(targets, self.of.tail, self.of.vocab_size)
+
+
+def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
+    """That which `liger-trainer cache` would write. The tokenizer may know fewer tokens than the model."""
+    vocabulary = student.get_text_config(decoder=True).vocab_size
+    kind, entries, draws, bits = (config[f"cache_{name}"] for name in ("kind", "entries", "tail_draws", "bits"))
+    return CacheFormat(RecordFormat.of(kind, entries, draws, bits, vocabulary))

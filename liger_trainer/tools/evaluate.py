@@ -1,0 +1,228 @@
+"""A student against its teacher on the held-out rows: one that a run has saved, or the one that a configuration names.
+
+The trainers measure; what is added here is how well the student knows what it knows (calibration).
+"""
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+from trl import get_peft_config
+
+from ..common.weights import with_adapter
+from ..config.run_config import load_run_config
+from ..config.sources import Setting
+from ..errors import ConfigError, CorruptError, NonFiniteError
+from ..run.checkpoints import CONFIG, checkpoints_in
+from ..run.data.datasets import DataFacts, RunData, load_run_datasets
+from ..run.metric_rows import DISTILL_ROWS, SFT_ROWS, Row
+from ..run.models import (
+    ModelFiles,
+    check_same_tokenizer,
+    check_student,
+    load_student,
+    load_weights,
+    open_model,
+    open_teachers,
+)
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+CALIBRATION = Row("calibration_error", "calibration error (ECE)", better="lower")
+ROWS = {
+    "sft": (*SFT_ROWS, CALIBRATION),
+    "distill": (
+        *DISTILL_ROWS[:2],
+        Row("jsd", "JSD (nats/token)", 4, better="lower"),
+        *DISTILL_ROWS[2:],
+        Row("entropy", "student entropy (nats/token)"),
+        Row("teacher_entropy", "teacher entropy (nats/token)"),
+        CALIBRATION,
+    ),
+}
+BINS = 15
+ADAPTER, WEIGHTS = "adapter_config.json", ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated. `weights`: the directory that they are in; None takes the configuration's own model."""
+
+    name: str
+    config: "RunConfig"
+    weights: Path | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """metrics: those of `trainer.evaluate()` without `eval_`, and the calibration error; in nats where not said.
+    Without the losses that projectors of hidden states are part of.
+    teacher: as the configuration names it; several are joined by commas, and None where none is loaded by a name."""
+
+    name: str
+    recipe: str
+    model: str
+    teacher: str | None
+    metrics: dict[str, float]
+    data: DataFacts
+
+
+def subject_of(target: str, overrides: Iterable[str]) -> Subject:
+    """A configuration, or the directory of a run or of one of its checkpoints.
+
+    Raises:
+        ConfigError: neither; a directory without weights or without the configuration of a run.
+    """
+    path = Path(target).expanduser()
+    if not path.is_dir():
+        return Subject(target, load_run_config(target, overrides, exact=True), None)
+    settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
+    if settings is None:
+        hint = f"eval CONFIG model_name_or_path={target} evaluates a model on the rows of a configuration."
+        raise ConfigError(f"{target} holds no {CONFIG}, which a run writes. {hint}")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
+        saved = ", ".join(str(p) for p in checkpoints_in(path))
+        raise ConfigError(f"{target} holds no weights.{f' There are some in {saved}.' if saved else ''}")
+    return Subject(target, load_run_config(str(settings), overrides, exact=True), path)
+
+
+def evaluate(subject: Subject) -> Evaluation:
+    """Measure on the held-out rows.
+
+    Raises:
+        ConfigError: a model that cannot be loaded, a teacher with another tokenizer.
+        CorruptError: the saved weights cannot be read.
+        DataError: the dataset is wrong.
+        NonFiniteError: a metric is NaN or infinite.
+    """
+    with tempfile.TemporaryDirectory(prefix="liger-trainer-eval-") as folder:
+        config = _for_evaluation(subject.config.on_this_machine(), folder)
+        data = load_run_datasets(config)
+        base = open_model(config, "model_name_or_path")
+        files = base if subject.weights is None else _saved_files(base, subject.weights)
+        check_student(config, files, data)
+        teachers = open_teachers(config) if config.recipe == "distill" else {}
+        for own, teacher in teachers.values():
+            check_same_tokenizer(own, files, teacher)
+        paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
+        trainer = _trainer(subject, config, data, base, files, paths)
+        found = trainer.evaluate()
+        unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
+    metrics = {name.removeprefix("eval_"): value for name, value in found.items() if isinstance(value, float)}
+    metrics = {name: value for name, value in metrics.items() if name not in unlearned}
+    lost = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if lost:
+        raise NonFiniteError(f"{subject.name}: {', '.join(lost)} of the model is not finite.")
+    model = str(subject.weights or config["model_name_or_path"])
+    named = [own["teacher_model_name_or_path"] for own, _ in teachers.values()]
+    return Evaluation(subject.name, config.recipe, model, ", ".join(named) or None, metrics, data.facts)
+
+
+def _unlearned(trainer: Any) -> list[str]:
+    """What fresh projectors of hidden-state losses are part of. A run keeps its own in its checkpoints alone."""
+    if not trainer.progress.parameters():
+        return []
+    return ["loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))]
+
+
+def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
+    """Without what belongs to training: where it is saved, what it is reported to, other processes."""
+    here = {
+        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
+        "load_best_model_at_end": False, "use_vllm": False, "fsdp": None, "fsdp_config": None, "deepspeed": None,
+    }  # fmt: skip
+    here = {key: value for key, value in here.items() if key in config.values}
+    settings = {**config.settings, **{key: Setting(value, "eval") for key, value in here.items()}}
+    return dataclasses.replace(config, values={**config.values, **here}, settings=settings)
+
+
+def _saved_files(base: ModelFiles, weights: Path) -> ModelFiles:
+    """Configuration and tokenizer from beside the weights, where they are there."""
+    try:
+        own = (weights / "config.json").is_file()
+        model_config = AutoConfig.from_pretrained(weights) if own else base.config
+        named = any((weights / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        tokenizer = AutoTokenizer.from_pretrained(weights) if named else base.tokenizer
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"{weights} cannot be read as a model directory: {error}") from None
+    return ModelFiles(base.key, str(weights), None, model_config, tokenizer)
+
+
+def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: ModelFiles) -> Any:
+    if subject.weights is None:
+        return load_student(config, base)
+    try:
+        if (subject.weights / ADAPTER).is_file():
+            return with_adapter(load_student(config, base), subject.weights)
+        return load_weights(config, files)
+    except (SafetensorError, EOFError) as error:
+        raise CorruptError(f"{subject.weights}: the weights cannot be read: {error}") from None
+
+
+def _trainer(
+    subject: Subject,
+    config: "RunConfig",
+    data: RunData,
+    base: ModelFiles,
+    files: ModelFiles,
+    teachers: dict[str, str],
+) -> Any:
+    args = config.training_args()
+    cached = config.recipe == "distill" and config["teacher"] == "cache"  # which looks at the training rows too
+    with config.refusals("the evaluation"):
+        common: dict[str, Any] = {
+            "args": args, "train_dataset": data.train if cached else data.test, "eval_dataset": data.test,
+            "processing_class": files.tokenizer, "compute_metrics": _calibration,
+            "preprocess_logits_for_metrics": signed_confidence,
+            "peft_config": get_peft_config(config.model_args()) if subject.weights is None else None,
+        }  # fmt: skip
+        student = _student(subject, config, base, files)
+        if config.recipe == "sft":
+            from ..trainers.sft_trainer import LigerTrainer
+
+            return LigerTrainer(student, **common)
+        from ..trainers.distill_trainer import LigerDistillTrainer
+
+        return LigerDistillTrainer(
+            student, teacher_model=teachers if config["teachers"] else teachers.get(""), **common
+        )
+
+
+def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
+    """(batch, length - 1) of logits (batch, length, V): the probability of the likeliest token, negative where it is
+    not the label, 0 where there is none."""
+    confident = torch.stack([_confidence(row) for row in logits[:, :-1]])
+    target = labels[:, 1:].to(logits.device)
+    right = logits[:, :-1].argmax(-1) == target
+    return torch.where(target == -100, 0.0, torch.where(right, confident, -confident))
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """(length,) of one row of the batch, so that no more than that is widened at a time."""
+    wide = logits.float()
+    return (wide.amax(-1) - wide.logsumexp(-1)).exp()
+
+
+def _calibration(predictions: Any) -> dict[str, float]:
+    """For `compute_metrics`, which gets rows of different lengths filled up with -100."""
+    signed = np.concatenate([np.ravel(x) for x in np.atleast_1d(predictions.predictions)])
+    return {CALIBRATION.metric: calibration_error(signed[(signed != 0) & (np.abs(signed) <= 1.001)])}
+
+
+def calibration_error(signed: np.ndarray) -> float:
+    """Expected calibration error of top-1 confidences, negative where wrong: the mean, over tokens in 15 bins of equal
+    width, of |share that is right - mean confidence| (Naeini et al. 2015; Guo et al. 2017, arXiv:1706.04599)."""
+    confidence, right = np.abs(signed).astype(np.float64), signed > 0
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)  # of a bin: tokens times its gap
+    return float(np.abs(gaps).sum() / max(1, len(signed)))

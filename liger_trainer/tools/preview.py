@@ -1,0 +1,120 @@
+"""`liger-trainer preview`: rows as the model will see them, prepared by the trainer itself around no weights."""
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+
+from ..trainers.capture import Preparation
+from ..trainers.rows import RowFacts, count_each
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+    from ..run.data.datasets import RunData
+    from ..run.models import ModelFiles
+
+ROW = "liger_trainer_row"  # a column that travels through the preparation: the row's index in the dataset
+
+EXACT = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens as text, all supervised or none."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class SeenRow:
+    """A row of the prepared training set. Supervised are the tokens that the loss is taken on."""
+
+    place: str
+    """where the row comes from; of a packed one, how many documents it holds"""
+    documents: list[list[Piece]]
+    tokens: int
+    supervised: int
+    tokens_cut: int | None
+    """beyond `max_length`; None where rows are packed: their documents cannot be told apart any more"""
+    supervised_cut: int | None
+
+
+@dataclass(frozen=True)
+class Preview:
+    rows: list[SeenRow]
+    facts: dict[str, RowFacts]
+
+
+class _Followed(Preparation):
+    """Preparation in which each row can be followed from the dataset, with the counts it had before it was cut."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.uncut: dict[str, dict[int, tuple[int, int]]] = {}
+        super().__init__(*args, **kwargs)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        dataset = dataset.add_column(ROW, list(range(len(dataset))))
+        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+    def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
+        tokens, supervised, _ = count_each(tokenized, None)
+        counts = zip(tokens.tolist(), supervised.tolist(), strict=True)
+        self.uncut[dataset_name] = dict(zip(tokenized[ROW], counts, strict=True))
+        return super()._learnable(tokenized, args, packing, dataset_name)
+
+
+def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: int) -> Preview:
+    """The first `count` rows of the training set as the trainer prepares it, and counts over all rows.
+
+    Raises:
+        ConfigError: TRL refuses the settings.
+        DataError: no row has a supervised token.
+    """
+    args: Any = copy.copy(config.training_args())
+    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
+    args.use_liger_kernel, args.report_to = False, []
+    with tempfile.TemporaryDirectory() as folder, config.refusals("the trainer"):
+        args.output_dir = folder  # the trainer makes the directory
+        trainer: Any = _Followed(
+            args, train_dataset=data.train, eval_dataset=data.test, processing_class=files.tokenizer
+        )
+    prepared = trainer.train_dataset
+    rows = [_seen(trainer, prepared[index], data) for index in range(min(count, len(prepared)))]
+    return Preview(rows, trainer.row_facts)
+
+
+def _seen(trainer: Any, row: dict[str, Any], data: "RunData") -> SeenRow:
+    length = len(row["input_ids"])
+    batch = trainer.data_collator([row])
+    ids = batch["input_ids"][0, :length].tolist()
+    supervised = (batch["labels"][0, :length] != -100).tolist()
+    supervised[0] = False  # nothing comes before it to predict it from
+    lengths = row.get("seq_lengths") or [length]
+    documents, start = [], 0
+    for size in lengths:
+        end = start + size
+        documents.append(list(_pieces(trainer.processing_class, ids[start:end], supervised[start:end])))
+        start = end
+    place, tokens_cut, supervised_cut = f"{len(lengths)} documents, packed", None, None
+    if ROW in row:
+        tokens, learned = trainer.uncut["train"][row[ROW]]
+        place, tokens_cut, supervised_cut = data.place("train", row[ROW]), tokens - length, learned - sum(supervised)
+    return SeenRow(place, documents, length, sum(supervised), tokens_cut, supervised_cut)
+
+
+def _pieces(tokenizer: Any, ids: list[int], supervised: list[bool]) -> Iterator[Piece]:
+    """The text of each stretch of tokens that are all supervised or all not."""
+    start, before = 0, ""
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and supervised[end] == supervised[start]:
+            continue
+        # by difference: decoded alone, a stretch may lose the space it begins with
+        text = tokenizer.decode(ids[:end], **EXACT)
+        alone = not text.startswith(before)  # the stretch before ended within a character
+        piece = tokenizer.decode(ids[start:end], **EXACT) if alone else text[len(before) :]
+        yield Piece(piece, supervised[start])
+        start, before = end, text

@@ -1,0 +1,188 @@
+"""The gradient checks of the ops and of a small patched model, on the user's own device.
+
+Truth is plain torch in fp64 on the same numbers. An op passes if each of its outputs and gradients errs at most twice
+as much as plain torch does in the op's dtype, plus a floor of a few roundings: in the distance to the truth, and in the
+length along it, where roundings cancel and a wrong factor does not. Each comparison is made a second time with 1 %
+planted in what the op gave, to show that it would have been seen.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels._triton import use_triton
+from ..patching.patcher import patch
+from .selfcheck_cases import CHECKS, Check, Draw, Outputs
+
+FLOOR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the distance
+PLANTED = 0.01
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output ("out0") or gradient ("d_x") of a check: how far it is from the truth, relative to that in L2.
+
+    Attributes:
+        error, bound: the distance, and what it may be.
+        factor, factor_bound: the same of the part along the truth alone.
+        plain: the distance of plain torch.
+        sees_one_percent: with 1 % planted it would not have passed.
+    """
+
+    tensor: str
+    error: float
+    bound: float
+    factor: float
+    factor_bound: float
+    plain: float
+    sees_one_percent: bool
+
+    @property
+    def share(self) -> float:
+        """Of what it may be off, by the measure that comes nearer."""
+        share = max(self.error / self.bound, self.factor / self.factor_bound)
+        return share if math.isfinite(share) else math.inf
+
+    @property
+    def passes(self) -> bool:
+        return self.share <= 1
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A check in one dtype. `failure`: what the op raised instead of giving a result."""
+
+    name: str
+    dtype: str
+    comparisons: tuple[Comparison, ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passes(self) -> bool:
+        return not self.failure and all(c.passes for c in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison nearest to its bound, or furthest beyond it."""
+        return max(self.comparisons, key=lambda comparison: comparison.share, default=None)
+
+    @property
+    def sees_one_percent(self) -> bool:
+        """In one of its tensors at least."""
+        return any(c.sees_one_percent for c in self.comparisons)
+
+
+def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """fp32, and what models are trained in there."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float32, torch.float16
+    return torch.float32, torch.bfloat16
+
+
+def run_checks(
+    device: torch.device, dtypes: Sequence[torch.dtype], checks: Sequence[Check] | None = None
+) -> Iterator[CheckResult]:
+    """Each check in each dtype, as it is done; after these a small model of each family in MODELS."""
+    for dtype in dtypes:
+        for check in CHECKS if checks is None else checks:
+            yield _result(check.name, dtype, lambda check=check, dtype=dtype: _compare(check, device, dtype))
+        for family in MODELS:
+            yield _result(
+                f"patched {family}", dtype, lambda family=family, dtype=dtype: _compare_model(family, device, dtype)
+            )
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the ops launch Triton kernels there; otherwise they are computed by torch."""
+    return use_triton(torch.empty(1, device=device))
+
+
+def _result(name: str, dtype: torch.dtype, compare: Callable[[], list[Comparison]]) -> CheckResult:
+    start, short = time.perf_counter(), str(dtype).removeprefix("torch.")
+    try:
+        comparisons, failure = tuple(compare()), ""
+    except Exception as error:  # a kernel that does not compile must not hide the others
+        comparisons, failure = (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return CheckResult(name, short, comparisons, failure, round(time.perf_counter() - start, 3))
+
+
+def _compare(check: Check, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
+    drawn = {name: x.to(dtype) if x.is_floating_point() else x for name, x in check.tensors(Draw()).items()}
+    tensors = {name: x.to(device) for name, x in drawn.items()}
+    double = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    got = _outputs_and_gradients(check.op, tensors, check.leaves)
+    plain = _outputs_and_gradients(check.plain, tensors, check.leaves)
+    truth = _outputs_and_gradients(check.plain, double, check.leaves)
+    return [_comparison(name, got[name], plain[name], truth[name], dtype) for name in truth]
+
+
+def _outputs_and_gradients(
+    function: Callable[..., Outputs], tensors: dict[str, Tensor], leaves: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Outputs by number and gradients by leaf. Each output's own gradient is random, and the same for all callers."""
+    inputs = {name: x.detach().clone().requires_grad_(name in leaves) for name, x in tensors.items()}
+    made = function(**inputs)
+    outputs = made if isinstance(made, tuple) else (made,)
+    draw, trained = Draw(), [x for x in outputs if x.requires_grad]
+    upstream = [draw(*x.shape).to(x.device, x.dtype) if x.dim() else torch.ones_like(x) for x in trained]
+    gradients = torch.autograd.grad(trained, [inputs[name] for name in leaves], upstream)
+    values = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
+    return values | {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def _comparison(name: str, got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Comparison:
+    if got.shape != truth.shape:
+        raise ValueError(f"{name} is {tuple(got.shape)}, expected {tuple(truth.shape)}.")
+    (distance, along), limits = _errors(plain, truth), FLOOR[dtype]
+    bounds = 2 * distance + limits, 2 * along + limits / 2
+    error, factor = _errors(got, truth)
+    planted = Comparison(name, *_interleaved(_errors(got.double() * (1 + PLANTED), truth), bounds), distance, False)
+    return Comparison(name, *_interleaved((error, factor), bounds), distance, not planted.passes)
+
+
+def _interleaved(errors: tuple[float, float], bounds: tuple[float, float]) -> tuple[float, float, float, float]:
+    return errors[0], bounds[0], errors[1], bounds[1]
+
+
+def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:
+    """(distance, its part along the truth), both relative to it."""
+    length, difference = truth.norm().clamp(min=1e-30), x.double() - truth
+    along = (difference * truth).sum() / length**2
+    return (difference.norm() / length).item(), along.abs().item()
+
+
+# A small model of each kind of attention and norm that is patched, with its loss
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager",
+}  # fmt: skip
+MODELS = {"llama": "LlamaConfig", "qwen3": "Qwen3Config"}
+
+
+def _compare_model(family: str, device: torch.device, dtype: torch.dtype) -> list[Comparison]:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, MODELS[family])(**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).to(device)
+    patched, double = copy.deepcopy(model), copy.deepcopy(model).double()
+    patch(patched)
+    ids = Draw().integers(SIZES["vocab_size"], 2, 32).to(device)
+    got, plain, truth = (_loss_and_gradients(each, ids) for each in (patched, model, double))
+    return [_comparison(name, got[name], plain[name], truth[name], dtype) for name in truth]
+
+
+def _loss_and_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """The loss, and the gradients of all weights in one vector."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": torch.cat([p.grad.flatten() for p in model.parameters()])}

@@ -1,0 +1,246 @@
+"""What `selfcheck` compares: each op as data, with what it must equal in plain torch. Plain torch's own functions where
+it has them, else the op's reference."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels._low_rank import Adapter, Projection
+from ..kernels.add_rms_norm import add_rms_norm
+from ..kernels.cross_entropy import cross_entropy
+from ..kernels.gated_linear import gated_linear
+from ..kernels.geglu import geglu
+from ..kernels.jsd import jsd, jsd_reference
+from ..kernels.kl_div import kl_div
+from ..kernels.layer_norm import layer_norm
+from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
+from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
+from ..kernels.linear_uld import linear_uld, linear_uld_reference
+from ..kernels.lora_linear import lora_linear, lora_linear_reference
+from ..kernels.lora_mlp import lora_mlp, lora_mlp_reference
+from ..kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from ..kernels.relu2 import relu2
+from ..kernels.rms_norm import rms_norm
+from ..kernels.rope import rope, rope_reference
+from ..kernels.swiglu import swiglu
+from ..kernels.tvd import tvd, tvd_reference
+
+ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # no multiples of the tiles
+HEADS, KEYS, WIDTH = 4, 2, 64
+EPS, IGNORED = 1e-6, -100
+
+Outputs = Tensor | tuple[Tensor, ...]
+
+
+class Draw:
+    """Draws tensors in fp64 on the CPU, the same every time, so that all devices see the same numbers."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64) * std + mean
+
+    def integers(self, limit: int, *shape: int) -> Tensor:
+        return torch.randint(limit, shape, generator=self._generator)
+
+    def labels(self) -> Tensor:
+        labels = self.integers(VOCAB, ROWS)
+        labels[::7] = IGNORED
+        return labels
+
+
+@dataclass(frozen=True)
+class Check:
+    """An op and what it must equal, on tensors by name. Gradients are compared of those named in `leaves`."""
+
+    name: str
+    op: Callable[..., Outputs]
+    plain: Callable[..., Outputs]
+    tensors: Callable[[Draw], dict[str, Tensor]]
+    leaves: tuple[str, ...]
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _rows(*names: str, width: int = HIDDEN) -> Callable[[Draw], dict[str, Tensor]]:
+    return lambda draw: {name: draw(ROWS, width) for name in names}
+
+
+def _normed(*names: str, bias: bool = False) -> Callable[[Draw], dict[str, Tensor]]:
+    def tensors(draw: Draw) -> dict[str, Tensor]:
+        weights = {"weight": draw(HIDDEN, std=0.2, mean=1.0), **({"bias": draw(HIDDEN)} if bias else {})}
+        return {**_rows(*names)(draw), **weights}
+
+    return tensors
+
+
+def _angles(positions: int) -> dict[str, Tensor]:
+    frequencies = 10_000.0 ** -(torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies).repeat(1, 2)[None]
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def _heads(draw: Draw) -> dict[str, Tensor]:
+    """(batch, heads, positions, width)."""
+    return {"q": draw(2, HEADS, 33, WIDTH), "k": draw(2, KEYS, 33, WIDTH), **_angles(33)}
+
+
+def _heads_and_norms(draw: Draw) -> dict[str, Tensor]:
+    """(batch, positions, heads, width), as projections leave them."""
+    weights = {name: draw(WIDTH, std=0.2, mean=1.0) for name in ("q_weight", "k_weight")}
+    return {"q": draw(2, 33, HEADS, WIDTH), "k": draw(2, 33, KEYS, WIDTH), **weights, **_angles(33)}
+
+
+def _logits(draw: Draw) -> dict[str, Tensor]:
+    return {"logits": draw(ROWS, VOCAB, std=2.0), "labels": draw.labels()}
+
+
+def _distributions(log_target: bool, log_input: bool = True) -> Callable[[Draw], dict[str, Tensor]]:
+    def tensors(draw: Draw) -> dict[str, Tensor]:
+        student, teacher = (draw(ROWS, VOCAB, std=2.0) for _ in range(2))
+        return {
+            "input": student.log_softmax(-1) if log_input else student.softmax(-1),
+            "target": teacher.log_softmax(-1) if log_target else teacher.softmax(-1),
+        }
+
+    return tensors
+
+
+def _head(draw: Draw) -> dict[str, Tensor]:
+    hidden, weight = draw(ROWS, HIDDEN), draw(VOCAB, HIDDEN, std=2 / math.sqrt(HIDDEN))
+    return {"hidden": hidden, "weight": weight, "labels": draw.labels()}
+
+
+def _pair(draw: Draw) -> dict[str, Tensor]:
+    """A student and a teacher of another width."""
+    teacher = {"teacher_hidden": draw(ROWS, INNER), "teacher_weight": draw(VOCAB, INNER, std=2 / math.sqrt(INNER))}
+    return {**_head(draw), **teacher}
+
+
+def _other_vocabulary(draw: Draw) -> dict[str, Tensor]:
+    teacher = {"teacher_hidden": draw(ROWS, INNER), "teacher_weight": draw(VOCAB - 90, INNER, std=2 / INNER**0.5)}
+    return {**_head(draw), **teacher}
+
+
+def _known(draw: Draw) -> dict[str, Tensor]:
+    """A student's head, and the 16 likeliest tokens of a teacher."""
+    log_probs, ids = draw(ROWS, VOCAB, std=2.0).log_softmax(-1).topk(16)
+    return {**_head(draw), "ids": ids, "log_probs": log_probs}
+
+
+def _linear_ce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = hidden @ weight.t()
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+
+def _ce(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+
+def _lora(draw: Draw) -> dict[str, Tensor]:
+    factors = {"a": draw(RANK, HIDDEN, std=1 / math.sqrt(HIDDEN)), "b": draw(INNER, RANK, std=0.2)}
+    return {"x": draw(ROWS, HIDDEN), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN)), **factors}
+
+
+def _lora_linear(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, weight, a, b: function(x, weight, None, [Adapter(a, b, 2.0)])
+
+
+def _lora_mlp_tensors(draw: Draw) -> dict[str, Tensor]:
+    tensors = {"x": draw(ROWS, HIDDEN)}
+    for name, (rows, columns) in {"g": (INNER, HIDDEN), "u": (INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
+        tensors[f"{name}w"] = draw(rows, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}a"] = draw(RANK, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}b"] = draw(rows, RANK, std=0.2)
+    return tensors
+
+
+def _lora_mlp(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def called(x: Tensor, **factors: Tensor) -> Tensor:
+        gate, up, down = (
+            Projection(factors[f"{n}w"], None, (Adapter(factors[f"{n}a"], factors[f"{n}b"], 2.0),)) for n in "gud"
+        )
+        return function(x, gate, up, down)
+
+    return called
+
+
+def _divergence(function: Callable[..., Any], kind: str) -> Callable[..., Outputs]:
+    def called(**tensors: Tensor) -> Outputs:
+        result = function(**tensors, kind=kind, ce_weight=0.1)
+        return result.loss, result.log_prob, result.entropy
+
+    return called
+
+
+def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
+    return lambda **tensors: function(**tensors, **options).loss
+
+
+HEAD_LEAVES = ("hidden", "weight")
+LORA_MLP_LEAVES = ("x", *(f"{name}{factor}" for name in "gud" for factor in "ab"))
+
+CHECKS: tuple[Check, ...] = (
+    Check("rms_norm", partial(rms_norm, eps=EPS), _rms, _normed("x"), ("x", "weight")),
+    Check(
+        "layer_norm", partial(layer_norm, eps=EPS),
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
+        _normed("x", bias=True), ("x", "weight", "bias"),
+    ),
+    Check(
+        "add_rms_norm", partial(add_rms_norm, eps=EPS),
+        lambda x, residual, weight: (_rms(x + residual, weight), x + residual),
+        _normed("x", "residual"), ("x", "residual", "weight"),
+    ),
+    Check("rope", rope, rope_reference, _heads, ("q", "k")),
+    Check("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, _heads_and_norms, ("q", "k", "q_weight", "k_weight")),
+    Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
+    Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),
+    Check("relu2", relu2, lambda x: F.relu(x).square(), _rows("x"), ("x",)),
+    Check(
+        "gated_linear", gated_linear, lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),
+        lambda draw: {**_rows("gate", "up")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))},
+        ("gate", "up", "weight"),
+    ),
+    Check("cross_entropy", _loss(cross_entropy), _ce, _logits, ("logits",)),
+    Check(
+        "kl_div", kl_div, lambda input, target: F.kl_div(input, target, reduction="batchmean"),
+        _distributions(log_target=False), ("input",),
+    ),
+    Check("jsd", jsd, jsd_reference, _distributions(log_target=True), ("input",)),
+    Check("tvd", tvd, tvd_reference, _distributions(log_target=False, log_input=False), ("input",)),
+    Check("linear_cross_entropy", _loss(linear_cross_entropy), _linear_ce, _head, HEAD_LEAVES),
+    Check(
+        "linear_cross_entropy, recomputed", _loss(linear_cross_entropy, recompute=True), _linear_ce, _head, HEAD_LEAVES
+    ),
+    *(
+        Check(
+            f"linear_divergence, {kind}", _divergence(linear_divergence, kind),
+            _divergence(linear_divergence_reference, kind), _pair, HEAD_LEAVES,
+        )
+        for kind in KINDS
+    ),
+    *(
+        Check(
+            f"linear_sparse_divergence, {tail}", _loss(linear_sparse_divergence, tail=tail),
+            _loss(linear_sparse_divergence_reference, tail=tail), _known, HEAD_LEAVES,
+        )
+        for tail in ("bucket", "none")
+    ),
+    Check(
+        "linear_uld", _loss(linear_uld, ce_weight=0.1), _loss(linear_uld_reference, ce_weight=0.1), _other_vocabulary,
+        HEAD_LEAVES,
+    ),
+    Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
+    Check("lora_mlp", _lora_mlp(lora_mlp), _lora_mlp(lora_mlp_reference), _lora_mlp_tensors, LORA_MLP_LEAVES),
+)  # fmt: skip

@@ -1,0 +1,230 @@
+"""`init-student`: make a student as a configuration says, measure it against what it was made from, save it.
+
+The rows are the run's held-out rows, prepared as the trainer prepares them. Importance and metrics are both taken on
+them: no weight is learned, but which layers stay is chosen there.
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from ...config.conflicts import is_sharded
+from ...errors import ConfigError, NonFiniteError
+from ...run.data.datasets import RunData, load_run_datasets
+from ...run.drop_layers import drop_layers, kept_indices
+from ...run.environment import versions
+from ...run.metric_rows import DISTILL_ROWS
+from ...run.models import ModelFiles, check_student, load_original, open_model
+from ...run.output_dir import check_writable
+from ...trainers.capture import Preparation
+from ...trainers.distill_trainer import LigerDistillTrainer
+from .importance import Importance, measure_importance
+from .narrowing import layer_mlps, narrow_mlps
+
+if TYPE_CHECKING:
+    from ...config.run_config import RunConfig
+
+STUDENT = "student.json"
+WAYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")
+
+
+@dataclass(frozen=True)
+class StudentRecord:
+    """What student.json holds, beside the versions and the facts about the data. KLs are in nats per token."""
+
+    teacher: str
+    """the model the student is made of, as the configuration names it"""
+    teacher_revision: str | None
+    chosen_by: dict[str, Any]
+    """the keys of the configuration that say what is kept"""
+    layers_kept: list[int]
+    """indices in the teacher, in order"""
+    layer_importance: list[float]
+    """block influence of each of the teacher's layers (arXiv:2403.03853)"""
+    importance_tokens: int
+    intermediate_size: dict[str, int] | None
+    """of teacher and student, where it was narrowed"""
+    activation_kept: list[float] | None
+    """for each kept layer, the share of its units' mean absolute activation that the kept units have"""
+    parameters: dict[str, int]
+    dtype: str
+    metrics: dict[str, float]
+    """on the held-out rows, of the student as saved against the teacher"""
+
+
+def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedModel]:
+    """Make, save and measure the student that `config` describes: its directory, the record, and the model.
+
+    Raises:
+        ConfigError: nothing says what to keep, a model or choice that does not fit, an output directory that is not
+            empty, settings for several processes.
+        DataError: the dataset is wrong.
+        NonFiniteError: a metric of the student is NaN or infinite; nothing is left behind.
+    """
+    _check_settings(config)
+    output_dir = check_student_dir(config)
+    data = load_run_datasets(config)
+    files = open_model(config, "model_name_or_path")
+    check_student(config, files, data)
+    _check_sizes(config, files)
+    with _staged(output_dir) as staged:
+        args = _arguments(config, staged)
+        with config.refusals("init-student"):
+            original = load_original(config, files)
+            parameters = original.num_parameters()
+            importance = _measure(config, original, files, data, args)
+        student, kept, shares = build_student(config, original, importance)
+        student.config.use_cache = True
+        student.save_pretrained(staged)
+        files.tokenizer.save_pretrained(staged)
+        sizes = [_width(model) for model in (original, student)]
+        record = StudentRecord(
+            teacher=config["model_name_or_path"],
+            teacher_revision=files.revision,
+            chosen_by={key: config[key] for key in WAYS if config[key] is not None},
+            layers_kept=kept,
+            layer_importance=importance.layers,
+            importance_tokens=importance.tokens,
+            intermediate_size={"teacher": sizes[0], "student": sizes[1]} if shares else None,
+            activation_kept=shares,
+            parameters={"teacher": parameters, "student": student.num_parameters()},
+            dtype=str(student.dtype).removeprefix("torch."),
+            metrics=_compare(config, student, original, files, data, args),
+        )
+        content = {**asdict(record), "data": asdict(data.facts), "versions": versions()}
+        (staged / STUDENT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return output_dir, record, student
+
+
+def _check_settings(config: "RunConfig") -> None:
+    if all(config[key] is None for key in WAYS):
+        raise ConfigError(f"{config.source}: nothing says what the student keeps: set one of {', '.join(WAYS)}.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("init-student runs in one process: start it without a launcher.")
+    for key in ("fsdp", "deepspeed"):
+        if config[key]:
+            raise config.error(key, f"init-student runs in one process; take it out with ~{key}.")
+    if is_sharded(config.values):
+        raise ConfigError("init-student runs in one process: unset ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED.")
+
+
+def check_student_dir(config: "RunConfig") -> Path:
+    """Where the student goes. It is not made yet.
+
+    Raises:
+        ConfigError: something is there already, or it cannot be written.
+    """
+    key = "student_output_dir"
+    chosen = config[key] or f"{str(config['output_dir']).rstrip('/')}-student"
+    path = Path(chosen).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise config.error(key, f"{path} is there already and is not empty; choose another {key}.")
+    check_writable(config, key, path)
+    return path
+
+
+def _check_sizes(config: "RunConfig", files: ModelFiles) -> None:
+    """The student must be smaller than what it is made of; the other keys are checked as for a run."""
+    text = files.config.get_text_config(decoder=True)
+    sizes = {"student_num_layers": "num_hidden_layers", "student_intermediate_size": "intermediate_size"}
+    for key, attribute in sizes.items():
+        there = getattr(text, attribute, None)
+        if config[key] is not None and isinstance(there, int) and config[key] >= there:
+            raise config.error(key, f"expected less than {there}, which {files.path} has, got {config[key]}.")
+
+
+@contextmanager
+def _staged(output_dir: Path) -> Iterator[Path]:
+    """A directory beside, which takes the name at the end; after an error nothing is left."""
+    staged = output_dir.absolute().with_name(f".{output_dir.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    try:
+        yield staged
+        if output_dir.exists():
+            output_dir.rmdir()  # empty, or this fails
+        os.replace(staged, output_dir)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _arguments(config: "RunConfig", staged: Path) -> Any:
+    """The run's arguments, as far as they decide rows and numbers. The teacher is the model at hand."""
+    args: Any = replace(config, recipe="distill").training_args()
+    args.output_dir, args.report_to, args.push_to_hub = str(staged), [], False
+    args.teacher, args.teachers, args.teacher_column, args.teacher_cache_dir = "model", None, None, None
+    args.gradient_checkpointing = False
+    return args
+
+
+def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, data: RunData, args: Any) -> Importance:
+    rows: Any = Preparation(
+        copy.copy(args),
+        train_dataset=data.test,
+        eval_dataset=data.test,
+        processing_class=copy.deepcopy(files.tokenizer),
+    )
+    rows.check_ids(original)
+    original.to(args.device)
+    narrows = config["student_intermediate_size"] is not None
+    downs = [mlp.down for mlp in layer_mlps(original)] if narrows else []
+    return measure_importance(original, rows.get_eval_dataloader(), downs)
+
+
+def build_student(
+    config: "RunConfig", original: PreTrainedModel, importance: Importance
+) -> tuple[PreTrainedModel, list[int], list[float] | None]:
+    """The student, the layers it keeps, and where its MLPs are narrowed the share of activation each keeps."""
+    every_nth, kept = config["keep_every_nth_layer"], config["keep_layers"]
+    if config["student_num_layers"] is not None:
+        kept = importance.most_important(config["student_num_layers"])
+    elif every_nth is not None:
+        kept = kept_indices(len(importance.layers), every_nth, None)
+    elif kept is None:
+        kept = list(range(len(importance.layers)))
+    student = drop_layers(original, keep=kept)
+    if config["student_intermediate_size"] is None:
+        return student, kept, None
+    active = [importance.units[index] for index in kept]
+    units = [layer.topk(config["student_intermediate_size"]).indices.sort().values for layer in active]
+    shares = [(layer[best].sum() / layer.sum()).item() for layer, best in zip(active, units, strict=True)]
+    return narrow_mlps(student, units), kept, shares
+
+
+def _width(model: PreTrainedModel) -> int:
+    return getattr(model.config.get_text_config(decoder=True), "intermediate_size", 0)
+
+
+def _compare(
+    config: "RunConfig",
+    student: PreTrainedModel,
+    original: PreTrainedModel,
+    files: ModelFiles,
+    data: RunData,
+    args: Any,
+) -> dict[str, float]:
+    """The metrics of a distillation's first moment: the student against what it was made of."""
+    with config.refusals("LigerDistillTrainer"):
+        trainer = LigerDistillTrainer(
+            student,
+            teacher_model=original,
+            args=args,
+            train_dataset=data.test,
+            eval_dataset=data.test,
+            processing_class=copy.deepcopy(files.tokenizer),
+        )
+    measured = trainer.evaluate()
+    metrics = {row.metric: measured[f"eval_{row.metric}"] for row in DISTILL_ROWS}
+    lost = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if lost:
+        raise NonFiniteError(f"the student's {', '.join(lost)} is not finite: {metrics}. It is not saved.")
+    return metrics

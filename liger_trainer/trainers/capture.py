@@ -1,0 +1,314 @@
+"""Capture: a teacher reads the very rows that training will see, and what it makes of each token is written down.
+
+Rows are taken in the order of their keys and cut into shards of about one size. A shard depends on its rows alone, so
+a capture that was killed goes on with the first shard that is not in the index, and ends with the same files.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from trl.trainer.sft_trainer import SFTTrainer
+
+from ..errors import ConfigError
+from ..losses.model_parts import output_module
+from ..teachers.cache.fingerprints import (
+    data_fingerprint,
+    documents,
+    teacher_fingerprint,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
+from ..teachers.cache.reader import TeacherReader
+from ..teachers.cache.records import RecordFormat
+from ..teachers.cache.store import (
+    INDEX,
+    VERSION,
+    CacheIndex,
+    CacheSettings,
+    Fingerprints,
+    Shard,
+    TeacherName,
+    check_shards,
+    pack_shard,
+    read_index,
+    sha256,
+    write_file,
+    write_index,
+)
+from ..teachers.placement import load_teacher, stays, stream_weights
+from .chat_rows import datasets_in_messages
+from .distill_config import LigerDistillConfig
+from .sft_trainer import LigerTrainer, check_names
+from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
+
+LOCK, MIB = ".lock", 2**20
+Progress = Callable[[int, int], None]
+"""Called with the tokens that have been read and those there will be."""
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Datasets as the trainer prepares them, and the tokenizer as it leaves it."""
+
+    datasets: dict[str, Dataset]
+    tokenizer: Any
+    largest_ids: dict[str, LargestIds]
+
+
+class Preparation(LigerTrainer):
+    """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
+
+    def __init__(self, args: LigerDistillConfig, **kwargs: Any):
+        self.row_facts, self.largest_ids = {}, {}
+        sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
+        SFTTrainer.__init__(self, stand_in, args, **{**kwargs, **datasets_in_messages(kwargs, args)})
+
+
+def prepare_rows(
+    args: LigerDistillConfig, tokenizer: Any, train: Dataset, test: Dataset | dict[str, Dataset] | None = None
+) -> PreparedRows:
+    """What `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
+    check_names(test)
+    args = copy.copy(args)
+    args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
+    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
+    trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
+    prepared = trainer.eval_dataset
+    tests = {} if prepared is None else prepared if isinstance(prepared, dict) else {"eval": prepared}
+    return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class, trainer.largest_ids)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows to capture, each once, in the order of their keys."""
+
+    rows: PreparedRows
+    keys: list[bytes]
+    places: list[tuple[str, int, int, int]]  # dataset, row in it, from, to
+    tokens: np.ndarray  # supervised, of each row
+    shard: np.ndarray  # of each row, ascending without gaps
+
+    @classmethod
+    def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "Plan":
+        found: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
+        for name, dataset in rows.datasets.items():
+            for document in documents(dataset):
+                if document.tokens:
+                    end = document.start + len(document.input_ids)
+                    found.setdefault(document.key, ((name, document.row, document.start, end), document.tokens))
+        keys = sorted(found)
+        tokens = np.array([found[key][1] for key in keys], dtype=np.int64)
+        before = np.cumsum(tokens) - tokens
+        shard = np.unique(before // tokens_of_shard, return_inverse=True)[1]
+        return cls(rows, keys, [found[key][0] for key in keys], tokens, shard)
+
+    @property
+    def shards(self) -> int:
+        return int(self.shard[-1]) + 1 if len(self.keys) else 0
+
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
+        """Token ids and labels."""
+        name, row, start, end = self.places[index]
+        content = self.rows.datasets[name][row]
+        return torch.tensor(content["input_ids"][start:end]), torch.tensor(content["labels"][start:end])
+
+    def batches(self, shard: int, size: int) -> list[np.ndarray]:
+        """The rows of a shard, those of like length together."""
+        rows = np.flatnonzero(self.shard == shard)
+        lengths = [self.places[row][3] - self.places[row][2] for row in rows]
+        rows = rows[np.argsort(lengths, kind="stable")]
+        return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def capture(
+    teacher: PreTrainedModel | str, args: LigerDistillConfig, tokenizer: Any, train: Dataset,
+    test: Dataset | dict[str, Dataset] | None = None, progress: Progress | None = None,
+) -> CacheIndex:  # fmt: skip
+    """Write the teacher cache `args.teacher_cache_dir`, or go on with one that was interrupted.
+
+    Args:
+        teacher: a causal LM, or its directory or hub id.
+        args: as for training from the cache: `teacher_cache_dir`, the `cache_` fields, `temperature`, and all that
+            decides rows. `per_device_eval_batch_size` rows are read at a time.
+        tokenizer, train, test: as the trainer will get them.
+
+    Returns:
+        The index of the finished cache.
+
+    Raises:
+        ConfigError: the directory cannot be written to, holds a finished cache, one with other settings, another
+            capture at work, or other files; several processes; the teacher lacks tokens of the vocabulary.
+        CorruptError: what an earlier capture left is damaged.
+    """
+    if args.teacher_cache_dir is None:
+        raise ConfigError("teacher_cache_dir says where the cache is written; it is not set.")
+    if args.world_size > 1:
+        raise ConfigError(
+            f"A cache is captured by one process; there are {args.world_size}. Start it without launcher."
+        )
+    path = Path(args.teacher_cache_dir).expanduser()
+    lock = FileLock(path / LOCK)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"Another capture is writing {path}. Wait for it, or choose another directory.") from None
+    except OSError as error:
+        raise ConfigError(f"teacher_cache_dir: {path} cannot be written to: {error.strerror}") from None
+    try:
+        before = _earlier(path)
+        rows = prepare_rows(args, tokenizer, train, test)
+        return _Capture.of(path, teacher, args, rows, before).run(progress or (lambda *_: None))
+    finally:
+        lock.release()
+
+
+def _earlier(path: Path) -> CacheIndex | None:
+    """What an interrupted capture left, whole; its unfinished files are taken away."""
+    for leftover in path.glob(".*.tmp"):
+        leftover.unlink()
+    if not (path / INDEX).is_file():
+        others = sorted(file.name for file in path.iterdir() if file.name != LOCK)
+        if others:
+            raise ConfigError(f"{path} holds other files ({', '.join(others[:3])}): choose an empty teacher_cache_dir.")
+        return None
+    index = read_index(path)
+    if index.finished:
+        raise ConfigError(
+            f"{path} holds a finished teacher cache. Training uses it with `teacher: cache`; to capture anew, remove "
+            "it or choose another teacher_cache_dir."
+        )
+    for _ in check_shards(path, index, contents=True):
+        pass
+    return index
+
+
+@dataclass
+class _Capture:
+    """One capture at work."""
+
+    path: Path
+    plan: Plan
+    reader: TeacherReader
+    index: CacheIndex
+    batch_size: int
+
+    @classmethod
+    def of(
+        cls, path: Path, teacher: PreTrainedModel | str, args: LigerDistillConfig, rows: PreparedRows,
+        before: CacheIndex | None,
+    ) -> "_Capture":  # fmt: skip
+        settings = _settings(args, rows.tokenizer)
+        plan = Plan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
+        model = _ready(load_teacher(teacher, args), args)
+        _check_vocabulary(model, settings.vocab_size)
+        check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
+        check_ids(rows.largest_ids, "labels", settings.vocab_size, "the tokenizer has")
+        given = teacher if isinstance(teacher, str) else None
+        index = CacheIndex(
+            version=VERSION,
+            finished=False,
+            teacher=TeacherName(
+                name=given or type(model).__name__,
+                revision=args.teacher_model_revision if given else None,
+                dtype=str(model.dtype).removeprefix("torch."),
+            ),
+            settings=settings,
+            fingerprints=Fingerprints(
+                teacher=teacher_fingerprint(teacher, args),
+                teacher_from="files" if given else "memory",
+                tokenizer=tokenizer_fingerprint(rows.tokenizer),
+                chat_template=template_fingerprint(rows.tokenizer),
+                data=data_fingerprint(plan.keys),
+            ),
+            rows=len(plan.keys),
+            tokens=int(plan.tokens.sum()),
+            shards=(),
+        )
+        if before is not None:
+            different = before.differences(index)
+            if different:
+                raise ConfigError(
+                    f"{path} holds a capture with other settings, which cannot be gone on with: "
+                    f"{'; '.join(different)}. Restore them, remove it, or choose another teacher_cache_dir."
+                )
+            index = before
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        reader = TeacherReader(model, settings.format, settings.temperature, settings.seed or 0, autocast)
+        return cls(path, plan, reader, index, args.per_device_eval_batch_size)
+
+    def run(self, progress: Progress) -> CacheIndex:
+        if not (self.path / INDEX).is_file():
+            write_index(self.path, self.index)
+        for number in range(len(self.index.shards), self.plan.shards):
+            shard = self._write_shard(number, progress)
+            self._update(shards=(*self.index.shards, shard))
+        self._update(finished=True)
+        return self.index
+
+    def _write_shard(self, number: int, progress: Progress) -> Shard:
+        records: dict[int, Tensor] = {}
+        done = sum(shard.tokens for shard in self.index.shards)
+        progress(done, self.index.tokens)
+        for batch in self.plan.batches(number, self.batch_size):
+            read = self.reader.read([self.plan.keys[i] for i in batch], [self.plan.row(i) for i in batch])
+            records.update(zip(batch.tolist(), read, strict=True))
+            done += sum(map(len, read))
+            progress(done, self.index.tokens)
+        rows = sorted(records)
+        name = f"shard-{number:05}.safetensors"
+        content = pack_shard([self.plan.keys[row] for row in rows], [records[row] for row in rows])
+        write_file(self.path / name, content)
+        tokens = sum(map(len, records.values()))
+        return Shard(name=name, rows=len(rows), tokens=tokens, bytes=len(content), sha256=sha256(content))
+
+    def _update(self, **changes: Any) -> None:
+        self.index = self.index.model_copy(update=changes)
+        write_index(self.path, self.index)
+
+
+def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    kind: Any = args.cache_kind
+    form = RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocabulary)
+    return CacheSettings.model_validate(
+        {
+            **dataclasses.asdict(form),
+            "temperature": float(args.loss_temperature),
+            "seed": args.seed if form.draws else None,
+            "max_length": args.max_length,
+            "shard_mb": args.cache_shard_mb,
+        }
+    )
+
+
+def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:
+    """Frozen, in eval mode, on the run's device; a quantized or spread model stays where it is."""
+    spread = len(set((getattr(teacher, "hf_device_map", None) or {}).values())) > 1
+    if args.teacher_offload:
+        stream_weights(teacher, args.device)
+    elif not spread and not stays(args) and getattr(teacher, "hf_quantizer", None) is None:
+        teacher.to(args.device)  # pyright: ignore[reportArgumentType]
+    return teacher.requires_grad_(False).eval()
+
+
+def _check_vocabulary(teacher: PreTrainedModel, real: int) -> None:
+    size = 0 if output_module(teacher) is None else head_rows(teacher)
+    if size < real:
+        raise ConfigError(
+            f"The teacher knows {size} tokens, but the student's tokenizer has {real}: they do not share a vocabulary. "
+            "Use a teacher with the same tokenizer."
+        )

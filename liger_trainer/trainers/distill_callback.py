@@ -1,0 +1,296 @@
+"""DistillationCallback: distillation inside an unmodified `transformers.Trainer` or `trl.SFTTrainer`."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from trl.trainer.utils import create_model_from_path
+
+from ..common.weights import load_whole
+from ..errors import ConfigError
+from ..losses.batch_loss import Logits, LossOptions
+from ..losses.fused_forward import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
+from ..losses.hidden_states import HiddenLosses
+from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
+from ..losses.terms import distillation_of, final_fields, moved_fields
+from ..patching.patcher import Patched, PatchOptions, announce, base_of, patched_record
+from ..teachers.in_process import check_apart, patch_layers, per_token_values, teacher_dtype, teacher_logits
+from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
+from .evaluation_rows import tokens_that_count
+from .token_metrics import TokenMetrics
+
+
+class DistillationCallback(TrainerCallback):
+    """`Trainer(..., callbacks=[DistillationCallback(teacher)])`: the student learns the teacher's distributions.
+
+    From the beginning of training to its end the model's loss is the distillation loss, in training and evaluation,
+    divided as the trainer divides its own. Both models' layers are patched for as long; the student is then as it was
+    before. The teacher stays frozen, in eval mode, and on the student's device.
+
+    Args:
+        teacher: a causal LM, or its directory or hub id, loaded when training begins.
+        losses, beta, skew_alpha, temperature, schedules, taid, scale_loss_by_temperature_squared: as in
+            `LigerDistillConfig`. `taid` with adaptive false, and hidden-state losses where no projector is learned.
+        teacher_model_init_kwargs: keywords for the `from_pretrained` of a teacher that is loaded, such as dtype
+            (default: that of the run) and revision.
+
+    Attributes:
+        distillation: the loss.
+        teacher: the teacher, once training has begun.
+
+    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
+
+    Raises:
+        ValueError: a value out of range, or a loss that is not known.
+        ConfigError, when training begins: what a callback cannot do right (`refuse` lists it), a teacher that is made
+            of the student's weights, different vocabularies. In the first step: a trainer that computes its loss
+            outside of the model.
+    """
+
+    def __init__(
+        self, teacher: PreTrainedModel | str, *, losses: list[dict[str, Any]] | None = None, beta: float = 0.0,
+        temperature: float = 1.0, scale_loss_by_temperature_squared: bool = True,
+        teacher_model_init_kwargs: dict[str, Any] | None = None, skew_alpha: float = SKEW_ALPHA,
+        schedules: dict[str, Any] | None = None, taid: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
+                              "schedules": schedules, "taid": taid})  # fmt: skip
+        for key, message in without_effect(self._plan, {}, () if skew_alpha == SKEW_ALPHA else ("skew_alpha",)):
+            raise ValueError(f"{key} {message}")
+        if self._plan.of("uld"):
+            raise ConfigError(
+                "DistillationCallback: a uld loss needs the text of the rows, for the teacher's tokenizer, and a "
+                "callback sees tokens alone. Use LigerDistillTrainer."
+            )
+        if self._plan.taid is not None and self._plan.taid.adaptive:
+            raise ConfigError(
+                "DistillationCallback: taid that adapts to the loss has a state that a callback cannot put into the "
+                "trainer's checkpoints. Set adaptive to false, or use LigerDistillTrainer."
+            )
+        if teacher_model_init_kwargs and not isinstance(teacher, str):
+            raise ConfigError(
+                "teacher_model_init_kwargs is about a teacher that is loaded by its name, but a model was given. Load "
+                "it that way, or pass its name."
+            )
+        self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
+        self._loss: _DistillationLoss | None = None
+        self._logged: dict[str, float] = {}
+        self.teacher: Any = None if isinstance(teacher, str) else teacher
+        self._path = teacher if isinstance(teacher, str) else None
+        self._init_kwargs = teacher_model_init_kwargs or {}
+        self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+        self._accelerator: Any = None
+        self._undo = contextlib.ExitStack()
+
+    def on_train_begin(self, args, state, control, model: Any = None, processing_class: Any = None, **kwargs) -> None:
+        self.undo()  # after a training that was interrupted, or begun anew with a smaller batch
+        self._accelerator = Accelerator()  # shares the state of the trainer's
+        refuse(args, self._accelerator.distributed_type)
+        student = base_of(self._accelerator.unwrap_model(model))
+        self.teacher = self._load_teacher(args, student)
+        vocab_size = _vocabulary(student, self.teacher, processing_class)
+        self.distillation = replace(self.distillation, vocab_size=vocab_size)
+        self.teacher.requires_grad_(False).eval()
+        hidden = self._hidden_losses(student)
+        with contextlib.ExitStack() as undo:
+            record = _patch_until(undo, student, PatchOptions(), "student")
+            _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher")
+            if record is not None and record.fused is not None:
+                undo.enter_context(record.fused.paused())
+            options = LossOptions(distillation=self.distillation)
+            self._loss = _DistillationLoss(student, options, self._ask_teacher, self._record, hidden)
+            undo.callback(self._loss.undo)
+            self._undo = undo.pop_all()
+        self._set_loss({})
+        self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        moved = self._plan.at(state.global_step, state.max_steps)
+        changes = moved_fields(self._plan, moved)
+        if self._plan.taid is not None:
+            share = self._plan.taid.linear(state.global_step, state.max_steps)
+            moved["teacher_share"] = changes["teacher_share"] = share
+        self._logged = {f"schedule/{name}": value for name, value in moved.items()}
+        if changes:
+            self._set_loss(changes)
+
+    def _set_loss(self, changes: dict[str, Any]) -> None:
+        """For training; evaluations have the final values of what is scheduled."""
+        assert self._loss is not None
+        self.distillation = replace(self.distillation, **changes)
+        self._loss.options = LossOptions(distillation=self.distillation)
+        self._loss.eval_options = LossOptions(distillation=replace(self.distillation, **final_fields(self._plan)))
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Give the student its own loss and layers back, for one after a training that ended in an error."""
+        self._undo.close()
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Add the averages since the last log to it, and to the trainer's history, where it is the last entry."""
+        logs = {} if logs is None else logs
+        found = _mode_and_prefix(logs)
+        if found is None or self._accelerator is None:
+            return
+        mode, prefix = found
+        averages = self._metrics[mode].flush(lambda sums: self._accelerator.reduce(sums, "sum"))
+        averages = {f"{prefix}{name}": value for name, value in averages.items()}
+        averages |= self._logged if mode == "train" else {}
+        for entry in (logs, state.log_history[-1]):
+            entry.update(averages)
+
+    def _hidden_losses(self, student: Any) -> HiddenLosses | None:
+        if not self._plan.of("hidden"):
+            return None
+        hidden = HiddenLosses(self._plan.of("hidden"), student, base_of(self.teacher))
+        if any(True for _ in hidden.parameters()):
+            raise ConfigError(
+                "DistillationCallback: these hidden-state losses learn projectors, which the trainer would neither "
+                "train nor save: the widths differ, or projector is set. Use LigerDistillTrainer."
+            )
+        return hidden
+
+    def _load_teacher(self, args: TrainingArguments, student: Any) -> Any:
+        teacher = self.teacher
+        if teacher is None:
+            assert self._path is not None
+            where = {"dtype": teacher_dtype(args), "device_map": {"": student.device}}
+            return load_whole(create_model_from_path, self._path, **{**where, **self._init_kwargs})
+        check_apart(student, teacher)
+        placed = getattr(teacher, "hf_device_map", None) is not None or getattr(teacher, "is_quantized", False)
+        return teacher if placed else teacher.to(student.device)
+
+    def _ask_teacher(self, *args, **inputs) -> Logits:
+        """Of what the student was called with, less what says how to answer. In the autocast of the trainer, which
+        accelerate puts around the student's forward: below ours, except on a PEFT model."""
+        if inputs.get("inputs_embeds") is not None:
+            raise ConfigError(
+                "The student was called with inputs_embeds, as prompt learning of PEFT does. The teacher reads token "
+                "ids: train LoRA adapters instead, here or with LigerDistillTrainer."
+            )
+        inputs = {k: v for k, v in inputs.items() if v is not None and not k.startswith(("output_", "return_"))}
+        with self._accelerator.autocast():
+            return teacher_logits(self.teacher, self.teacher, *args, **{**inputs, "use_cache": False})
+
+    def _record(self, mode: str, outputs: TokenLossOutput) -> None:
+        counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
+        values = per_token_values(outputs).items()
+        sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
+        self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))
+
+
+class _DistillationLoss(FusedLoss):
+    """The fused loss of a student that asks its teacher itself: a stock trainer hands no teacher's logits on."""
+
+    def __init__(
+        self, model: Any, options: LossOptions, ask_teacher: Callable[..., Logits],
+        record: Callable[[str, TokenLossOutput], None], hidden: HiddenLosses | None,
+    ):  # fmt: skip
+        super().__init__(model, options)
+        self._ask_teacher, self._record, self._hidden = ask_teacher, record, hidden
+
+    def _forward(self, model, *args, labels=None, shift_labels=None, fused_lm_head=False, skip_logits=None, **kwargs):
+        num_items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        if labels is None and shift_labels is None:
+            if model.training and torch.is_grad_enabled():
+                raise ConfigError(
+                    "The model was called without labels in training: the loss is computed outside of it, by "
+                    "compute_loss_func or a trainer's own, and would not be distilled. Leave that out, or use "
+                    "LigerDistillTrainer."
+                )
+            return self._own_forward(model, *args, **num_items, **kwargs)
+        if fused_lm_head and num_items:
+            raise ConfigError(
+                "DistillationCallback is for transformers.Trainer and trl.SFTTrainer. This trainer, such as "
+                "LigerTrainer, takes its loss from the model in another way: use LigerDistillTrainer."
+            )
+        with contextlib.nullcontext() if self._hidden is None else self._hidden.of_teacher() as hidden_pass:
+            logits = self._ask_teacher(*args, **kwargs)
+        outputs = super()._forward(
+            model, *args, labels=labels, shift_labels=shift_labels, teacher_logits=logits, hidden_pass=hidden_pass,
+            fused_lm_head=fused_lm_head, skip_logits=skip_logits, **num_items, **kwargs,
+        )  # fmt: skip
+        if fused_lm_head:
+            # SFTTrainer keeps num_items to itself; its loss is -log_probs.sum() / num_items. Without num_items ours is
+            # a mean over the labels here: in the place of each, it adds up to their sum.
+            outputs.log_probs = -outputs.token_loss * outputs.label_mask
+        return outputs
+
+    def _seen(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
+        self._record("train" if model.training else "eval", token_output(model, outputs, loss))
+
+
+def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
+    """Raise ConfigError for training arguments with which a callback would distil wrongly, or not at all."""
+    use = "Use LigerDistillTrainer"
+    parallel = getattr(args, "parallelism_config", None)
+    reasons = {
+        "loss_type": (
+            getattr(args, "loss_type", "nll") != "nll",
+            "it weighs the cross-entropy of fine-tuning. Set loss_type='nll', as LigerDistillTrainer needs it too",
+        ),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor != 0,
+            f"the trainer computes such a loss outside of the model. {use}, whose loss includes it",
+        ),
+        "DataParallel": (
+            args.n_gpu > 1,
+            "one process sees several GPUs. Launch one for each with torchrun, for LigerDistillTrainer too",
+        ),
+        "DeepSpeed or FSDP": (
+            distributed in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM),
+            f"the teacher would have to be sharded by the trainer's accelerator, out of reach. {use}",
+        ),
+        "parallelism_config": (
+            parallel is not None and parallel.total_size != parallel.dp_replicate_size,
+            f"models or sequences that are split over devices are out of reach. {use}, if it is not for sequences",
+        ),
+        "torch_compile": (args.torch_compile, f"the model is compiled before a callback can patch it. {use}"),
+    }
+    for name, (found, why) in reasons.items():
+        if found:
+            raise ConfigError(f"DistillationCallback does not work with {name}: {why}.")
+
+
+def _vocabulary(student: Any, teacher: Any, processing_class: Any) -> int | None:
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if hasattr(tokenizer, "get_vocab"):
+        shared = with_heads(compare_tokenizers(tokenizer, tokenizer_of(teacher)), student, teacher)
+        if shared.student_only:
+            raise ConfigError(
+                f"The student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a "
+                "callback cannot see whether the rows use them. Use LigerDistillTrainer, which looks."
+            )
+        announce(f"vocabulary: {shared}")
+        return shared.size
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"The student's head has {sizes[0]} rows and the teacher's {sizes[1]}. Pass the tokenizer to the trainer "
+            "as processing_class: it says which of them are padding. LigerDistillTrainer asks for it too."
+        )
+    return None
+
+
+def _patch_until(undo: contextlib.ExitStack, model: Any, options: PatchOptions, name: str) -> Patched | None:
+    """Patch the layers of a model that is not patched, until `undo`."""
+    before = patched_record(model)
+    record = patch_layers(model, options, name)
+    if before is None and record is not None:
+        undo.callback(record.undo)
+    return record
+
+
+def _mode_and_prefix(logs: dict[str, float]) -> tuple[str, str] | None:
+    """What was logged: a training step, an evaluation with its prefix, or None for anything else."""
+    if "loss" in logs:
+        return "train", ""
+    prefixes = [name.removesuffix("runtime") for name in logs if name.endswith("_runtime")]
+    return ("eval", prefixes[0]) if prefixes and prefixes != ["train_"] else None

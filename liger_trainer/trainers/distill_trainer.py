@@ -1,0 +1,343 @@
+"""LigerDistillTrainer: a student learns a teacher's next-token distributions on the tokens of a dataset."""
+
+# transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel, PeftType
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl.trainer.utils import disable_dropout_in_model
+
+from ..errors import ConfigError
+from ..losses.batch_loss import LossOptions
+from ..losses.fused_forward import TokenLossOutput
+from ..patching.patcher import Patched
+from ..teachers.adapters_off import SelfTeacher
+from ..teachers.base import Teacher
+from ..teachers.cached import CachedTeacher
+from ..teachers.cross_tokenizer import UldTeacher
+from ..teachers.ensemble import SeveralTeachers
+from ..teachers.in_process import per_token_values
+from ..teachers.model import ModelTeacher
+from ..teachers.server import ServerTeacher
+from .chat_rows import check_chats
+from .distill_config import LigerDistillConfig
+from .from_trl_args import moved
+from .loss_schedule import LossProgress
+from .on_policy import SOURCE, STUDENT, OnPolicy
+from .prompts import check_prompts, prepare_prompts, prompts_alone
+from .sft_trainer import LigerTrainer, kept_length
+from .token_ids import check_ids
+from .token_metrics import TokenMetrics
+
+GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
+
+
+class LigerDistillTrainer(LigerTrainer):
+    """Knowledge distillation with fused divergences, on the completions of a dataset, of the student or of the teacher;
+    full or LoRA students.
+
+    Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
+    The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
+    part of the student's checkpoint. Its layers are patched as the student's are.
+
+    Args:
+        model: the student, as for `trl.SFTTrainer`.
+        teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
+            `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
+            "self" and "server" there is none to give. Several: a dictionary of them by name, see `args.teachers`.
+        args: `LigerDistillConfig`, or the `DistillationConfig` or `GKDConfig` of TRL, whose run is then this one's
+            (docs/on-policy.md).
+        **kwargs: as for `trl.SFTTrainer`.
+
+    Attributes, besides LigerTrainer's:
+        teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
+        teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
+            nothing to replace; both None where the teacher is no model of its own,
+            and where there are several: `teaching.models`.
+        distillation: the loss; `distil` changes it.
+        lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
+        prompts_alone: the names of the datasets that have prompts and no completions.
+
+    Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
+    reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity (LigerTrainer's perplexity, by the
+    name that stands beside teacher_perplexity), teacher_perplexity, teacher_entropy. With completions that are sampled
+    in training: on_policy_share, completion_length, sampled_tokens_per_second, and where some are and some are not,
+    each metric of the teacher also as on_policy/... and off_policy/.... From a cache there is no reverse_kl, and
+    forward_kl only at temperature 1 (docs/cache.md).
+
+    Raises:
+        ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
+            vocabulary, `compute_loss_func`, or sequence parallelism; a cache that belongs to other data, settings or
+            another teacher.
+        CorruptError: a damaged cache.
+    """
+
+    _tag_names = ["trl", "liger-trainer", "distillation"]
+    _name = "Distillation"
+
+    def __init__(self, model, teacher_model: GivenTeacher = None, args=None, **kwargs):
+        of_trl = not isinstance(args, LigerDistillConfig)
+        if of_trl:
+            args, kwargs = moved(args, kwargs)
+        teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
+        if teacher_model is model and not isinstance(model, str):
+            raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
+        if kwargs.get("compute_loss_func") is not None:
+            raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
+        self.teaching = teacher_of(args, teacher_model)
+        if args.teacher == "cache" and kwargs.get("data_collator") is not None:
+            raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
+        self.distillation = args.distillation()
+        self.lmbda, self.prompts_alone = args.lmbda, set[str]()
+        super().__init__(model, args, **kwargs)
+        if self._shards_sequences():
+            raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
+        if args.teacher != "self":  # which wants adapters that can be switched off
+            _check_prompt_learning(self.student)
+        if self._skip_prepare_dataset:
+            self._check_rows_as_they_are()
+        self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
+        vocab_size = self.teaching.prepare(self)
+        self._check_rows_of_both(vocab_size)
+        self.progress = LossProgress(self, args.loss_plan())
+        self.add_callback(self.progress)
+        self.distil(vocab_size=vocab_size)
+        if args.disable_dropout:
+            _disable_dropout(self.student)
+        self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
+        if not of_trl:  # whose own defaults are set here
+            for message in args.in_vain(sampled=self._on_policy is not None):
+                warnings.warn(message, stacklevel=2)
+        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
+        self._of_student: bool | None = None  # the completions of the micro-batch at hand; None where no one asked
+        self._evaluated = 0
+
+    @property
+    def student(self) -> Any:
+        """The model that learns, without what wraps it for several processes."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
+
+    @property
+    def teacher(self) -> Any:
+        return self.teaching.model
+
+    @property
+    def teacher_patched(self) -> Patched | None:
+        return self.teaching.patched
+
+    def distil(self, **changes: Any) -> None:
+        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`. Evaluations too,
+        except for what a schedule changes: it has its final value there."""
+        self.distillation = replace(self.distillation, **changes)
+        self.fused.options = self._loss_options()
+        final = replace(self.distillation, **self.progress.final)
+        self.fused.eval_options = replace(self.fused.options, distillation=final)
+
+    def _loss_options(self) -> LossOptions:
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
+
+    def _own_loss(self) -> None:
+        before = self.fused
+        super()._own_loss()
+        if self.fused is not before:
+            self.distil()
+
+    def _learnable(self, tokenized, args, packing, dataset_name):
+        kept = super()._learnable(tokenized, args, packing, dataset_name)
+        length, mode = kept_length(args, packing)
+        part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
+        return kept
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if formatting_func is None and prompts_alone(dataset):
+            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
+            return self._prepare_prompts(dataset, processing_class, args, dataset_name)
+
+        def prepare(rows, packing):
+            counted = self.row_facts.pop(dataset_name, None)
+            make = super(LigerDistillTrainer, self)._prepare_dataset
+            prepared: Any = make(rows, processing_class, args, packing, formatting_func, dataset_name)
+            if counted is not None:  # rows that were prepared before, and are packed now
+                self.row_facts[dataset_name] = replace(counted, sequences=len(prepared))
+            return prepared
+
+        how = {"tokenizer": processing_class, "formatting_func": formatting_func}
+        prepared = self.teaching.prepare_dataset(prepare, dataset, packing, dataset_name, **how)
+        if args.samples and dataset_name == "train":
+            check_prompts(prepared)
+        return prepared
+
+    def _check_rows(self) -> None:
+        """Later, beside the teacher: where the tokenizer is not the student's, that is the better reason."""
+
+    def _check_rows_of_both(self, vocab_size: int) -> None:
+        super()._check_rows()
+        check_ids(self.largest_ids, "labels", vocab_size, "the vocabulary that student and teacher share has")
+        if self.teaching.reads is not None:
+            check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
+
+    def _check_rows_as_they_are(self) -> None:
+        """With `skip_prepare_dataset` the teacher has not seen the rows, nor can it where they are made on the way."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        for name, rows in {"train": self.train_dataset, **tests}.items():
+            readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
+            if rows is not None:
+                known = rows if readable and self.args.teacher_column is None else None
+                self.teaching.check(known, name, self.tokenizer)
+
+    def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
+        """Rows without completions. In training others must write them all; in evaluation the student does."""
+        if dataset_name == "train" and (args.lmbda < 1 or "lmbda" in (args.schedules or {})) and not args.seq_kd:
+            raise ConfigError(
+                "The training rows have prompts and no completions: set lmbda to 1.0, and the student samples them, or "
+                "seq_kd, and the teacher samples what the student does not. Or add a column completion."
+            )
+        self.prompts_alone.add(dataset_name)
+        prepared, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name)
+        if facts is not None:
+            self.row_facts[dataset_name] = facts
+        return prepared
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of an optimizer step, with completions sampled where they are to be; so the tokens that
+        transformers counts are those that the loss sums."""
+        if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self._sampling().replace(list(islice(epoch_iterator, num_batches)))
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def _sampling(self) -> OnPolicy:
+        if self._on_policy is None:  # lmbda has risen since, or prompts alone were given to an evaluation
+            self._on_policy = OnPolicy(self, self._rows_collator)
+        return self._on_policy
+
+    def evaluation_loop(self, *args, **kwargs):
+        self._evaluated = 0
+        return super().evaluation_loop(*args, **kwargs)
+
+    def begin_counting(self, tokens: int) -> None:
+        super().begin_counting(tokens)
+        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
+        if self._on_policy is not None:
+            self._on_policy.figures()
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
+            self._evaluated += 1
+            inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        source = inputs.pop(SOURCE, None)
+        self._of_student = None if source is None else source == STUDENT
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        super()._add(mode, totals, tokens)
+        if mode == "train":
+            self.progress.seen(totals, tokens)
+        if mode == "train" and self._of_student is not None:
+            part = self._metrics_of["on_policy" if self._of_student else "off_policy"]
+            part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._of_training(logs) and self._on_policy is not None:
+            logs.update(self._on_policy.figures())
+            parts = {name: metrics.flush() for name, metrics in self._metrics_of.items()}
+            if self._on_policy.mixes:
+                logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
+        if "loss" in logs:
+            logs.update(self.progress.logged)
+        super().log(logs, start_time)
+
+    def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden = self.progress.hidden
+        if hidden is None:
+            return {"teacher_logits": self.teaching.answer(inputs)}
+        with hidden.of_teacher() as hidden_pass:
+            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.progress.average_gradients()
+        return loss
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.progress.join(optimizer)
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.progress.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.progress.load(checkpoint)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.progress.load_best(str(self.state.best_model_checkpoint))
+
+    def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        return {**super()._per_token(outputs), **per_token_values(outputs)}
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """In dropout modules, and where attention keeps a probability for the functional form."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+
+
+def _check_prompt_learning(student: Any) -> None:
+    """Raise ConfigError where adapters put positions of their own in front of a row."""
+    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+        if config.is_prompt_learning and config.peft_type != PeftType.PREFIX_TUNING:
+            raise ConfigError(
+                f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
+                "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
+            )
+
+
+def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher:
+    """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
+    if args.teacher_cache_dir is not None and args.teacher != "cache":
+        raise ConfigError(
+            f"teacher_cache_dir has no effect with teacher={args.teacher!r}: set teacher='cache' to learn from the "
+            "cache, or leave it out."
+        )
+    if args.teachers is not None or isinstance(teacher_model, Mapping):
+        return SeveralTeachers(args, teacher_model)
+    if args.teacher_column is not None:
+        raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
+    if args.teacher == "cache":
+        return CachedTeacher(args, teacher_model)
+    if args.teacher != "model" and teacher_model is not None:
+        raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
+    if args.teacher == "self":
+        return SelfTeacher()
+    if args.teacher == "server":
+        return ServerTeacher(args)
+    if teacher_model is None:
+        raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
+    return (UldTeacher if args.loss_plan().of("uld") else ModelTeacher)(args, teacher_model)

@@ -1,0 +1,108 @@
+"""Arguments of TRL's trainers of distillation as LigerDistillConfig's, so that changing the class moves a run over.
+
+`trl.DistillationConfig` and `trl.experimental.gkd.GKDConfig` are known. Every field is carried over as it is, under
+another name, or refused where it asks for what is not here; what differs in meaning is set so that the run is TRL's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..config.conflicts import ELSEWHERE
+from ..errors import ConfigError
+from .chat_rows import split_last
+from .distill_config import LigerDistillConfig
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One of TRL's classes of arguments.
+
+    Attributes:
+        names: there -> here, where the value stays as it is.
+        refused: there -> why there is no counterpart. Its default is fine.
+        settings: what that trainer does without being asked, in our names.
+        values: there -> settings that follow from the value.
+        rows: what that trainer makes of the rows of a dataset; None for nothing.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
+    rows: Callable[[Any], Any] | None = None
+
+
+ORIGINS: dict[str, Origin] = {
+    # always on-policy; no T^2; prompts of any length; the order of the rows is the dataset's own without shuffling
+    "DistillationConfig": Origin(
+        refused=ELSEWHERE,
+        settings={"lmbda": 1.0, "scale_loss_by_temperature_squared": False, "max_length": None},
+        values={
+            "shuffle_dataset": lambda shuffle: {} if shuffle else {"train_sampling_strategy": "sequential"},
+        },
+    ),
+    # its temperature is that of sampling alone; what is too long loses its beginning
+    "GKDConfig": Origin(
+        names={"max_new_tokens": "max_completion_length"},
+        settings={"kd_temperature": 1.0, "truncation_mode": "keep_end"},
+        values={"dataset_kwargs": lambda _: {}},  # GKDTrainer itself writes into them that it prepares the rows
+        rows=split_last,  # its collator learns the last message of a chat alone
+    ),
+}
+
+
+def moved(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfig, dict[str, Any]]:
+    """The arguments of one of TRL's trainers as those of `LigerDistillTrainer`.
+
+    Args:
+        args: its configuration.
+        arguments: its other arguments, by name.
+
+    Raises:
+        ConfigError: another class, or a field that is set to something that is not here.
+    """
+    origin = next((ORIGINS[cls.__name__] for cls in type(args).__mro__ if _of_trl(cls)), None)
+    if origin is None:
+        raise ConfigError(
+            f"args must be a LigerDistillConfig, got {type(args).__name__}. TRL's DistillationConfig and GKDConfig "
+            "are taken too."
+        )
+    arguments = dict(arguments)
+    if arguments.pop("tools", None):
+        raise ConfigError("tools: tools are not called in training. Leave them out, or stay with TRL's trainer.")
+    if origin.rows is not None:
+        rows = origin.rows
+        arguments.update({name: _each(rows, arguments.get(name)) for name in ("train_dataset", "eval_dataset")})
+    try:
+        return LigerDistillConfig(**_settings(args, origin)), arguments
+    except ValueError as error:
+        raise ConfigError(f"{type(args).__name__}: {error}") from error
+
+
+def _of_trl(cls: type) -> bool:
+    return cls.__name__ in ORIGINS and cls.__module__.startswith("trl.")
+
+
+def _each(rows: Callable[[Any], Any], dataset: Any) -> Any:
+    if dataset is None:
+        return None
+    return {name: rows(part) for name, part in dataset.items()} if isinstance(dataset, dict) else rows(dataset)
+
+
+def _settings(args: Any, origin: Origin) -> dict[str, Any]:
+    here = {item.name for item in fields(LigerDistillConfig) if item.init}
+    given = {item.name: getattr(args, item.name) for item in fields(args) if item.init}
+    defaults = {item.name: item.default for item in fields(type(args))}
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in origin.refused:
+            if value != defaults[name]:
+                raise ConfigError(f"{type(args).__name__}.{name}={value!r} has no counterpart: {origin.refused[name]}.")
+        elif name in origin.values:
+            settings.update(origin.values[name](value))
+        elif origin.names.get(name, name) in here:
+            settings[origin.names.get(name, name)] = value
+        elif value != defaults.get(name):
+            raise ConfigError(f"{type(args).__name__}.{name}={value!r} has no counterpart here: leave it out.")
+    return {**settings, **origin.settings}

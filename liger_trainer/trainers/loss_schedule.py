@@ -1,0 +1,193 @@
+"""What changes about a loss while a student trains: scheduled scalars, TAID's share, the projectors of hidden states.
+
+A trainer's callback: it sets the loss before each step, and what it has learned is part of each checkpoint.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..errors import ConfigError, CorruptError
+from ..losses.hidden_states import HiddenLosses
+from ..losses.plan import LossPlan
+from ..losses.taid import TeacherShare
+from ..losses.terms import final_fields, moved_fields
+from ..patching.patcher import base_of
+
+if TYPE_CHECKING:
+    from .distill_trainer import LigerDistillTrainer
+
+PROJECTORS, STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
+
+
+class LossProgress(TrainerCallback):
+    """Moves the loss of a `LigerDistillTrainer` along its plan.
+
+    Attributes:
+        share: TAID's, or None.
+        hidden: the hidden-state terms, or None.
+        final: the fields of `Distillation` that evaluations have other values of.
+        logged: the scalars of the step at hand, as they are logged: schedule/<name>.
+
+    Raises:
+        ConfigError: hidden-state terms where there are no hidden states, or where they would not be learned right;
+            a loss that changes under torch.compile.
+    """
+
+    def __init__(self, trainer: "LigerDistillTrainer", plan: LossPlan):
+        self._trainer, self._plan = trainer, plan
+        self.final, self.logged = final_fields(plan), dict[str, float]()
+        self.share = None if plan.taid is None else TeacherShare(plan.taid)
+        self.hidden: HiddenLosses | None = None
+        if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
+            raise ConfigError(
+                "torch_compile fixes the loss in its graph: schedules and taid would compile anew in each step, and "
+                "hidden-state losses record what blocks return. Leave torch_compile out, or these."
+            )
+        if plan.of("hidden"):
+            self.hidden = self._hidden_losses()
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 0 and self._plan.taid is not None:
+            self.share = TeacherShare(self._plan.taid)
+        if self.hidden is not None:
+            self.hidden.zero_grad()  # of a training that was interrupted
+        self._set_lmbda(state)
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        moved = self._plan.at(state.global_step, state.max_steps)
+        changes = moved_fields(self._plan, moved)
+        if self.share is not None:
+            moved["teacher_share"] = changes["teacher_share"] = self.share.at(state.global_step, state.max_steps)
+        self.logged = {f"schedule/{name}": value for name, value in moved.items()}
+        if changes:
+            self._trainer.distil(**changes)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if args.max_grad_norm > 0 and self.parameters():
+            nn.utils.clip_grad_norm_(self.parameters(), args.max_grad_norm)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.share is not None:
+            self.share.close()
+        if self.hidden is not None:
+            self.hidden.zero_grad()  # the trainer clears the gradients of its model alone
+        self._set_lmbda(state)
+
+    def _set_lmbda(self, state) -> None:
+        """For the next step: its micro-batches are made before it begins."""
+        if "lmbda" in self._plan.schedules:
+            self._trainer.lmbda = self._plan.at(state.global_step, state.max_steps)["lmbda"]
+
+    def seen(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """A micro-batch in training: sums over its `tokens`, of all ranks."""
+        if self.share is not None:
+            self.share.add(totals["kd_loss"], tokens)
+
+    # Projectors
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [] if self.hidden is None else list(self.hidden.parameters())
+
+    def join(self, optimizer: Any) -> None:
+        """Have the projectors trained by the student's optimizer, with its weight decay."""
+        there = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [p for p in self.parameters() if id(p) not in there]
+        if mine and self._trainer.lr_scheduler is not None:
+            raise ConfigError(
+                "optimizers: a learning-rate scheduler made before the projectors of hidden-state losses has no rate "
+                "for them. Give the optimizer alone, or leave hidden-state losses out."
+            )
+        if mine:
+            optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
+
+    def average_gradients(self) -> None:
+        """Over ranks, as DDP does for the student, in whose wrapper the projectors are not."""
+        accelerator, parameters = self._trainer.accelerator, self.parameters()
+        if accelerator.num_processes == 1 or not parameters:
+            return
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        mean: Any = accelerator.reduce(flat, "mean")
+        for p, gradient in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            p.grad = gradient.view_as(p)
+
+    # Checkpoints
+
+    def save(self, folder: str) -> None:
+        if not self._trainer.args.should_save:
+            return
+        if self.share is not None and self.share.taid.adaptive:
+            Path(folder, STATE).write_text(json.dumps({"taid": self.share.state()}), encoding="utf-8")
+        if self.parameters():
+            assert self.hidden is not None
+            save_file({k: v.contiguous() for k, v in self.hidden.state_dict().items()}, Path(folder, PROJECTORS))
+
+    def load(self, folder: str) -> None:
+        """Raises ConfigError for a checkpoint without what this loss needs, CorruptError for a damaged one."""
+        if self.share is not None and self.share.taid.adaptive:
+            path = _present(folder, STATE, "taid")
+            try:
+                self.share.restore(json.loads(path.read_text(encoding="utf-8"))["taid"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CorruptError(f"{path} is damaged: {error}") from error
+        if self.parameters():
+            self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
+
+    def load_best(self, folder: str) -> None:
+        """The projectors that belong to the weights of this checkpoint. One of weights alone has none: they stay."""
+        path = Path(folder, PROJECTORS)
+        if self.parameters() and path.is_file():
+            self._load_projectors(path)
+
+    def _load_projectors(self, path: Path) -> None:
+        assert self.hidden is not None
+        try:
+            self.hidden.load_state_dict(load_file(path))
+        except SafetensorError as error:
+            raise CorruptError(f"{path} is damaged: {error}") from error
+        except RuntimeError as error:
+            raise ConfigError(f"{path} holds the projectors of other layers or widths: {error}") from error
+
+    def _hidden_losses(self) -> HiddenLosses:
+        trainer = self._trainer
+        check_hidden(trainer)
+        with trainer.teaching.live() as teachers:
+            models = list(teachers.values())
+        if len(models) != 1:
+            raise ConfigError(
+                f"Hidden-state losses need one teacher whose model is in this process, got {len(models)}. "
+                "Leave them out of losses, or use a single teacher with teacher='model' or 'self'."
+            )
+        student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
+        losses = HiddenLosses(self._plan.of("hidden"), student, teacher, trainer.args.seed)
+        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        if any(name in optim for name in ("lomo", "layerwise")) and any(True for _ in losses.parameters()):
+            raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")
+        return losses
+
+
+def check_hidden(trainer: "LigerDistillTrainer") -> None:
+    """Raise ConfigError where hidden states are in parts, or projectors would be."""
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    split = parallel is not None and parallel.total_size != parallel.dp_replicate_size
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or split:
+        raise ConfigError(
+            "Hidden-state losses read what blocks return and train projectors beside the student: not with FSDP, "
+            "DeepSpeed or models split over devices. Use DDP, or leave them out of losses."
+        )
+
+
+def _present(folder: str, name: str, what: str) -> Path:
+    path = Path(folder, name)
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no {name}: it was saved by a run without {what}, and cannot go on with them. Leave them "
+            "out, or start anew from its weights."
+        )
+    return path

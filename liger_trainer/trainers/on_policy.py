@@ -1,0 +1,199 @@
+"""On-policy distillation: micro-batches whose completions are sampled, instead of those in the dataset.
+
+After Agarwal et al. 2023, arXiv:2306.13649 (GKD): with probability `lmbda` the student completes the prompts of a
+micro-batch, otherwise they keep the dataset's completions or, with `seq_kd`, get the teacher's. All micro-batches of an
+optimizer step are made before its first forward, so the loss is divided by the tokens that it sums.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..errors import ConfigError, DataError
+from .distill_config import LigerDistillConfig
+from .prompts import NO_PROMPT
+from .samplers import ModelSampler, Tokens, VLLMSampler
+from .token_ids import Writable
+
+if TYPE_CHECKING:
+    from .distill_trainer import LigerDistillTrainer
+
+Batch = dict[str, Any]
+SOURCE = "completions_of"  # a key of a micro-batch
+STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
+
+
+def prompts_of(batch: Batch) -> list[Tokens]:
+    """Of each row the tokens before its first supervised one; the whole of a row that has none.
+
+    Args:
+        batch: input_ids, attention_mask, labels, each (batch, length), padded on the right.
+
+    Raises:
+        DataError: a row that begins with a supervised token.
+    """
+    supervised = batch["labels"] != -100
+    first = supervised.int().argmax(1)
+    lengths = torch.where(supervised.any(1), first, batch["attention_mask"].sum(1)).tolist()
+    if 0 in lengths:
+        raise DataError(NO_PROMPT)
+    return [row[:length] for row, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
+
+
+def rows_of(prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> list[dict[str, Tokens]]:
+    """Rows for the collator: the completions are supervised."""
+    return [
+        {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> list[str]:
+    """Whose completions the micro-batches of an optimizer step have: drawn from seed and step, so on all ranks alike,
+    and after a resume."""
+    other = TEACHER if seq_kd else DATASET
+    draws = np.random.default_rng((seed, step)).random(count)
+    return [STUDENT if draw < lmbda else other for draw in draws]
+
+
+def check_sampling(trainer: "LigerDistillTrainer") -> None:
+    """Raise ConfigError where completions cannot be sampled, or nobody could learn from them."""
+    args, plugin = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
+    zero = plugin.zero_stage if trainer.is_deepspeed_enabled and plugin is not None else 0
+    if trainer.is_fsdp_enabled or zero == 3 or trainer.get_tp_size() > 1:
+        raise ConfigError(
+            "lmbda and seq_kd sample from models that each process holds as a whole, not from one that FSDP, ZeRO-3 or "
+            "tensor parallelism splits. Use several processes without them (DDP), or the completions of the dataset."
+        )
+    if trainer.padding_free or args.packing:
+        raise ConfigError("lmbda and seq_kd need rows one by one: set packing and padding_free to false.")
+    if not trainer.teaching.knows_new_tokens:
+        raise ConfigError(f"{type(trainer.teaching).__name__} knows the completions of the dataset alone: leave lmbda "
+                          "at 0.0 and seq_kd at false, or take a teacher in this process.")  # fmt: skip
+    if args.seq_kd:
+        with trainer.teaching.live() as teachers:
+            if len(teachers) != 1:
+                raise ConfigError(
+                    f"seq_kd: one teacher in this process writes the completions, but there are {len(teachers)}. "
+                    "Leave seq_kd at false, or use teacher='model' with a single teacher."
+                )
+
+
+class OnPolicy:
+    """Samples completions for a trainer.
+
+    Args:
+        trainer: constructed, with its teacher in place.
+        collator: TRL's, which makes a batch of rows with input_ids and labels.
+
+    Attributes:
+        mixes: whether some micro-batches are the student's and some are not.
+
+    Raises:
+        ConfigError: sharded models, packed rows, a collator of one's own, a teacher that cannot answer, vllm that is
+            not installed.
+    """
+
+    def __init__(self, trainer: "LigerDistillTrainer", collator: Any):
+        if not isinstance(collator, DataCollatorForLanguageModeling):
+            raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
+        self._trainer, self._collate = trainer, collator
+        self._args = args = cast(LigerDistillConfig, trainer.args)
+        accelerator: Any = trainer.accelerator
+        check_sampling(trainer)
+        self._seen: set[bool] = set()
+        shared = cast(int, trainer.distillation.vocab_size)
+        writable = Writable(shared, trainer.teaching.unshared)
+        self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast)
+        self._vllm = (
+            VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
+        )
+        self._figures: dict[str, float] = {}
+
+    def replace(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of an optimizer step, each with its SOURCE, those of a model with its completions."""
+        trainer = self._trainer
+        step = trainer.state.global_step
+        of = sources(trainer.lmbda, self._args.seq_kd, self._args.seed, step, len(batches))
+        if DATASET in of and "train" in trainer.prompts_alone:
+            raise ConfigError(f"The rows have prompts alone, but lmbda is {trainer.lmbda}: it must stay at 1.0.")
+        made = list(batches)
+        for writer in (STUDENT, TEACHER):
+            places = [i for i, source in enumerate(of) if source == writer]
+            if places:
+                begin = time.perf_counter()
+                for i, batch in zip(places, self._sampled([batches[i] for i in places], writer, step), strict=True):
+                    made[i] = batch
+                self._count([made[i] for i in places], time.perf_counter() - begin)
+        self._add(micro_batches=len(of), on_policy=of.count(STUDENT))
+        self._seen |= {source == STUDENT for source in of}
+        return [{**batch, SOURCE: source} for batch, source in zip(made, of, strict=True)]
+
+    @property
+    def mixes(self) -> bool:
+        scheduled = "lmbda" in (self._args.schedules or {})
+        return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
+
+    def replace_in_eval(self, batch: Batch, index: int) -> Batch:
+        """An evaluation's batch of prompts alone, completed by the student: the `index`th of this process, from 1. Its
+        place among those of all processes decides what is drawn, so that it is what one process draws."""
+        accelerator = self._trainer.accelerator
+        place = (index - 1) * accelerator.num_processes + accelerator.process_index
+        return self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)[0]
+
+    def figures(self) -> dict[str, float]:
+        """What was sampled since the last call, over all ranks, for the logs."""
+        f, self._figures = self._figures, {}
+        logs = {}
+        if f.get("micro_batches"):
+            logs["on_policy_share"] = f["on_policy"] / f["micro_batches"]
+        if f.get("rows"):
+            logs["completion_length"] = f["tokens"] / f["rows"]
+            logs["sampled_tokens_per_second"] = f["tokens"] / f["seconds"]
+        return logs
+
+    def _sampled(self, batches: list[Batch], writer: str, step: int, evaluation: int = 0) -> list[Batch]:
+        prompts = [prompts_of(batch) for batch in batches]
+        flat = [prompt for of_batch in prompts for prompt in of_batch]
+        if writer == STUDENT and self._vllm is not None:
+            completions = self._vllm.sample(flat, step)
+        else:
+            seed = self._seed(step, writer == TEACHER, evaluation)
+            if writer == STUDENT:
+                completions = self._sampler.sample(self._trainer.student, flat, seed)
+            else:
+                with self._trainer.teaching.live() as teachers:
+                    (teacher,) = teachers.values()
+                    completions = self._sampler.sample(teacher, flat, seed)
+        rest = iter(completions)
+        return [
+            self._filled(batch, rows_of(of_batch, [next(rest) for _ in of_batch]))
+            for batch, of_batch in zip(batches, prompts, strict=True)
+        ]
+
+    def _filled(self, batch: Batch, rows: list[dict[str, Tokens]]) -> Batch:
+        device = batch["input_ids"].device
+        made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
+        return {**batch, **made}
+
+    def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
+        """Of the draws of one call; in training each rank's own."""
+        rank = 0 if evaluation else self._trainer.accelerator.process_index
+        entropy = (self._args.seed, rank, step, of_teacher, evaluation)
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+    def _count(self, batches: list[Batch], seconds: float) -> None:
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        rows = sum(len(batch["labels"]) for batch in batches)
+        accelerator = self._trainer.accelerator
+        local = torch.tensor([tokens, rows, seconds], dtype=torch.float32, device=accelerator.device)
+        total = cast(Tensor, accelerator.reduce(local, "sum")).tolist()
+        self._add(tokens=total[0], rows=total[1], seconds=total[2] / accelerator.num_processes)
+
+    def _add(self, **numbers: float) -> None:
+        self._figures = {name: self._figures.get(name, 0) + numbers.get(name, 0) for name in {*self._figures, *numbers}}

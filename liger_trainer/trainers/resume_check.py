@@ -1,0 +1,215 @@
+"""What a training was begun with, carried in its checkpoints, so that none goes on with something else unnoticed.
+
+Compared are the datasets as they are trained on, the tokenizer and its chat template, the student and the teacher. What
+is not known on either side, such as the rows of a stream or weights that are sharded, is not compared. Nor are
+settings: most may change while a training goes on.
+"""
+
+import json
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from peft import PeftModel
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..errors import ConfigError
+from ..patching.patcher import base_of
+from ..run.checkpoints import CONFIG, STATE
+from ..teachers.cache.fingerprints import (
+    rows_fingerprint,
+    sampled_fingerprint,
+    shortened,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
+from .token_count import NAME
+
+if TYPE_CHECKING:
+    from .sft_trainer import LigerTrainer
+
+KEY = "fingerprints"  # beside num_tokens in trainer_state.json
+LABEL = "name"  # for people: a dataset or a model may move
+# of a configuration: where and how a model or an adapter was loaded, what trainers set, what it returns
+_NOT_THE_MODEL = frozenset(
+    "_name_or_path transformers_version architectures dtype torch_dtype quantization_config use_cache return_dict "
+    "pad_token_id bos_token_id eos_token_id initializer_range router_aux_loss_coef id2label label2id "
+    "base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights".split()
+)
+_AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = (
+    WeakKeyDictionary()
+)  # the weights of models that have trained since
+
+
+def tokenizer_fingerprints(tokenizer: Any, template_of: Any) -> dict[str, Any]:
+    return {
+        "vocabulary": tokenizer_fingerprint(tokenizer),
+        "chat template": template_fingerprint(template_of) or "none",
+    }
+
+
+def model_fingerprints(model: Any) -> dict[str, Any]:
+    """Of a model without its weights."""
+    base = base_of(model)
+    adapters = getattr(model, "peft_config", {})
+    return {
+        LABEL: base.config._name_or_path or None,
+        "class": type(base).__name__,
+        "config": _settings(base.config.to_dict()),
+        "adapters": ", ".join(sorted(adapters)) or "none",
+        **{f"adapter {name}": _settings(config.to_dict()) for name, config in adapters.items()},
+    }
+
+
+def frozen_fingerprints(model: Any) -> dict[str, Any]:
+    """Of a model that does not train."""
+    return {**model_fingerprints(model), "weights": sampled_fingerprint(model.named_parameters())}
+
+
+def student_fingerprints(model: Any) -> dict[str, Any]:
+    """Of a model that is about to train. Without its embeddings, whose rows for new tokens are drawn at random; and
+    without what a checkpoint has and what may be drawn at random: adapters, and a model that was not loaded."""
+    base = base_of(model)
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    embeddings = {id(weight) for module in ends if module is not None for weight in module.parameters()}
+    weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
+    frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
+    found = {**model_fingerprints(model), "frozen weights": sampled_fingerprint(frozen)}
+    if isinstance(model, PeftModel) or not base.config._name_or_path:
+        return found
+    if base not in _AT_FIRST:
+        _AT_FIRST[base] = sampled_fingerprint((name, weight) for name, weight in weights if weight.requires_grad)
+    return {**found, "weights before training": _AT_FIRST[base]}
+
+
+class ResumeCheck:
+    """Fingerprints of a trainer's data, tokenizer, student and teacher: into its checkpoints, and against them.
+
+    To be made before anything trains. The first process alone compares; all of them go on, or none.
+    """
+
+    def __init__(self, trainer: "LigerTrainer"):
+        self._trainer = trainer
+        self._student = student_fingerprints(trainer.model)
+        self._known: dict[str, Any] | None = None
+
+    def begin(self, checkpoint: str | bool | None, force: bool) -> None:
+        """Compare a checkpoint with what training is about to go on with; True is the newest one.
+
+        Raises:
+            ConfigError: something differs, and `force` is not set.
+        """
+        self._known = None  # of an earlier training of this trainer, perhaps on other rows
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self._trainer.args.output_dir))
+        if not checkpoint:
+            return
+        main = self._trainer.is_world_process_zero()
+        [differences] = broadcast_object_list([self._differences(Path(checkpoint)) if main else None])
+        if differences and not force:
+            raise ConfigError(_refusal(Path(checkpoint), differences))
+        if differences and main:
+            warnings.warn(f"Going on from {checkpoint} with something else: {'; '.join(differences)}.", stacklevel=3)
+
+    def remember(self) -> None:
+        """For a checkpoint of the trainer's state."""
+        if self._trainer.is_world_process_zero():
+            states: Any = self._trainer.state.stateful_callbacks
+            states.setdefault(NAME, {})[KEY] = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        """Computed when a checkpoint asks for it, since reading the rows takes seconds for each GB of them."""
+        if self._known is None:
+            self._known = {**self._of_data(), **self._of_models()}
+        return self._known
+
+    def _of_models(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "tokenizer": tokenizer_fingerprints(trainer._tokenizer, trainer.processing_class),
+            "model": self._student,
+            **trainer.teacher_fingerprints(),
+        }
+
+    def _of_data(self) -> dict[str, Any]:
+        tests = self._trainer.eval_dataset
+        given = {"train": self._trainer.train_dataset, **(tests if isinstance(tests, Mapping) else {"eval": tests})}
+        return {f"{name} dataset": self._of_rows(rows) for name, rows in given.items() if rows is not None}
+
+    def _of_rows(self, rows: Any) -> dict[str, Any]:
+        """Of the columns that the trainer reads, without images and sound; of a stream nothing."""
+        if not isinstance(rows, Dataset):
+            return {"rows": len(rows)} if hasattr(rows, "__len__") else {}
+        columns = [column.name for column in rows.data.schema if "binary" not in str(column.type)]
+        if self._trainer.args.remove_unused_columns:
+            self._trainer._set_signature_columns_if_needed()
+            columns = [name for name in columns if name in (self._trainer._signature_columns or ())]
+        fingerprint = rows_fingerprint(rows.select_columns(columns))
+        return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
+
+    def _differences(self, checkpoint: Path) -> list[str]:
+        """In words, one for each part."""
+        file = checkpoint / STATE
+        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        there = state.get("stateful_callbacks", {}).get(NAME, {}).get(KEY)
+        if there is None:
+            warnings.warn(
+                f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "
+                "or by another trainer: whether data, tokenizer and models are still the same is not checked.",
+                stacklevel=4,
+            )
+            return []
+        return list(_compared(there, self._now()))
+
+
+def _settings(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a model computes, of its configuration: dropout and outputs may change."""
+    return {
+        str(name): _settings(value) if isinstance(value, Mapping) else _plain(value)
+        for name, value in config.items()
+        if name not in _NOT_THE_MODEL and "drop" not in str(name) and not str(name).startswith("output_")
+    }
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(sorted(value, key=str) if isinstance(value, set | frozenset) else value, default=str)
+
+
+def _compared(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for part in now:
+        old, new = dict(_flat(there.get(part) or {})), dict(_flat(now[part]))
+        names = [name for name in (old.get(LABEL), new.get(LABEL)) if name]
+        both = [name for name in new if None not in (new[name], old.get(name)) and name.split(".")[-1] != LABEL]
+        different = [name for name in both if new[name] != old[name]]
+        if different:
+            label = f" ({', now '.join(dict.fromkeys(names))})" if names else ""
+            yield f"{part}{label}: " + ", ".join(
+                f"{name} {shortened(old[name])} there, {shortened(new[name])} now" for name in different
+            )
+
+
+def _flat(parts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in parts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _refusal(checkpoint: Path, differences: list[str]) -> str:
+    how = "train(resume_from_checkpoint=..., force_resume=True)."
+    if (checkpoint.parent / CONFIG).is_file():
+        name = ["--checkpoint", checkpoint.name]
+        how = shlex.join(["liger-trainer", "resume", str(checkpoint.parent), *name, "--force"])
+    return (
+        f"{checkpoint} was saved by a training that was begun with something else:\n"
+        + "".join(f"  {line}\n" for line in differences)
+        + "A dataset is compared as it is trained on: tokenized, cut to length, packed, its rows in their order. "
+        f"Restore what differs; or, to go on all the same: {how}"
+    )

@@ -1,0 +1,201 @@
+"""Who samples completions in training: transformers' `generate` on a model of this process, or vLLM."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from trl.trainer.utils import pad
+
+from ..errors import ConfigError
+from ..losses.model_parts import device_of
+from ..patching.patcher import base_of
+from .distill_config import LigerDistillConfig
+from .token_ids import Writable
+
+Tokens = list[int]
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion: the tokenizer's end of sequence, and whatever else the model declares, such as the end of
+    a turn."""
+    declared: Any = model.generation_config.eos_token_id if model.generation_config else None
+    known: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return sorted({token for token in known if token is not None})
+
+
+def until_the_end(tokens: Sequence[int], ends: Sequence[int]) -> Tokens:
+    """The tokens up to the first that ends a completion, and that one; all of them without."""
+    first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[: first + 1])
+
+
+class ModelSampler:
+    """Samples by `generate`: left-padded prompts, KV cache, eval mode, no gradients.
+
+    Args:
+        args: the sampling fields and `temperature`.
+        tokenizer: for the padding and end-of-sequence tokens.
+        writable: the tokens that are sampled; heads are padded beyond them.
+        autocast: the context of the run's mixed precision, entered once for all tokens, so that weights are cast once.
+    """
+
+    def __init__(
+        self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: Writable,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):  # fmt: skip
+        self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
+
+    def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
+        """A completion of each prompt, with the token that ended it.
+
+        Args:
+            model: a transformers or PEFT model, unwrapped. It is left in the modes it was in.
+            prompts: token ids, none empty.
+            seed: of the draws; the process's own random numbers are as before afterwards.
+
+        Raises:
+            ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions.
+        """
+        settings, device = self.settings(model), device_of(model)
+        size = self._args.generation_batch_size or len(prompts)
+        ends = settings.eos_token_id
+        made: list[Tokens] = []
+        with _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), torch.no_grad(), self._autocast():
+            for at in range(0, len(prompts), size):
+                made += self._complete(model, prompts[at : at + size], settings, device)
+        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in made]
+
+    def settings(self, model: Any) -> GenerationConfig:
+        args = self._args
+        assert not isinstance(args.generation_kwargs, str)  # transformers parses JSON in its dict fields
+        chosen = {
+            "do_sample": True, "use_cache": True, "max_new_tokens": args.max_completion_length,
+            "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation,
+            "pad_token_id": self._tokenizer.pad_token_id, "bos_token_id": self._tokenizer.bos_token_id,
+            "eos_token_id": end_tokens(model, self._tokenizer), "disable_compile": True,
+        }  # fmt: skip
+        settings = GenerationConfig()
+        unknown = settings.update(**{**chosen, **(args.generation_kwargs or {})})
+        settings.suppress_tokens = sorted({*self._writable.others(model), *(settings.suppress_tokens or ())}) or None
+        if unknown:
+            raise ConfigError(f"generation_kwargs: GenerationConfig has no {', '.join(sorted(unknown))}.")
+        if (settings.num_return_sequences or 1) != 1:
+            raise ConfigError("generation_kwargs: num_return_sequences must be 1, a completion for each prompt.")
+        return settings
+
+    def _complete(
+        self, model: Any, prompts: Sequence[Tokens], settings: GenerationConfig, device: torch.device
+    ) -> list[Tokens]:
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        padding: Any = self._tokenizer.pad_token_id
+        ids = pad(rows, padding_value=padding, padding_side="left")
+        mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="left")
+        made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+        return made[:, ids.shape[1] :].tolist()
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and without gradient checkpointing, which transformers' layers do in training mode alone."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _no_router_logits(model: Any) -> Iterator[None]:
+    """A mixture of experts that returns them computes its auxiliary loss in each forward, and cannot for a batch with
+    padding and a KV cache: the mask is longer than the tokens of the pass (transformers 5.23)."""
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        yield
+        return
+    config.output_router_logits = False
+    try:
+        yield
+    finally:
+        config.output_router_logits = True
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers that follow from the seed, on the CPU and on this device; those of before go on afterwards."""
+    own = [] if device.type in ("cpu", "mps") else [device]
+    with torch.random.fork_rng(own, device_type=device.type if own else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        if own:
+            with torch.get_device_module(device).device(device):
+                torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
+class VLLMSampler:
+    """Samples for the student by TRL's `VLLMGeneration`, in this process or on a server. Whenever the weights have
+    moved since, they are sent over first; a patched model's parameters have the names they had.
+
+    Raises:
+        ConfigError: vllm is not installed; when sampling, it gave a token that is not among `writable`.
+    """
+
+    def __init__(
+        self, args: LigerDistillConfig, model: Any, accelerator: Any, tokenizer: PreTrainedTokenizerBase,
+        writable: Writable,
+    ):  # fmt: skip
+        from trl.generation import vllm_generation
+
+        if not vllm_generation.is_vllm_available():
+            raise ConfigError("use_vllm: vllm is not installed. `pip install trl[vllm]`, or set use_vllm to false.")
+        self._ends, self._step = end_tokens(model, tokenizer), -1
+        self.engine = vllm_generation.VLLMGeneration(
+            model=model, accelerator=accelerator, processing_class=tokenizer,
+            **_vllm_options(args, writable.others(base_of(accelerator.unwrap_model(model)))),
+        )  # fmt: skip
+        self._writable = writable
+
+    def sample(self, prompts: Sequence[Tokens], step: int) -> list[Tokens]:
+        """A completion of each prompt, with the token that ended it, by the weights after `step` optimizer steps."""
+        if step != self._step:
+            self.engine.sync_weights()
+            self._step = step
+        made = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
+        completions = [until_the_end(tokens, self._ends) for tokens in made]
+        strange = {token for tokens in completions for token in tokens if token not in self._writable}
+        if strange:
+            raise ConfigError(
+                f"vLLM sampled the token {min(strange)}, which student and teacher do not share, though a logit_bias "
+                "of -100 was asked for. Leave logit_bias and whatever undoes it out of generation_kwargs, or set "
+                "use_vllm to false."
+            )
+        return completions
+
+
+BAN = -100.0  # the lowest that vLLM's server takes; of two equal logits the banned one is drawn once in 10^43
+
+
+def _vllm_options(args: LigerDistillConfig, banned: Sequence[int]) -> dict[str, Any]:
+    """VLLMGeneration's names are TRL's without `vllm_`."""
+    assert not isinstance(args.generation_kwargs, str)
+    extra = dict(args.generation_kwargs or {})
+    if banned:
+        extra["logit_bias"] = {**(extra.get("logit_bias") or {}), **dict.fromkeys(banned, BAN)}
+    named = {
+        name.removeprefix("vllm_"): value for name, value in vars(args).items() if name.startswith("vllm_")
+    }  # mode, model_impl, server_port, ...
+    plain = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {
+        **named,
+        **{name: getattr(args, name) for name in plain},
+        "max_num_seqs": rows * args.vllm_tensor_parallel_size,
+        "trust_remote_code": args.trust_remote_code,
+        "generation_kwargs": extra,
+        "logprobs": None,
+    }

@@ -1,0 +1,83 @@
+"""Token ids that a model does not have: found in the rows before training, and kept out of what is sampled.
+
+An id beyond the embeddings is an error of the device in the middle of a step, one beyond the vocabulary that a loss is
+over makes it NaN. Heads are padded beyond that vocabulary, so a model can sample such ids.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from ..errors import DataError
+from .rows import values_of
+
+
+@dataclass(frozen=True)
+class LargestIds:
+    """Of each row of a dataset the largest token id and the largest label. Below 0 counts as above all others."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "LargestIds":
+        """Of tokenized rows, with or without labels."""
+        columns = ("input_ids", "labels" if "labels" in dataset.column_names else "input_ids")
+        return cls(*(_largest(dataset, column) for column in columns))
+
+
+def _largest(dataset: Dataset, column: str) -> np.ndarray:
+    parts = [np.zeros(0, dtype=np.uint64)]
+    for values, offsets in values_of(dataset, column):
+        ids = np.where(values == -100, 0, values) if column == "labels" else values
+        filled = np.diff(offsets) > 0
+        largest = np.zeros(len(filled), dtype=np.uint64)
+        if filled.any():
+            largest[filled] = np.maximum.reduceat(ids.astype(np.int64).view(np.uint64), offsets[:-1][filled])
+        parts.append(largest)
+    return np.concatenate(parts)
+
+
+def check_ids(found: Mapping[str, LargestIds], kind: str, size: int, whose: str) -> None:
+    """Raise DataError where "tokens" or "labels", the kind, are none of the ids 0 to size - 1 of `whose`."""
+    for name, largest in found.items():
+        ids = getattr(largest, kind)
+        beyond = np.flatnonzero(ids >= size)
+        if len(beyond):
+            row = int(beyond[0])
+            what = "token id" if kind == "tokens" else "a supervised token of id"
+            raise DataError(
+                f"Row {row} of the {name} dataset has {what} {ids.view(np.int64)[row]}, but {whose} {size:,} tokens, "
+                f"ids 0 to {size - 1:,}; rows with such ids: {len(beyond):,}. Tokenize the rows with the model's own "
+                "tokenizer, or, if tokens were added to it, resize the model's embeddings."
+            )
+
+
+def embedding_rows(model: Any) -> int:
+    """How many token ids a model can read."""
+    module = model.get_input_embeddings()
+    return getattr(module, "num_embeddings", None) or module.weight.shape[0]
+
+
+def head_rows(model: Any) -> int:
+    """How many token ids a model can write."""
+    module = model.get_output_embeddings()
+    return getattr(module, "out_features", None) or module.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Writable:
+    """The ids that completions may hold: 0 to `size` - 1, those that student and teacher share, but for `unshared`."""
+
+    size: int
+    unshared: frozenset[int] = frozenset()
+
+    def __contains__(self, token: int) -> bool:
+        return 0 <= token < self.size and token not in self.unshared
+
+    def others(self, model: Any) -> list[int]:
+        """The ids that the head of a model has beside these."""
+        return [token for token in range(head_rows(model)) if token not in self]
