@@ -29,9 +29,9 @@ class MaterializedLogitsWarning(UserWarning):
 class Forward:
     """One pass through a model. No dataclass: FSDP2 copies those that pass its hooks."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, running: bool = True):
         self.model_name = model_name
-        self.running = True  # so a warning makes sense
+        self.running = running  # so a warning makes sense
         self.obstacle: str | None = None  # why its logits are real ones
 
 
