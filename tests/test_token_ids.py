@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -211,6 +212,7 @@ def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, m
             output = types.SimpleNamespace(token_ids=[3, 4], logprobs=None)
             return [types.SimpleNamespace(outputs=[output], prompt_token_ids=p["prompt_token_ids"]) for p in prompts]
 
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # TRL tells vLLM there that this process is one of a group
     monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: kwargs, raising=False)
     trained(make(hot(), hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
