@@ -147,7 +147,7 @@ class Worker(compiled.Worker):
             for model in (self.model, self.teacher):
                 _apply_liger_kernel_to_instance(model=model)
         elif self.provider == "ours":
-            from liger_trainer.losses.batch_loss import Distillation, LossOptions
+            from liger_trainer.losses.spec import Distillation, LossOptions
             from liger_trainer.patching.patcher import Patched, PatchOptions
 
             record = Patched(self.model, PatchOptions(), LossOptions(distillation=Distillation()))

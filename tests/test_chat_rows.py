@@ -14,8 +14,8 @@ from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.tools.preview import preview
-from liger_trainer.trainers.capture import prepare_rows
 from liger_trainer.trainers.chat_rows import check_chats, in_messages, split_last
+from liger_trainer.trainers.prepare_rows import prepare_rows
 
 SETTINGS = """
 model_name_or_path: student

@@ -30,9 +30,9 @@ from benchmarks import compiled as benchmark
 from benchmarks.processes import FLOOR, main
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.kernels import _triton
-from liger_trainer.losses.batch_loss import Distillation, LossOptions
 from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.losses.lazy_logits import LazyLogits
+from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("error:Dynamo detected a call:UserWarning"),

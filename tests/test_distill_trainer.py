@@ -28,7 +28,7 @@ from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, PatchOptions, patch
 from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.losses.batch_loss import Distillation
+from liger_trainer.losses.spec import Distillation
 from liger_trainer.patching.patcher import patched_record
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")

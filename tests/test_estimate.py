@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import estimates
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.batch_loss import Distillation, LossOptions
+from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import base_of, patch
 from liger_trainer.tools.estimate import estimator as estimating
 from liger_trainer.tools.estimate import simulate as memory_simulation

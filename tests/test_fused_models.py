@@ -23,9 +23,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels import _triton
-from liger_trainer.losses.batch_loss import Distillation, LossOptions
 from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 

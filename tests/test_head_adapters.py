@@ -12,12 +12,11 @@ from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_
 
 from liger_trainer.kernels.linear_divergence import distillation_reference
 from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_reference
-from liger_trainer.losses.batch_loss import Distillation, LossOptions
 from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.model_parts import Head, output_module
-from liger_trainer.losses.sparse import SparseTeacher
-from liger_trainer.teachers.cache.records import TokenTargets
+from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters

@@ -26,8 +26,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
+from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.losses.types import LossTerm
-from liger_trainer.run.drop_layers import decoder_layers
 from liger_trainer.teachers.cached import CachedTeacher
 from liger_trainer.trainers.loss_schedule import LossProgress
 

@@ -23,8 +23,8 @@ from tiny import VOCAB, completions, named_gradients, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.losses.batch_loss import LossOptions
 from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.spec import LossOptions
 from liger_trainer.losses.types import LOSS_TYPES
 from liger_trainer.teachers.in_process import teacher_logits
 

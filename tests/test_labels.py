@@ -14,12 +14,11 @@ import liger_trainer
 from liger_trainer import DistillationCallback, patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels._selection import RowSelection
-from liger_trainer.losses.batch_loss import Distillation, LossOptions
 from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
-from liger_trainer.losses.sparse import SparseTeacher
+from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import NothingToPatch, patched_record
-from liger_trainer.teachers.cache.records import TokenTargets
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 

@@ -23,11 +23,11 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels._divergence_kinds import KINDS
-from liger_trainer.losses.batch_loss import LossOptions, Targets, batch_loss
+from liger_trainer.losses.batch_loss import batch_loss
 from liger_trainer.losses.plan import plan_of
-from liger_trainer.losses.sparse import SparseTeacher
+from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.spec import LossOptions, Targets
 from liger_trainer.losses.types import LOSS_TYPES, entry_rule
-from liger_trainer.teachers.cache.records import TokenTargets
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)] + [{"type": "ce", "weight": 0.3}]

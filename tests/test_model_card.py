@@ -17,7 +17,7 @@ from liger_trainer.cli import main
 from liger_trainer.cli import run as commands
 from liger_trainer.config import trackers
 from liger_trainer.config.run_config import check_text, load_run_config
-from liger_trainer.errors import ConfigError, LigerTrainerError
+from liger_trainer.errors import LigerTrainerError
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.reports.format import figure
 from liger_trainer.run.reports.model_card import Published, hub_id, model_card, public
@@ -233,8 +233,7 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     (tmp_path / "dagshub.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match="dagshub needs mlflow"):
-        trackers.check_installed(load_run_config("smollm2/sft_full", ["report_to=dagshub"]))
+    assert "dagshub needs mlflow" in (trackers.not_installed("dagshub") or "")
 
 
 WRITER = '''

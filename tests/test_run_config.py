@@ -9,7 +9,8 @@ from trl import ModelConfig, SFTConfig
 
 from liger_trainer.config import run_config
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.config.schema import Schema, installed_schema, installed_versions, shipped_schema, shipped_text
+from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
+from liger_trainer.config.schema_writer import installed_schema
 from liger_trainer.config.sources import DROPPED, built_in_configs, parse_overrides
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.distill_config import LigerDistillConfig

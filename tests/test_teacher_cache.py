@@ -33,6 +33,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError
 from liger_trainer.losses.deferred_logits import MaterializedLogitsWarning
+from liger_trainer.losses.sparse import TokenTargets
 from liger_trainer.teachers.cache import reader as teacher_reader
 from liger_trainer.teachers.cache import store as teacher_cache
 from liger_trainer.teachers.cache.fingerprints import (
@@ -42,11 +43,12 @@ from liger_trainer.teachers.cache.fingerprints import (
     row_key,
     tokenizer_fingerprint,
 )
-from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat, TokenTargets
+from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
 from liger_trainer.teachers.cached import RECORDS, CacheCollator
 from liger_trainer.trainers import capture as cache_capture
-from liger_trainer.trainers.capture import capture, prepare_rows
+from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers.prepare_rows import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 

@@ -30,7 +30,7 @@ from liger_trainer import LigerDistillConfig, LigerTrainer, patch
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses.deferred_logits import MaterializedLogitsWarning
 from liger_trainer.patching.patcher import patched_record
-from liger_trainer.trainers.capture import prepare_rows
+from liger_trainer.trainers.prepare_rows import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
 

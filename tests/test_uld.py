@@ -19,8 +19,8 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
+from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
-from liger_trainer.run.drop_layers import decoder_layers
 from liger_trainer.teachers.cross_tokenizer import UldTeacher
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 

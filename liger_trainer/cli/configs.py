@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..config.sources import built_in_configs, did_you_mean, find_config
+from ..common.value_rules import did_you_mean
+from ..config.sources import built_in_configs, find_config
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.files import CONFIG
 from ..errors import ConfigError, CorruptError
-from ..run.checkpoints import CONFIG
 from ._shared import Force, RunDir, quieten_deprecations
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def report(
     """Write what a run did as one HTML file that loads nothing: curves, metrics, samples, data, settings."""
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
-    from ..run.checkpoints import REPORT
+    from ..common.files import REPORT
     from ..run.reports.html import write_report
     from ..run.reports.read_run import read_runs
 

@@ -48,11 +48,13 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
         ConfigError, DataError, DoesNotFitError, Interrupted: as the recipes do.
     """
     from ..config.run_config import load_run_config
-    from ..config.trackers import check_installed
+    from ..config.trackers import not_installed
     from ..run.launch import is_launched, launch, launcher_arguments
 
     checked = load_run_config(config, overrides)
-    check_installed(checked)
+    missing = not_installed(checked["report_to"])
+    if missing is not None:
+        raise checked.error("report_to", missing)
     launcher = [*launcher_arguments(checked), *launcher] if launcher or not is_launched() else []
     if launcher:
         launch(launcher, command)

@@ -5,13 +5,12 @@ properties, required, additionalProperties. Own code instead of a library, becau
 number, `yes` is true), an integer is strict (2.0 is none), and a complaint says what to write instead.
 """
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-from ..config.sources import did_you_mean
 
 Rule = dict[str, Any]
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -146,3 +145,9 @@ def _inside_mapping(value: dict, rule: Rule, path: tuple) -> Iterator[tuple[tupl
     for key in rule.get("required", ()):
         if key not in value:
             yield path, f"{key} is missing."
+
+
+def did_you_mean(word: Any, options: Iterable[str]) -> str:
+    """` Did you mean ...?` with the option nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, list(options), n=1) if isinstance(word, str) else []
+    return f" Did you mean {close[0]}?" if close else ""

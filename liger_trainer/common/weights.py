@@ -11,6 +11,9 @@ from typing import Any
 
 from ..errors import ConfigError
 
+ALLOW_MISSING_WEIGHTS = (
+    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
+)
 SHOWN = 5  # names of each kind in a message
 # causal masks, which the attention of GPT-2, GPT-Neo and GPT-J once kept beside their weights
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.value_rules import complaints, read
+from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from .conflicts import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sharded, notices, renamed
 from .schema import Schema
-from .sources import DROPPED, Finding, Setting, did_you_mean, parse_overrides, read_settings
+from .sources import DROPPED, Finding, Setting, parse_overrides, read_settings
 from .trackers import unknown as unknown_tracker
 
 RECIPES = ("sft", "distill")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..teachers.config import FILES, OF_ONE_KIND, PLACEMENT, is_its_own_teacher, teacher_problems
-from ..trainers.sampling_config import without_effect
+from ..trainers.sampling_config import ELSEWHERE, without_effect
 from .schema import Key
 from .sources import Finding, Setting
 
@@ -51,16 +51,6 @@ GONE = {
     "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets that of tensorboard",
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
-}
-_NOT_SHOWN = "sampled completions are not logged; their length and the metrics on them are"
-# Fields of TRL's DistillationConfig that nothing here reads, and why.
-ELSEWHERE = {
-    "chat_template_kwargs": "put them into a column chat_template_kwargs of the rows",
-    "ds3_gather_for_generation": "models that DeepSpeed splits are not sampled from",
-    "log_completions": _NOT_SHOWN,
-    "log_unique_prompts": _NOT_SHOWN,
-    "max_tool_calling_iterations": "tools are not called in training",
-    "num_completions_to_print": _NOT_SHOWN,
 }
 DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer lets the student sample, `1.0`."
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."

@@ -18,7 +18,7 @@ import yaml
 
 from ..errors import ConfigError
 from .check import RECIPE_DEFAULT, check
-from .schema import Schema, installed_schema, shipped_schema
+from .schema import Schema, shipped_schema
 from .sources import Finding, Setting, find_config, in_order
 
 if TYPE_CHECKING:
@@ -175,14 +175,20 @@ def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = Fals
     return check_text(text, label, overrides, exact)
 
 
+def _installed_schema() -> Schema:
+    from .schema_writer import installed_schema  # which imports TRL
+
+    return installed_schema()
+
+
 def check_text(text: str, label: str, overrides: Iterable[str] = (), exact: bool = False) -> RunConfig:
     """`load_run_config` for a configuration at hand as text; `label` names it in messages."""
     overrides = tuple(overrides)
     shipped = shipped_schema()
     same = shipped.is_of_installed()
-    checked = check(text, label, overrides, shipped if same or not exact else installed_schema())
+    checked = check(text, label, overrides, shipped if same or not exact else _installed_schema())
     if checked.problems and not same and not exact:
-        checked = check(text, label, overrides, installed_schema())
+        checked = check(text, label, overrides, _installed_schema())
     if checked.problems:
         raise _report(label, checked.problems)
     for variable, value in (checked.values["env"] or {}).items():

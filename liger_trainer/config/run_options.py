@@ -3,14 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..common.weights import ALLOW_MISSING_WEIGHTS
+
 
 def _option(default: Any, help: str, **limits: float) -> Any:
     return field(default=default, metadata={"help": help, "limits": limits})
-
-
-ALLOW_MISSING_WEIGHTS = (
-    "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
-)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 That file is a JSON Schema, for editors too, written by `liger-trainer schema --write` from the dataclasses of TRL and
 ours (`schema_writer`). It holds the keys of the TRL and transformers it was written with; where others are installed,
-`installed_schema` reads their dataclasses instead, at the price of importing them.
+`schema_writer.installed_schema` reads their dataclasses instead, at the price of importing them.
 """
 
 import importlib.resources
@@ -84,14 +84,6 @@ def shipped_text() -> str:
 def shipped_schema() -> Schema:
     """The schema that comes with the package."""
     return from_json(json.loads(shipped_text()))
-
-
-@lru_cache
-def installed_schema() -> Schema:
-    """The schema of the installed TRL and transformers. Imports them."""
-    from .schema_writer import json_schema
-
-    return from_json(json_schema())
 
 
 def installed_versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
 from ..trainers.sampling_config import SamplingConfig
 from .run_options import LaunchOptions, RunOptions
-from .schema import FILE, SECTIONS, installed_versions, shipped_schema
+from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
 OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
@@ -232,3 +233,9 @@ def write(root: Path) -> list[Path]:
     shipped_schema.cache_clear()
     reference.write_text(markdown(), encoding="utf-8")
     return [schema, reference]
+
+
+@lru_cache
+def installed_schema() -> Schema:
+    """The schema of the installed TRL and transformers. Imports them."""
+    return from_json(json_schema())

@@ -4,7 +4,6 @@ Scalars follow YAML 1.2: `2e-4` is a number and `no` is a string (so `eval_strat
 switch is wanted, `yes`, `no`, `on` and `off` are understood as such later, by the type of the key.
 """
 
-import difflib
 import importlib.resources
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..common.value_rules import did_you_mean
 from ..errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -63,12 +63,6 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
         return (0, int(line[1])) if line else (1 if finding.where == COMMAND_LINE else 2, 0)
 
     return sorted(findings, key=place)
-
-
-def did_you_mean(word: Any, options: Iterable[str]) -> str:
-    """` Did you mean ...?` with the option nearest to `word`, or nothing."""
-    close = difflib.get_close_matches(word, list(options), n=1) if isinstance(word, str) else []
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 class _Loader(yaml.SafeLoader):

@@ -2,12 +2,9 @@
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .sources import did_you_mean
-
-if TYPE_CHECKING:
-    from .run_config import RunConfig
+from ..common.value_rules import did_you_mean
 
 # name in transformers: the packages it needs, each as the modules of which one must be there
 PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -45,14 +42,11 @@ def unknown(report_to: Any) -> str | None:
     return None
 
 
-def check_installed(config: "RunConfig") -> None:
-    """Before a run: every tracker that is asked for is there.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for name in asked_for(config["report_to"]):
+def not_installed(report_to: Any) -> str | None:
+    """Say which tracker that is asked for is not installed; None if all are."""
+    for name in asked_for(report_to):
         for modules in PACKAGES[name]:
             if not any(importlib.util.find_spec(module) for module in modules):
                 advice = f"pip install {modules[0].replace('_', '-')}, or report_to=none"
-                raise config.error("report_to", f"{name} needs {modules[0]}, which is not installed: {advice}.")
+                return f"{name} needs {modules[0]}, which is not installed: {advice}."
+    return None

@@ -25,12 +25,13 @@ from transformers.utils import ModelOutput
 from ..errors import ConfigError
 from ..kernels.cross_entropy import CrossEntropy, cross_entropy
 from ..kernels.linear_divergence import LinearDivergence
-from .batch_loss import IGNORE_INDEX, MEASURED_JSD, LossOptions, Targets, TeacherAnswer, batch_loss, terms_of
+from .batch_loss import TeacherAnswer, batch_loss, terms_of
 from .deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
 from .hidden_states import HiddenPass
 from .lazy_logits import LazyLogits
 from .multi_teacher import SeveralTargets, TeacherShares
 from .sparse import SparseDistillation
+from .spec import IGNORE_INDEX, MEASURED_JSD, LossOptions, Targets
 from .uld import UldAnswer, UldDistillation
 
 

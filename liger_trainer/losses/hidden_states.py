@@ -15,7 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..kernels._chunks import put, stats_dtype, take
-from ..run.drop_layers import decoder_layers
+from .model_parts import decoder_layers
+from .spec import Distillation, Targets
 from .types import LossTerm
-
-if TYPE_CHECKING:
-    from .batch_loss import Distillation, Targets
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class HiddenPass:
     def recording(self) -> contextlib.AbstractContextManager:
         return self._losses.recording(self._student)
 
-    def added_to(self, result: Any, targets: "Targets", how: "Distillation", partners: Tensor | None = None) -> Any:
+    def added_to(self, result: Any, targets: Targets, how: Distillation, partners: Tensor | None = None) -> Any:
         """The result of a batch with these terms in it.
 
         Args:

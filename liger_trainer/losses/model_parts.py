@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
+from ..common.hooks import is_hooked
 from ..errors import ConfigError
 from ..kernels._head import Lora
-from ..patching.structure import is_hooked
 
 
 @dataclass(frozen=True)
@@ -177,3 +178,31 @@ def device_of(model: Any) -> torch.device:
     """Where a model takes its tokens. Weights that are streamed are nowhere between two passes, but for the head's."""
     device, head = next(model.parameters()).device, output_module(model)
     return head.weight.device if device.type == "meta" and isinstance(head, nn.Linear) else device
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The path and the list of the decoder layers, found by its length."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        nested = any(path.startswith(outer + ".") for outer in found)  # such as the experts of a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count and not nested:
+            found[path] = module
+    if len(found) != 1:
+        raise ConfigError(
+            f"Expected one list of {count} decoder layers (num_hidden_layers) in {type(model).__name__}, "
+            f"found {', '.join(found) or 'none'}. Layers can be dropped only where one nn.ModuleList has all."
+        )
+    return next(iter(found.items()))
+
+
+def embedding_rows(model: Any) -> int:
+    """How many token ids a model can read."""
+    module = model.get_input_embeddings()
+    return getattr(module, "num_embeddings", None) or module.weight.shape[0]
+
+
+def head_rows(model: Any) -> int:
+    """How many token ids a model can write."""
+    module = model.get_output_embeddings()
+    return getattr(module, "out_features", None) or module.weight.shape[0]

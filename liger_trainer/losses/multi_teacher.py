@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_loss import IGNORE_INDEX, Logits, LossOptions, Targets, batch_loss
+from .batch_loss import batch_loss
 from .deferred_logits import DeferredLogits
 from .sparse import SparseTeacher
+from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
 
 OF_STUDENT = ("log_prob", "entropy", "is_top1")
 SUMMED = ("loss", "divergence")  # weighted in the parts already

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.value_rules import Rule, complaints, read
-from ..config.sources import did_you_mean
+from ..common.value_rules import Rule, complaints, did_you_mean, read
 from .types import BELOW_ONE, NUMBER, SHARE
 
 CURVES = ("linear", "cosine", "constant")

@@ -4,7 +4,7 @@ Formulas: kernels/linear_sparse_divergence.py.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,20 @@ from ..kernels.linear_sparse_divergence import (
     linear_sparse_divergence,
     sparse_divergence_reference,
 )
-from ..teachers.cache.records import TokenTargets
 from .deferred_logits import DeferredLogits
+from .spec import Distillation, Logits, Targets
 
-if TYPE_CHECKING:
-    from .batch_loss import Distillation, Logits, Targets
+
+@dataclass(frozen=True)
+class TokenTargets:
+    """Of tokens (...,): what a teacher makes of them. fp32, in nats."""
+
+    ids: Tensor  # (..., K) int32, negative: no entry
+    log_probs: Tensor  # (..., K) at the cache's temperature, -inf: no entry
+    top_ids: Tensor  # (...,) int32, the likeliest token
+    label_log_prob: Tensor  # (...,) at temperature 1
+    entropy: Tensor | None  # (...,) at temperature 1; None: not known
+    unnamed: Tensor  # (...,) what the entries' divergence lacks to an estimate of the KL; 0 for topk without draws
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class SparseDistillation(NamedTuple):
 
 
 def sparse_distillation(
-    student: "Logits", teacher: SparseTeacher, targets: "Targets", distillation: "Distillation"
+    student: Logits, teacher: SparseTeacher, targets: Targets, distillation: Distillation
 ) -> SparseDistillation:
     """weight * forward KL + ce_weight * CE, where `distillation.weights` has a weight for the forward KL alone."""
     weight = distillation.weights["forward_kl"]

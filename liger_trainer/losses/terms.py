@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .batch_loss import Distillation
 from .plan import LossPlan
+from .spec import Distillation
 
 
 def distillation_of(plan: LossPlan, scale_by_temperature_squared: bool) -> Distillation:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.value_rules import Rule, complaints, read
-from ..config.sources import did_you_mean
+from ..common.value_rules import Rule, complaints, did_you_mean, read
 from ..kernels._divergence_kinds import KINDS
 
 NUMBER: Rule = {"type": "number"}

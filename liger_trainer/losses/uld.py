@@ -4,23 +4,21 @@ Formulas: kernels/linear_uld.py.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.linear_uld import linear_uld, stored_uld, uld_reference
 from .deferred_logits import DeferredLogits
-
-if TYPE_CHECKING:
-    from .batch_loss import Distillation, Logits, LossOptions, Targets
+from .spec import Distillation, Logits, LossOptions, Targets
 
 
 @dataclass(frozen=True)
 class UldAnswer:
     """A teacher's logits of its own tokens, and which of them belong to the positions of the student's batch."""
 
-    logits: "Logits"  # (rows, length, Vt)
+    logits: Logits  # (rows, length, Vt)
     partners: Tensor  # (batch, length of the student) int64: index into rows * length, negative: none
     vocab_size: int  # of the teacher's tokenizer
 
@@ -41,7 +39,7 @@ class UldDistillation(NamedTuple):
 
 
 def uld_distillation(
-    student: "Logits", teacher: UldAnswer, targets: "Targets", options: "LossOptions", distillation: "Distillation"
+    student: Logits, teacher: UldAnswer, targets: Targets, options: LossOptions, distillation: Distillation
 ) -> UldDistillation:
     """uld_weight * ULD + ce_weight * CE. Tokens without a partner have cross-entropy alone."""
     of = teacher.logits
@@ -78,7 +76,7 @@ def uld_distillation(
 
 
 def _of_logits(
-    s: Tensor, t: Tensor, partners: Tensor, targets: "Targets", temperature: float, scale_by_temperature_squared: bool
+    s: Tensor, t: Tensor, partners: Tensor, targets: Targets, temperature: float, scale_by_temperature_squared: bool
 ) -> Tensor:
     """(N,) distances of logits that are stored."""
     there = (partners >= 0) & (targets.labels != -100)

@@ -4,10 +4,10 @@ from typing import TypeGuard
 
 from torch import Tensor, nn
 
+from ..common.hooks import is_called
 from ..kernels.gated_linear import gated_linear
 from ..kernels.geglu import geglu
 from ..kernels.swiglu import swiglu
-from ..patching.structure import is_called
 
 WEIGHTS = (nn.Parameter, Tensor)  # the types of one that is nothing more: neither sharded nor packed
 

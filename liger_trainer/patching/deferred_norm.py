@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.hooks import is_hooked
 from ..kernels.qk_norm_rope import qk_norm_rope
 from .norms import Norm
-from .structure import is_hooked
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 
+from ..common.hooks import is_called, is_hooked
 from ..common.replacements import Replacements
 from ..kernels._low_rank import Adapter, Projection
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
@@ -119,7 +120,7 @@ def _adapter(module: Any, name: str, called: bool) -> Adapter:
         raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
     if not (is_plain(a) and is_plain(b)):
         raise _Ineligible("A or B of an adapter is more than a matrix: hooked, sharded or quantised")
-    if structure.is_called(dropout):
+    if is_called(dropout):
         raise _Ineligible("the dropout of an adapter is hooked or has another forward")
     if b.bias is not None:
         raise _Ineligible("an adapter has a bias (lora_bias)")
@@ -141,7 +142,7 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         raise _Ineligible("the 4-bit weight is not on the GPU yet")
     if not _computes_in(base.compute_dtype, x):
         raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
-    if structure.is_called(base):
+    if is_called(base):
         raise _Ineligible("the base layer is hooked or has another forward")
     return base.weight, functools.partial(_dequantized, state)
 
@@ -167,7 +168,7 @@ def _only_aligns_devices(linear: Any) -> bool:
         "_old_forward" in vars(linear)
         and getattr(hook, "offload", True) is False
         and type(linear.weight) in (nn.Parameter, Tensor)
-        and not structure.is_hooked(linear)
+        and not is_hooked(linear)
     )
 
 
@@ -181,7 +182,7 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
         raise _Ineligible(f"it has a {type(layer).__name__}")
     forward = vars(layer).get("forward")
     ours = isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
-    if (forward is not None and not ours) or structure.is_hooked(layer):
+    if (forward is not None and not ours) or is_hooked(layer):
         raise _Ineligible("a LoRA layer is hooked or has another forward")
     return read(layer, x)
 

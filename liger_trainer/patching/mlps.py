@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.hooks import is_called
 from ..common.replacements import Replacements
 from ..kernels._gated import gated_reference
 from ..kernels.relu2 import relu2, relu2_reference
@@ -144,7 +145,7 @@ def _apply_gate(gate: Gate) -> Callable[..., Tensor]:
 def _calls_beside(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:
     """Whether somebody counts on the call of a child that our forward does not call: the activation, say."""
     for name, child in module._modules.items():
-        if name not in linear_layers and child is not None and any(structure.is_called(m) for m in child.modules()):
+        if name not in linear_layers and child is not None and any(is_called(m) for m in child.modules()):
             return True
     return False
 

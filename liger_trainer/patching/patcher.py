@@ -20,9 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from ..losses.batch_loss import LossOptions
 from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head, stored_logits_loss
 from ..losses.model_parts import output_module
+from ..losses.spec import LossOptions
 from .attention import patch_attention
 from .lora import patch_lora
 from .mlps import patch_mlps

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..common.hooks import is_called
+
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 FIXED_EPS = (1e-5, 1e-6, 1e-12)  # of LayerNorms that keep it in their forward (OLMo)
 
@@ -104,22 +106,6 @@ def is_replaced(module: nn.Module, method: str = "forward") -> bool:
     hooked = method == "forward" and "_hf_hook" in vars(module) and "_old_forward" in vars(module)
     current = vars(module).get("_old_forward" if hooked else method)
     return current is not None and getattr(current, "__func__", None) is not getattr(type(module), method)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks run where a module is called, forward or backward, its own or those of all modules."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn.modules.module._has_any_global_hook()  # pyright: ignore[reportAttributeAccessIssue]
-    )
-
-
-def is_called(module: nn.Module) -> bool:
-    """Whether somebody counts on the call of a module: it is hooked, or it has another forward than its class."""
-    return is_hooked(module) or "forward" in vars(module)
 
 
 def obstacle(module: nn.Module) -> str | None:

@@ -6,10 +6,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..common.files import CONFIG, METRICS, STATE
 from ..config.sources import COMMAND_LINE
 from ..errors import ConfigError, CorruptError
 
-CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
 _WEIGHTS = (
     "*.safetensors",

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..errors import ConfigError
+from ..losses.model_parts import decoder_layers
 
 
 def drop_layers(
@@ -55,22 +56,6 @@ def drop_layers(
         ) from error
     student.generation_config = copy.deepcopy(model.generation_config)
     return student.train(model.training)
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The path and the list of the decoder layers, found by its length."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
-        nested = any(path.startswith(outer + ".") for outer in found)  # such as the experts of a layer
-        if isinstance(module, nn.ModuleList) and len(module) == count and not nested:
-            found[path] = module
-    if len(found) != 1:
-        raise ConfigError(
-            f"Expected one list of {count} decoder layers (num_hidden_layers) in {type(model).__name__}, "
-            f"found {', '.join(found) or 'none'}. Layers can be dropped only where one nn.ModuleList has all."
-        )
-    return next(iter(found.items()))
 
 
 def kept_indices(count: int, keep_every_nth: int | None, keep: Sequence[int] | None) -> list[int]:

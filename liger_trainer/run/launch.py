@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.sources import did_you_mean
+from ..common.value_rules import did_you_mean
 from ..errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
+from ..common.files import CONFIG, METRICS, REPORT
 from ..errors import LigerTrainerError, NonFiniteError
-from .checkpoints import CONFIG, METRICS, REPORT, checkpoints_in
+from .checkpoints import checkpoints_in
 from .environment import device_facts, versions
 
 if TYPE_CHECKING:

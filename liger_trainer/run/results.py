@@ -13,10 +13,30 @@ from ..trainers.rows import RowFacts
 from .data.datasets import DataFacts
 from .metric_rows import Row
 from .samples import Completion, comparison_table, print_completions
-from .train_loop import TrainingFacts
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the training took. `peak_memory_mib` is allocated GPU memory during training, or, on a CPU, the
+    resident memory of the whole process up to its end."""
+
+    steps: int
+    epochs: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak_memory_mib: float
+    peak_memory_of: str
+    device: str
+    processes: int
+    trainable_parameters: int
+    parameters: int
+    resumed_at: int = 0
+    """the step that a resumed run went on from; seconds and tokens_per_second are those of the steps after it, tokens
+    those of the whole run"""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from ..common.files import METRICS
 from ..errors import ConfigError, LigerTrainerError, NonFiniteError
 from ..trainers.sft_trainer import LigerTrainer
 from ..trainers.token_count import tokens_before
-from .checkpoints import BEFORE, METRICS, checkpoints_in, step_of
+from .checkpoints import BEFORE, checkpoints_in, step_of
 from .output_dir import start_output
+from .results import TrainingFacts
 from .samples import Measurement
 
 if TYPE_CHECKING:
@@ -34,27 +36,6 @@ class Interrupted(LigerTrainerError):
     """Training was stopped by the user or the system, after a checkpoint was saved."""
 
     exit_code = 130
-
-
-@dataclass(frozen=True)
-class TrainingFacts:
-    """What the training took. `peak_memory_mib` is allocated GPU memory during training, or, on a CPU, the
-    resident memory of the whole process up to its end."""
-
-    steps: int
-    epochs: float
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    peak_memory_mib: float
-    peak_memory_of: str
-    device: str
-    processes: int
-    trainable_parameters: int
-    parameters: int
-    resumed_at: int = 0
-    """the step that a resumed run went on from; seconds and tokens_per_second are those of the steps after it, tokens
-    those of the whole run"""
 
 
 @dataclass

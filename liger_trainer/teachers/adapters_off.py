@@ -4,22 +4,19 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftModel
 from torch import nn
 from torch.nn.functional import linear
 
 from ..errors import ConfigError
-from ..losses.batch_loss import Logits
 from ..losses.deferred_logits import DeferredLogits
+from ..losses.spec import Logits
 from ..patching.patcher import base_of
-from .base import Teacher, without_labels
+from .base import DistillHost, Teacher, without_labels
 from .in_process import teacher_logits
 from .vocabulary import check_student_vocabulary, tokenizer_size
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 
 class SelfTeacher(Teacher):
@@ -33,7 +30,7 @@ class SelfTeacher(Teacher):
         self._student: Any = None
         self._accelerator: Any = None
 
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ConfigError(
                 "teacher: self does not work with FSDP or DeepSpeed, whose hooks gather the weights for the student's "

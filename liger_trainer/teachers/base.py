@@ -7,18 +7,37 @@ rows, is put beside the student once that exists, and then answers for each batc
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset
 
 from ..losses.fused_forward import Knowledge
 
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
-
 Cut = Callable[[np.ndarray], np.ndarray]
 """What truncation or packing leaves of the token ids, or labels, of a row."""
+
+
+TeacherArguments = Any
+"""A `LigerDistillConfig`, which lies above: `TeacherConfig`, and the arguments of a trainer."""
+
+
+class DistillHost(Protocol):
+    """What a teacher is told about the trainer that it teaches in."""
+
+    args: Any
+    train_dataset: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+    @property
+    def accelerator(self) -> Any: ...
+    @property
+    def student(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def patched(self) -> Any: ...
 
 
 class Teacher(ABC):
@@ -66,7 +85,7 @@ class Teacher(ABC):
         return {}
 
     @abstractmethod
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod

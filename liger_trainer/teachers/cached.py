@@ -4,7 +4,7 @@ TRL's packing and its collator keep token ids, labels and the lengths of what wa
 all it takes: each document's content says where its records are, and the collator lays them out as the batch is.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,14 +13,10 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigError, DataError
 from ..losses.sparse import SparseTeacher
-from ..trainers.distill_config import LigerDistillConfig
-from .base import Teacher
+from .base import DistillHost, Teacher, TeacherArguments
 from .cache.fingerprints import row_key, spans, supervised_tokens, teacher_fingerprint
 from .cache.store import TeacherCache, sha256
 from .vocabulary import check_student_vocabulary
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 RECORDS = "teacher_records"
 
@@ -39,7 +35,7 @@ class CachedTeacher(Teacher):
 
     knows_new_tokens = False
 
-    def __init__(self, args: LigerDistillConfig, teacher: Any = None):
+    def __init__(self, args: TeacherArguments, teacher: Any = None):
         assert args.teacher_cache_dir is not None
         self.cache = TeacherCache(args.teacher_cache_dir, verify=args.verify_teacher_cache)
         self.cache.check_settings(args.max_length, args.loss_temperature)
@@ -51,10 +47,10 @@ class CachedTeacher(Teacher):
         parts = index.model_dump(mode="json", include={"settings", "fingerprints"})
         return {"name": str(self.cache.path), **parts, "shards": sha256(repr(index.shards).encode())}
 
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         return check_student_vocabulary(trainer.student, self.cache.index.settings.vocab_size)
 
-    def _check_teacher(self, teacher: Any, args: LigerDistillConfig) -> None:
+    def _check_teacher(self, teacher: Any, args: TeacherArguments) -> None:
         there = self.cache.index.fingerprints.teacher_from
         here = "files" if isinstance(teacher, str) else "memory"
         if there != here:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..losses.batch_loss import Distillation
+    from ..losses.spec import Distillation
 
 KINDS = ("model", "cache", "self", "server")
 PROTOCOLS = ("vllm", "echo")

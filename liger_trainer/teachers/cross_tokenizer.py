@@ -5,11 +5,10 @@ cache, a row is found again by its own content, so that shuffling and packing ma
 teacher reads the documents of a packed row one by one.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -21,15 +20,12 @@ from trl.data_utils import is_conversational_from_value
 from ..errors import ConfigError, DataError
 from ..losses.uld import UldAnswer
 from ..patching.patcher import announce
-from ..trainers.distill_config import LigerDistillConfig
-from ..trainers.resume_check import tokenizer_fingerprints
+from .base import DistillHost, TeacherArguments
 from .cache.fingerprints import row_key, spans, supervised_tokens
+from .fingerprints import tokenizer_fingerprints
 from .model import ModelTeacher
 from .text_alignment import aligned, partners, runs
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 ROW, IDS, PARTNERS = "liger_row", "teacher_input_ids", "teacher_partners"  # columns
 INPUT_IDS, MASK, OF_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
@@ -46,7 +42,10 @@ class UldTeacher(ModelTeacher):
 
     knows_new_tokens = False
 
-    def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str):
+    def __init__(
+        self, args: TeacherArguments, teacher: PreTrainedModel | str, rows_for_reading: Callable[..., Dataset]
+    ):
+        self._rows_for_reading = rows_for_reading
         super().__init__(args, teacher)
         if args.packing and args.packing_strategy != "bfd" or args.truncation_mode != "keep_start":
             raise ConfigError(
@@ -114,16 +113,7 @@ class UldTeacher(ModelTeacher):
     def _read_by_teacher(self, raw: Dataset, formatting_func: Any) -> Dataset:
         if is_conversational_from_value(raw[0]) or is_conversational(raw[0]):
             self._check_template()
-        from ..trainers.capture import Preparation  # which imports the trainer
-
-        args = copy.copy(self._args)
-        args.packing, args.model_init_kwargs, args.push_to_hub, args.gradient_checkpointing = False, None, False, False
-        args.chat_template_path = args.eos_token = args.pad_token = None  # the student's
-        args.shuffle_dataset, args.max_length = False, None
-        trainer: Any = Preparation(
-            args, train_dataset=raw, processing_class=copy.deepcopy(self.tokenizer), formatting_func=formatting_func
-        )
-        return trainer.train_dataset
+        return self._rows_for_reading(self._args, raw, self.tokenizer, formatting_func)
 
     def _check_template(self) -> None:
         if not self.tokenizer.chat_template:
@@ -148,7 +138,7 @@ class UldTeacher(ModelTeacher):
     def collator(self, collator: Any) -> "UldCollator":
         return UldCollator(collator, self.rows)
 
-    def vocabulary_size(self, trainer: "LigerDistillTrainer", teacher: Any) -> int:
+    def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
         """Of the student's own tokens."""
         size, rows = tokenizer_size(self.tokenizer), teacher.get_output_embeddings().weight.shape[0]
         if rows < size:

@@ -6,23 +6,19 @@ has: the key of a row in the teacher cache is that of its route here.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
 
 from ..errors import ConfigError, DataError
-from ..losses.batch_loss import IGNORE_INDEX
 from ..losses.multi_teacher import TeacherShare, TeacherShares
-from ..trainers.distill_config import LigerDistillConfig
+from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
-from .base import Cut, Teacher
+from .base import Cut, DistillHost, Teacher, TeacherArguments
 from .cache.fingerprints import data_fingerprint, documents, row_key, spans, supervised_tokens
 from .config import TeacherEntry, entries_of
 from .model import ModelTeacher
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
@@ -40,7 +36,7 @@ class SeveralTeachers(Teacher):
             values.
     """
 
-    def __init__(self, args: LigerDistillConfig, given: Any):
+    def __init__(self, args: TeacherArguments, given: Any):
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(
                 "args.teachers names several teachers: pass teacher_model as a dictionary of them by name, or leave it "
@@ -123,7 +119,7 @@ class SeveralTeachers(Teacher):
     def collator(self, collator: Any) -> Any:
         return collator if self._column is None else RouteCollator(collator, self._routes)
 
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         self._all_read = bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         sizes = [teacher.prepare(trainer) for teacher in self.teachers.values()]
         self.reads = min((each.reads for each in self.teachers.values() if each.reads is not None), default=None)

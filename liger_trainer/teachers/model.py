@@ -2,26 +2,21 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 
-from ..losses.batch_loss import Logits
-from ..losses.model_parts import device_of
+from ..losses.model_parts import device_of, embedding_rows
+from ..losses.spec import Logits
 from ..patching.patcher import announce
-from ..trainers.distill_config import LigerDistillConfig
-from ..trainers.resume_check import frozen_fingerprints
-from ..trainers.token_ids import embedding_rows
-from .base import Teacher, without_labels
+from .base import DistillHost, Teacher, TeacherArguments, without_labels
+from .fingerprints import frozen_fingerprints
 from .in_process import check_apart, patch_layers, teacher_logits
 from .placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 
 class ModelTeacher(Teacher):
@@ -33,7 +28,7 @@ class ModelTeacher(Teacher):
         name: for messages.
     """
 
-    def __init__(self, args: LigerDistillConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
+    def __init__(self, args: TeacherArguments, teacher: PreTrainedModel | str, name: str = "teacher"):
         self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
         self._carry = Carrier()
@@ -44,7 +39,7 @@ class ModelTeacher(Teacher):
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         self._shared(tokenizer).check_rows(dataset, name)
 
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         self._accelerator = trainer.accelerator
         sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         check_processes(self._args, self._accelerator.num_processes, sharded)
@@ -65,7 +60,7 @@ class ModelTeacher(Teacher):
     def fingerprints(self) -> dict[str, Any]:
         return self._fingerprints
 
-    def vocabulary_size(self, trainer: "LigerDistillTrainer", teacher: Any) -> int:
+    def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
         """Of the tokens that student and teacher share."""
         vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
         announce(f"vocabulary: {vocabulary}")
@@ -80,7 +75,7 @@ class ModelTeacher(Teacher):
             self._vocabulary = compare_tokenizers(tokenizer, of_teacher)
         return self._vocabulary
 
-    def _placed(self, teacher: PreTrainedModel, trainer: "LigerDistillTrainer") -> nn.Module:
+    def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:
         if trainer.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self._accelerator)
         if trainer.is_fsdp_enabled:

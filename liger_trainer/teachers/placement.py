@@ -11,10 +11,10 @@ from trl.trainer.utils import create_model_from_path
 
 from ..common.weights import load_whole
 from ..errors import ConfigError
-from ..losses.batch_loss import Logits
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module
-from ..trainers.distill_config import LigerDistillConfig
+from ..losses.spec import Logits
+from .base import TeacherArguments
 from .config import OF_LOADING, placed
 from .in_process import teacher_dtype
 
@@ -22,7 +22,7 @@ RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
 
 
-def load_teacher(teacher: PreTrainedModel | str, args: LigerDistillConfig) -> PreTrainedModel:
+def load_teacher(teacher: PreTrainedModel | str, args: TeacherArguments) -> PreTrainedModel:
     """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
 
     Raises:
@@ -57,7 +57,7 @@ def check_alike(fingerprints: dict[str, Any], name: str) -> None:
         )
 
 
-def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:
+def _load_kwargs(args: TeacherArguments) -> dict[str, Any]:
     assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
     kwargs = dict(args.teacher_model_init_kwargs or {})
     if args.teacher_model_revision is not None:
@@ -81,12 +81,12 @@ def _load_kwargs(args: LigerDistillConfig) -> dict[str, Any]:
     return kwargs
 
 
-def stays(args: LigerDistillConfig) -> bool:
+def stays(args: TeacherArguments) -> bool:
     """Whether the trainer leaves the teacher where it was loaded."""
     return any(getattr(args, name) for name in STAYS)
 
 
-def check_processes(args: LigerDistillConfig, processes: int, sharded: bool) -> None:
+def check_processes(args: TeacherArguments, processes: int, sharded: bool) -> None:
     """Raise ConfigError where a place means something else to each process, or sharding decides about it."""
     if not stays(args):
         return

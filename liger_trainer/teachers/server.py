@@ -1,7 +1,7 @@
 """`teacher: server`: a model that is served elsewhere, known by its likeliest tokens and the mass of the rest."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,16 +9,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..losses.sparse import SparseTeacher
-from ..trainers.distill_config import LigerDistillConfig
-from .base import Teacher
+from ..losses.sparse import SparseTeacher, TokenTargets
+from .base import DistillHost, Teacher, TeacherArguments
 from .cache.fingerprints import documents, row_key
-from .cache.records import TokenTargets
 from .completions_client import CompletionsServer, Knowledge, Question, ServerOptions
 from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
-
-if TYPE_CHECKING:
-    from ..trainers.distill_trainer import LigerDistillTrainer
 
 REMEMBERED = 256 * 2**20  # bytes of answers that are kept: an evaluation asks the same rows again
 PROBED = 8  # tokens of the question that is asked before training
@@ -35,7 +30,7 @@ class ServerTeacher(Teacher):
             what `CompletionsServer` refuses.
     """
 
-    def __init__(self, args: LigerDistillConfig):
+    def __init__(self, args: TeacherArguments):
         assert args.teacher_server_base_url is not None and args.teacher_server_model is not None
         self.server = CompletionsServer(
             ServerOptions(
@@ -68,7 +63,7 @@ class ServerTeacher(Teacher):
         """A server tells its model's name, and no more of it."""
         return {"model": self.server.options.model}
 
-    def prepare(self, trainer: "LigerDistillTrainer") -> int:
+    def prepare(self, trainer: DistillHost) -> int:
         size = self._shared(trainer.tokenizer).size
         if self.server.options.top_k > size:
             raise ConfigError(f"teacher_server_top_k is {self.server.options.top_k}, and there are {size} tokens.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
-from ..trainers.capture import Preparation
+from ..trainers.prepare_rows import Preparation
 from ..trainers.rows import RowFacts, count_each
 
 if TYPE_CHECKING:

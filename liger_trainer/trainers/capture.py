@@ -4,7 +4,6 @@ Rows are taken in the order of their keys and cut into shards of about one size.
 a capture that was killed goes on with the first shard that is not in the index, and ends with the same files.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from trl.trainer.sft_trainer import SFTTrainer
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..losses.model_parts import output_module
+from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.cache.fingerprints import (
     data_fingerprint,
     documents,
@@ -46,49 +44,13 @@ from ..teachers.cache.store import (
     write_index,
 )
 from ..teachers.placement import load_teacher, stays, stream_weights
-from .chat_rows import datasets_in_messages
 from .distill_config import LigerDistillConfig
-from .sft_trainer import LigerTrainer, check_names
-from .token_ids import LargestIds, check_ids, embedding_rows, head_rows
+from .prepare_rows import PreparedRows, prepare_rows
+from .token_ids import check_ids
 
 LOCK, MIB = ".lock", 2**20
 Progress = Callable[[int, int], None]
 """Called with the tokens that have been read and those there will be."""
-
-
-@dataclass(frozen=True)
-class PreparedRows:
-    """Datasets as the trainer prepares them, and the tokenizer as it leaves it."""
-
-    datasets: dict[str, Dataset]
-    tokenizer: Any
-    largest_ids: dict[str, LargestIds]
-
-
-class Preparation(LigerTrainer):
-    """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
-
-    def __init__(self, args: LigerDistillConfig, **kwargs: Any):
-        self.row_facts, self.largest_ids = {}, {}
-        sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-        vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
-        SFTTrainer.__init__(self, stand_in, args, **{**kwargs, **datasets_in_messages(kwargs, args)})
-
-
-def prepare_rows(
-    args: LigerDistillConfig, tokenizer: Any, train: Dataset, test: Dataset | dict[str, Dataset] | None = None
-) -> PreparedRows:
-    """What `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
-    check_names(test)
-    args = copy.copy(args)
-    args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
-    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
-    trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
-    prepared = trainer.eval_dataset
-    tests = {} if prepared is None else prepared if isinstance(prepared, dict) else {"eval": prepared}
-    return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class, trainer.largest_ids)
 
 
 @dataclass(frozen=True)

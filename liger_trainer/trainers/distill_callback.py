@@ -13,10 +13,10 @@ from trl.trainer.utils import create_model_from_path
 
 from ..common.weights import load_whole
 from ..errors import ConfigError
-from ..losses.batch_loss import Logits, LossOptions
 from ..losses.fused_forward import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
+from ..losses.spec import Logits, LossOptions
 from ..losses.terms import distillation_of, final_fields, moved_fields
 from ..patching.patcher import Patched, PatchOptions, announce, base_of, patched_record
 from ..teachers.in_process import check_apart, patch_layers, per_token_values, teacher_dtype, teacher_logits

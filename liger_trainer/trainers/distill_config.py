@@ -7,9 +7,9 @@ from typing import Any
 
 from trl import SFTConfig
 
-from ..config.run_options import ALLOW_MISSING_WEIGHTS
-from ..losses.batch_loss import Distillation
+from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
+from ..losses.spec import Distillation
 from ..losses.terms import distillation_of
 from ..teachers.config import TeacherConfig
 from .sampling_config import SamplingConfig

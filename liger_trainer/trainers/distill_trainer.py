@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from ..errors import ConfigError
-from ..losses.batch_loss import LossOptions
 from ..losses.fused_forward import TokenLossOutput
+from ..losses.spec import LossOptions
 from ..patching.patcher import Patched
 from ..teachers.adapters_off import SelfTeacher
 from ..teachers.base import Teacher
@@ -32,6 +32,7 @@ from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, STUDENT, OnPolicy
+from .prepare_rows import rows_for_reading
 from .prompts import check_prompts, prepare_prompts, prompts_alone
 from .sft_trainer import LigerTrainer, kept_length
 from .token_ids import check_ids
@@ -340,4 +341,6 @@ def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher
         return ServerTeacher(args)
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
-    return (UldTeacher if args.loss_plan().of("uld") else ModelTeacher)(args, teacher_model)
+    if args.loss_plan().of("uld"):
+        return UldTeacher(args, teacher_model, rows_for_reading)
+    return ModelTeacher(args, teacher_model)

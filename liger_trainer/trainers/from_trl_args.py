@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config.conflicts import ELSEWHERE
 from ..errors import ConfigError
 from .chat_rows import split_last
 from .distill_config import LigerDistillConfig
+from .sampling_config import ELSEWHERE
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A trainer's callback: it sets the loss before each step, and what it has learned
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +19,6 @@ from ..losses.plan import LossPlan
 from ..losses.taid import TeacherShare
 from ..losses.terms import final_fields, moved_fields
 from ..patching.patcher import base_of
-
-if TYPE_CHECKING:
-    from .distill_trainer import LigerDistillTrainer
 
 PROJECTORS, STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
 
@@ -40,7 +37,7 @@ class LossProgress(TrainerCallback):
             a loss that changes under torch.compile.
     """
 
-    def __init__(self, trainer: "LigerDistillTrainer", plan: LossPlan):
+    def __init__(self, trainer: Any, plan: LossPlan):
         self._trainer, self._plan = trainer, plan
         self.final, self.logged = final_fields(plan), dict[str, float]()
         self.share = None if plan.taid is None else TeacherShare(plan.taid)
@@ -172,7 +169,7 @@ class LossProgress(TrainerCallback):
         return losses
 
 
-def check_hidden(trainer: "LigerDistillTrainer") -> None:
+def check_hidden(trainer: Any) -> None:
     """Raise ConfigError where hidden states are in parts, or projectors would be."""
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     split = parallel is not None and parallel.total_size != parallel.dp_replicate_size

@@ -7,7 +7,7 @@ optimizer step are made before its first forward, so the loss is divided by the 
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from .distill_config import LigerDistillConfig
 from .prompts import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
-
-if TYPE_CHECKING:
-    from .distill_trainer import LigerDistillTrainer
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch
@@ -61,7 +58,7 @@ def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> lis
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
-def check_sampling(trainer: "LigerDistillTrainer") -> None:
+def check_sampling(trainer: Any) -> None:
     """Raise ConfigError where completions cannot be sampled, or nobody could learn from them."""
     args, plugin = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     zero = plugin.zero_stage if trainer.is_deepspeed_enabled and plugin is not None else 0
@@ -99,7 +96,7 @@ class OnPolicy:
             not installed.
     """
 
-    def __init__(self, trainer: "LigerDistillTrainer", collator: Any):
+    def __init__(self, trainer: Any, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
         self._trainer, self._collate = trainer, collator

@@ -15,6 +15,18 @@ NOTHING_SAMPLED = (
 WITHOUT_VLLM = "has no effect without `use_vllm: true`."
 
 
+_NOT_SHOWN = "sampled completions are not logged; their length and the metrics on them are"
+# Fields of TRL's DistillationConfig that nothing here reads, and why.
+ELSEWHERE = {
+    "chat_template_kwargs": "put them into a column chat_template_kwargs of the rows",
+    "ds3_gather_for_generation": "models that DeepSpeed splits are not sampled from",
+    "log_completions": _NOT_SHOWN,
+    "log_unique_prompts": _NOT_SHOWN,
+    "max_tool_calling_iterations": "tools are not called in training",
+    "num_completions_to_print": _NOT_SHOWN,
+}
+
+
 def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
     """Why nothing reads this field where completions are sampled or not, by vLLM or not; None where something does."""
     if not sampled:

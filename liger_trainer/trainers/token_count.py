@@ -1,13 +1,10 @@
 """The tokens that a training has seen, carried through its checkpoints: TRL's counter begins anew with each process."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-if TYPE_CHECKING:
-    from .sft_trainer import LigerTrainer
-
-NAME = "LigerTrainer"  # among the states in trainer_state.json
+NAME = Any  # among the states in trainer_state.json
 
 
 def tokens_before(state: TrainerState) -> int:
@@ -30,7 +27,7 @@ def remember_tokens(state: TrainerState, tokens: int) -> None:
 class TokenCount(TrainerCallback):
     """Has a trainer's `num_tokens` begin where its training does: at 0, or at what the checkpoint had."""
 
-    def __init__(self, trainer: "LigerTrainer"):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..errors import DataError
+from ..losses.model_parts import head_rows
 from .rows import values_of
 
 
@@ -54,18 +55,6 @@ def check_ids(found: Mapping[str, LargestIds], kind: str, size: int, whose: str)
                 f"ids 0 to {size - 1:,}; rows with such ids: {len(beyond):,}. Tokenize the rows with the model's own "
                 "tokenizer, or, if tokens were added to it, resize the model's embeddings."
             )
-
-
-def embedding_rows(model: Any) -> int:
-    """How many token ids a model can read."""
-    module = model.get_input_embeddings()
-    return getattr(module, "num_embeddings", None) or module.weight.shape[0]
-
-
-def head_rows(model: Any) -> int:
-    """How many token ids a model can write."""
-    module = model.get_output_embeddings()
-    return getattr(module, "out_features", None) or module.weight.shape[0]
 
 
 @dataclass(frozen=True)

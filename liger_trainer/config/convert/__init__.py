@@ -14,7 +14,8 @@ import yaml
 
 from ...common.value_rules import kinds, read
 from ...errors import ConfigError
-from ..conflicts import ELSEWHERE, FORMER, GONE, renamed
+from ...trainers.sampling_config import ELSEWHERE
+from ..conflicts import FORMER, GONE, renamed
 from ..schema import shipped_schema
 from ..sources import Finding, Setting, read_settings
 

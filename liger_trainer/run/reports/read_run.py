@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ...common.files import CONFIG, METRICS, STATE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE, CONFIG, METRICS, STATE, checkpoints_in
+from ..checkpoints import BEFORE, checkpoints_in
 
 
 class _Part(BaseModel):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
+from ...losses.sparse import TokenTargets
 
 OFFSET = 0.25  # nats: below it steps are even, above it they grow in proportion
 MAX_ID_BITS = 25  # with the 7 bits an id may start after, they fit in four bytes
@@ -66,18 +67,6 @@ class NatsCode:
 
 
 FINE, COARSE = NatsCode(16, 128.0), NatsCode(8, 32.0)
-
-
-@dataclass(frozen=True)
-class TokenTargets:
-    """Of tokens (...,): what a teacher makes of them. fp32, in nats."""
-
-    ids: Tensor  # (..., K) int32, negative: no entry
-    log_probs: Tensor  # (..., K) at the cache's temperature, -inf: no entry
-    top_ids: Tensor  # (...,) int32, the likeliest token
-    label_log_prob: Tensor  # (...,) at temperature 1
-    entropy: Tensor | None  # (...,) at temperature 1; None: not known
-    unnamed: Tensor  # (...,) what the entries' divergence lacks to an estimate of the KL; 0 for topk without draws
 
 
 class Draws(NamedTuple):

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...errors import ConfigError
-from ...losses.batch_loss import LossOptions
+from ...losses.spec import LossOptions
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
 from ...teachers.in_process import teacher_logits

@@ -12,12 +12,12 @@ from transformers.optimization import Adafactor
 from trl import get_peft_config
 
 from ...config.sources import Setting
-from ...losses.batch_loss import LossOptions
-from ...losses.sparse import SparseTeacher
+from ...losses.sparse import SparseTeacher, TokenTargets
+from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
-from ...teachers.cache.records import RecordFormat, TokenTargets
+from ...teachers.cache.records import RecordFormat
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, DataError
-from ...run.drop_layers import decoder_layers
+from ...losses.model_parts import decoder_layers
 
 
 @dataclass(frozen=True)

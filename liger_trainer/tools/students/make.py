@@ -25,8 +25,8 @@ from ...run.environment import versions
 from ...run.metric_rows import DISTILL_ROWS
 from ...run.models import ModelFiles, check_student, load_original, open_model
 from ...run.output_dir import check_writable
-from ...trainers.capture import Preparation
 from ...trainers.distill_trainer import LigerDistillTrainer
+from ...trainers.prepare_rows import Preparation
 from .importance import Importance, measure_importance
 from .narrowing import layer_mlps, narrow_mlps
 

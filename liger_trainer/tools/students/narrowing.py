@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError
+from ...losses.model_parts import decoder_layers
 from ...modules.gated_mlp import is_plain
 from ...patching import structure
 from ...patching.mlps import MLP, prove_mlp
-from ...run.drop_layers import decoder_layers, fill
+from ...run.drop_layers import fill
 
 
 @dataclass(frozen=True)

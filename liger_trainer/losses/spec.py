@@ -1,0 +1,105 @@
+"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `Targets`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels._chunks import RowSelection
+from .deferred_logits import DeferredLogits
+
+Logits = DeferredLogits | Tensor
+IGNORE_INDEX = -100
+MEASURED_JSD = "measured_jsd"  # among a result's terms: the JSD at temperature 1 and beta 0.5
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What a student learns from its teacher: sum_k weights[k] D_k (times T^2) + ce_weight CE
+    + sum_k hidden_weights[k] H_k. A divergence with weight 0 is measured only."""
+
+    weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
+    beta: float = 0.5  # of the JSD, in TRL's convention
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = True
+    vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
+    skew_alpha: float = 0.1  # of the skewed KLs
+    teacher_share: float = 1.0  # in the logits that the divergences hold the student against; the rest is its own
+    hidden_weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    terms: tuple[str, ...] = ()  # whose values are returned by name
+    measure_jsd: bool = False  # the JSD at temperature 1 and beta 0.5, whatever is minimised
+    uld_weight: float = 0.0  # against a teacher of another tokenizer, in the place of the divergences
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss of a training run."""
+
+    label_smoothing: float = 0.0
+    dft: bool = False
+    distillation: Distillation | None = None
+
+
+@dataclass
+class Targets:
+    """What the positions of a batch are to predict. Made before the backbone runs: see `RowSelection`."""
+
+    labels: Tensor  # (batch * length,) aligned with the hidden states, IGNORE_INDEX where nothing is predicted
+    shape: torch.Size  # (batch, length)
+    shifted: bool  # whether they were shifted here; the last position then predicts nothing
+    num_items: float | Tensor | None
+    rows: RowSelection | None  # None under torch.compile, where the losses select the rows themselves
+    source: Tensor  # the labels, or shifted labels, that these are made of
+
+    @classmethod
+    def of(
+        cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> "Targets":  # fmt: skip
+        source = labels if shift_labels is None else shift_labels
+        assert source is not None
+        aligned = source if shift_labels is not None else pad(source[..., 1:], (0, 1), value=ignore_index)
+        flat = aligned.reshape(-1)
+        if ignore_index != IGNORE_INDEX:
+            flat = flat.masked_fill(flat == ignore_index, IGNORE_INDEX)
+        return cls(flat, source.shape, shift_labels is None, num_items, _selection(flat, num_items), source)
+
+    def made_of(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
+        """Whether these are the targets of what a model hands to its loss. Known by the object, without a look inside:
+        labels that the model has moved or copied are others. A model that knows no shifted labels hands them as labels.
+        """
+        handed = labels if shift_labels is None else shift_labels
+        return handed is self.source and (shift_labels is None or not self.shifted)
+
+    def to(self, device: torch.device) -> "Targets":
+        """Where the logits are: a model spread over devices ends on another than it begins."""
+        if self.labels.device == device:
+            return self
+        flat = self.labels.to(device)
+        return replace(self, labels=flat, rows=_selection(flat, self.num_items))
+
+    def only(self, taught: Tensor) -> "Targets":
+        """Those at the positions `taught` (batch, length), still divided by the items of all."""
+        items = self.num_items
+        if items is None:
+            items = (self.labels != IGNORE_INDEX).sum().clamp(min=1)
+        flat = self.labels.masked_fill(~taught.reshape(-1).to(self.labels.device), IGNORE_INDEX)
+        return replace(self, labels=flat, num_items=items, rows=_selection(flat, items))
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""
+        values = values.view(self.shape)
+        return values[..., :-1] if self.shifted else values
+
+    def for_ops(self) -> dict[str, Any]:
+        """The rows as an op takes them: their selection, or else what it makes one of."""
+        return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
+
+
+def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection | None:
+    return None if torch.compiler.is_compiling() else RowSelection(labels, num_items, IGNORE_INDEX)
