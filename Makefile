@@ -10,6 +10,7 @@ test:  ## what CI runs: no GPU, no network
 lint:
 	ruff check
 	ruff format --check
+	lint-imports
 
 format:
 	ruff check --fix

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .errors import MaterializedLogitsWarning
     from .modules.layers import (
         LigerFusedAddRMSNorm,
         LigerGEGLUMLP,
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from .modules.rope import LigerQKNormRope, LigerRope, liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb
     from .patching.auto_model import AutoLigerKernelForCausalLM
     from .patching.families import _apply_liger_kernel_to_instance
+    from .patching.hf_kernels import map_kernels
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
+    from .trainers.capture import capture as capture_teacher_cache
     from .trainers.distill_callback import DistillationCallback
     from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# name: its module, and its name there where that is another
 _MODULE_OF = {
     "AutoLigerKernelForCausalLM": "patching.auto_model",
     "CrossEntropyOutput": "modules.losses",
@@ -62,13 +66,16 @@ _MODULE_OF = {
     "LigerSwiGLUMLP": "modules.layers",
     "LigerTVDLoss": "modules.losses",
     "LigerTrainer": "trainers.sft_trainer",
+    "MaterializedLogitsWarning": "errors",
     "PatchOptions": "patching.patcher",
     "Patched": "patching.patcher",
     "_apply_liger_kernel_to_instance": "patching.families",
+    "capture_teacher_cache": "trainers.capture:capture",
     "disable": "patching.use_liger_kernel",
     "enable": "patching.use_liger_kernel",
     "liger_multimodal_rotary_pos_emb": "modules.rope",
     "liger_rotary_pos_emb": "modules.rope",
+    "map_kernels": "patching.hf_kernels",
     "patch": "patching.patcher",
 }
 _FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see patching/families.py
@@ -96,14 +103,17 @@ __all__ = [
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
     "LigerTrainer",
+    "MaterializedLogitsWarning",
     "PatchOptions",
     "Patched",
     "__version__",
     "_apply_liger_kernel_to_instance",
+    "capture_teacher_cache",
     "disable",
     "enable",
     "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
+    "map_kernels",
     "patch",
 ]
 
@@ -113,7 +123,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(".patching.families", __name__), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_MODULE_OF)}")
-    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    module, _, attribute = _MODULE_OF[name].partition(":")
+    value = getattr(import_module(f".{module}", __name__), attribute or name)
     globals()[name] = value
     return value
 

@@ -41,3 +41,7 @@ class CorruptError(LigerTrainerError):
     """A checkpoint or a cache is damaged: a file is missing, cut off or not what it was when it was written."""
 
     exit_code = 6
+
+
+class MaterializedLogitsWarning(UserWarning):
+    """Logits of the whole batch were computed where they should have stayed deferred."""

@@ -10,8 +10,8 @@ from labelled import batches
 from tiny import assert_same_gradients, named_gradients
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from liger_trainer.errors import ConfigError
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning
+from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
+from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.patching.patcher import NothingToPatch, PatchOptions, patch
 from liger_trainer.tools import doctor

@@ -29,14 +29,15 @@ import liger_trainer
 from benchmarks import compiled as benchmark
 from benchmarks.processes import FLOOR, main
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
+from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.lazy_logits import LazyLogits
 from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("error:Dynamo detected a call:UserWarning"),
-    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning"),
 ]
 
 

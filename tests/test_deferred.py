@@ -17,8 +17,8 @@ from tiny import (
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from liger_trainer.errors import ConfigError
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.lazy_logits import LazyLogits
 from liger_trainer.losses.model_parts import Head
@@ -254,7 +254,7 @@ def assert_fused_equals_plain(model, truth, batch):
     return got
 
 
-@pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+@pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 def test_a_copy_of_the_head_that_is_trained_and_saved():
     model, truth = peft_pair(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     outputs = assert_fused_equals_plain(model, truth, masked_batch())
@@ -269,7 +269,7 @@ def test_a_copy_of_the_head_that_is_trained_and_saved():
     assert abs(got.loss - outputs.loss) > 1e-3
 
 
-@pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+@pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 def test_lora_elsewhere_leaves_the_head_fused():
     model, truth = peft_pair(LoraConfig(target_modules=["q_proj", "down_proj"]))
     outputs = assert_fused_equals_plain(model, truth, masked_batch())

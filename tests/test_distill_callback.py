@@ -30,7 +30,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching.patcher import patched_record
 from liger_trainer.trainers.distill_callback import refuse
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 LOSS = {
     "losses": [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.25}],

@@ -31,7 +31,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses.spec import Distillation
 from liger_trainer.patching.patcher import patched_record
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 
 def make(student=None, teacher=None, data=None, eval_data=None, peft_config=None, **options):

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from trl.trainer.utils import add_fused_lm_head
 
-from liger_trainer.errors import ConfigError
+from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.spec import Distillation, LossOptions
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 CASES = {
     "masked": masked_batch,

@@ -10,9 +10,10 @@ import torch
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 
+from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels.linear_divergence import distillation_reference
 from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_reference
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.model_parts import Head, output_module
 from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
@@ -20,7 +21,7 @@ from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about tied weights and merged adapters
-    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning"),
 ]
 TOKENS = masked_batch()["input_ids"][0, :3].tolist()
 

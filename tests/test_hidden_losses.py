@@ -31,7 +31,7 @@ from liger_trainer.losses.types import LossTerm
 from liger_trainer.teachers.cached import CachedTeacher
 from liger_trainer.trainers.loss_schedule import LossProgress
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 PAIRS = {"hidden_mse": [(0, 2), (1, 0)], "hidden_cosine": [(1, 2)]}
 LOSSES = [
     {"type": "forward_kl"},

@@ -29,7 +29,7 @@ from liger_trainer.losses.types import LOSS_TYPES
 from liger_trainer.teachers.in_process import teacher_logits
 
 # where they are given
-pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.MaterializedLogitsWarning")
 
 DIVERGENCES = [name for name, kind in LOSS_TYPES.items() if kind.family == "divergence"]
 PROMPT, ANSWER = 3, 3  # tokens of each

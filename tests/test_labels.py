@@ -12,15 +12,15 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
 from liger_trainer import DistillationCallback, patch
-from liger_trainer.errors import ConfigError
+from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels._selection import RowSelection
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import NothingToPatch, patched_record
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 # Whose labels are not those that the loss shifts, and the batch that shows it.
 OWN_TARGETS = {

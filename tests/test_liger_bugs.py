@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 import liger_trainer
 from liger_trainer import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, patch
-from liger_trainer.errors import ConfigError
-from liger_trainer.losses.deferred_logits import DeferredLogits, MaterializedLogitsWarning
+from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
+from liger_trainer.losses.deferred_logits import DeferredLogits
 
 
 def assert_same_step(model, truth, rtol=1e-5, **batch):

@@ -29,7 +29,7 @@ from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
 from liger_trainer.losses.spec import LossOptions, Targets
 from liger_trainer.losses.types import LOSS_TYPES, entry_rule
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)] + [{"type": "ce", "weight": 0.3}]
 
 

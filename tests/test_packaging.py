@@ -109,7 +109,7 @@ def expected_files() -> set[str]:
     own = {
         path.relative_to(ROOT).as_posix()
         for room in rooms
-        for suffix in (".py", ".json", ".jinja")
+        for suffix in (".py", ".json", ".jinja", ".typed")
         for path in (room.glob(f"*{suffix}") if room == package else room.rglob(f"*{suffix}"))
         if "__pycache__" not in path.parts
     }

@@ -24,7 +24,7 @@ from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.token_metrics import TokenMetrics
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
 BETA, TEMPERATURE = 0.3, 2.0
 WEIGHTS = {"math": 0.7, "code": 0.2, "prose": 1.5}

@@ -33,7 +33,7 @@ from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching.patcher import patched_record
 
 pytestmark = [
-    pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning"),
+    pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 

@@ -31,8 +31,7 @@ from tiny import (
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cli import main
-from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError
-from liger_trainer.losses.deferred_logits import MaterializedLogitsWarning
+from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrainerError, MaterializedLogitsWarning
 from liger_trainer.losses.sparse import TokenTargets
 from liger_trainer.teachers.cache import reader as teacher_reader
 from liger_trainer.teachers.cache import store as teacher_cache
@@ -50,7 +49,7 @@ from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.prepare_rows import prepare_rows
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 
 def teacher_model():

@@ -18,7 +18,7 @@ from liger_trainer.teachers.cache.store import TeacherCache
 from liger_trainer.teachers.placement import Carrier, check_processes
 from liger_trainer.trainers.capture import capture
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 LOSSES = [{"type": "forward_kl"}, {"type": "jsd", "weight": 0.5}, {"type": "ce", "weight": 0.3}]
 
 

@@ -27,12 +27,11 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer import sft_trainer
 
 from liger_trainer import LigerDistillConfig, LigerTrainer, patch
-from liger_trainer.errors import ConfigError, DataError
-from liger_trainer.losses.deferred_logits import MaterializedLogitsWarning
+from liger_trainer.errors import ConfigError, DataError, MaterializedLogitsWarning
 from liger_trainer.patching.patcher import patched_record
 from liger_trainer.trainers.prepare_rows import prepare_rows
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 COMPARED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "grad_norm")
 

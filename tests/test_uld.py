@@ -24,7 +24,7 @@ from liger_trainer.run import samples as evaluation
 from liger_trainer.teachers.cross_tokenizer import UldTeacher
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
-pytestmark = pytest.mark.filterwarnings("error::liger_trainer.losses.deferred_logits.MaterializedLogitsWarning")
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
 ULD = [{"type": "uld"}]
 MIXED = [{"type": "uld", "weight": 1.5}, {"type": "ce", "weight": 0.25}]

@@ -19,11 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
-
-
-class MaterializedLogitsWarning(UserWarning):
-    """Logits of the whole batch were computed where they should have stayed deferred."""
 
 
 class Forward:

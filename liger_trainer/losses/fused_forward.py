@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MaterializedLogitsWarning
 from ..kernels.cross_entropy import CrossEntropy, cross_entropy
 from ..kernels.linear_divergence import LinearDivergence
 from .batch_loss import TeacherAnswer, batch_loss, terms_of
-from .deferred_logits import DeferredLogits, MaterializedLogitsWarning, deferred_logits
+from .deferred_logits import DeferredLogits, deferred_logits
 from .hidden_states import HiddenPass
 from .lazy_logits import LazyLogits
 from .multi_teacher import SeveralTargets, TeacherShares
