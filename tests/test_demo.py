@@ -257,7 +257,7 @@ def test_an_interrupted_build_leaves_nothing(tiny, tmp_path, monkeypatch, interr
 
 def test_processes_at_once_build_it_once(tiny, tmp_path):
     script = (
-        "import sys; from liger_trainer import demo\n"
+        "import sys; from liger_trainer.run.data import demo_model as demo\n"
         f"demo.DEMO_MODELS['tiny'] = demo.{tiny.model!r}\n"
         "print(demo.demo_model_dir('tiny', cache_dir=sys.argv[1]))"
     )

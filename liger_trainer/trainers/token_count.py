@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-NAME = Any  # among the states in trainer_state.json
+NAME = "LigerTrainer"  # among the states in trainer_state.json
 
 
 def tokens_before(state: TrainerState) -> int:
