@@ -230,3 +230,22 @@ def test_splitting_leaves_prompts_as_they_are():
     rows = Dataset.from_list(OF_PAIRS)
     assert split_last(rows) is rows
     assert isinstance(split_last(Dataset.from_list(OF_MESSAGES).to_iterable_dataset()), IterableDataset)
+
+
+def test_what_trl_refuses_is_refused_in_its_words():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        LigerTrainer(
+            tiny_model(), args=train_args(SFTConfig), train_dataset=Dataset.from_list(OF_MESSAGES),
+            processing_class=tokenizer,
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
+        LigerTrainer(
+            tiny_model(), args=train_args(SFTConfig), train_dataset=OF_MESSAGES, processing_class=tiny_tokenizer()
+        )
+
+
+def test_a_conversation_of_a_system_prompt_alone_is_read():
+    rows = in_messages(Dataset.from_list([{"conversations": [], "system": "s"}]))
+    assert rows[0]["messages"] == [{"role": "system", "content": "s"}]

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from trl import SFTConfig
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -265,6 +265,27 @@ def test_a_model_that_trained_in_this_process_is_the_one_it_was(tmp_path):
         resumed(make(tmp_path, str(tmp_path / "model")), tmp_path)
 
 
+def test_a_model_that_is_loaded_from_the_checkpoint_goes_on(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    make(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "base")).train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    for _ in range(2):  # the second time from a checkpoint that this training has saved again
+        trainer = make(tmp_path, LlamaForCausalLM.from_pretrained(checkpoint))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 4
+    with pytest.raises(ConfigError, match="weights before training"):
+        make(tmp_path, LlamaForCausalLM.from_pretrained(checkpoint)).train(
+            resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4")
+        )
+
+
+def test_a_checkpoint_that_cannot_be_read_is_said_by_all_processes(tmp_path):
+    make(tmp_path).train()
+    (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").write_text("{")
+    with pytest.raises(ValueError):
+        make(tmp_path).train(resume_from_checkpoint=True)
+
+
 def test_what_is_drawn_at_random_and_is_in_the_checkpoint_may_differ(tmp_path):
     """A model made from its configuration, and the rows of new tokens; but not what adapters are trained on."""
     make(tmp_path / "a").train()
@@ -415,3 +436,15 @@ def test_a_large_weight_is_sampled_over_its_rows_and_columns():
         assert sampled_fingerprint([("a", weight)]) != want
         part.neg_()
     assert sampled_fingerprint([("a", weight)]) == want
+
+
+def test_weights_of_a_class_that_cannot_be_cut_are_not_known():
+    class Packed(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.flatten:
+                raise NotImplementedError
+            return super().__torch_function__(func, types, args, kwargs)
+
+    assert sampled_fingerprint([("w", torch.ones(3, 2))]) is not None
+    assert sampled_fingerprint([("w", torch.ones(3, 2).as_subclass(Packed))]) is None

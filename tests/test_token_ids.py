@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
 from tiny import SPECIAL, VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig
 from trl.generation import vllm_client, vllm_generation
 
@@ -333,3 +333,26 @@ def test_the_largest_of_each_row():
     part = Dataset.from_dict({"input_ids": ids}).select(range(10, 20))
     assert LargestIds.of(part).labels.tolist() == [max(row, default=0) for row in ids[10:20]]
     assert len(SPECIAL) + len(WORDS) == VOCAB
+
+
+def test_rows_of_one_length_are_read(tmp_path):
+    """As chunked beforehand: a column of lists that all have the same length is of a type of its own."""
+    column = List(Value("int64"), length=4)
+    features = Features({"input_ids": column, "labels": column})
+    data = Dataset.from_dict({"input_ids": [GOOD] * 4, "labels": [GOOD] * 4}, features=features)
+    trainer = sft(data, dataset_kwargs={"skip_prepare_dataset": True}, save_strategy="steps", save_steps=1)
+    assert trainer.train().training_loss > 0
+    bad = Dataset.from_dict({"input_ids": [GOOD, BAD], "labels": [GOOD, BAD]}, features=features)
+    with pytest.raises(DataError, match=f"Row 1 .* token id {VOCAB + 6}"):
+        sft(bad, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+class WithoutHead(LlamaForCausalLM):
+    def get_output_embeddings(self):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::liger_trainer.MaterializedLogitsWarning")
+def test_a_model_without_output_embeddings_trains():
+    trainer = sft(rows(GOOD, GOOD), model=WithoutHead(tiny_model().config))
+    assert trainer.train().training_loss > 0

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from trl.data_utils import get_dataset_column_names
 
@@ -31,6 +31,8 @@ def in_messages(dataset: Any, text_field: str = "text") -> Any:
         dataset: a Dataset or an IterableDataset.
         text_field: a column of plain text, which is read instead of `instruction` and `output` where there is one.
     """
+    if not isinstance(dataset, Dataset | IterableDataset):  # TRL refuses it by name
+        return dataset
     columns = set(get_dataset_column_names(dataset))
     if columns & {"input_ids", "prompt", "messages"}:
         return dataset
@@ -73,7 +75,7 @@ def split_last(dataset: Any) -> Any:
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
     messages = [_renamed(message) for message in row["conversations"]]
-    if row.get("system") and messages[0]["role"] != "system":
+    if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages = [_message("system", row["system"]), *messages]
     return {"messages": messages}
 
@@ -110,6 +112,8 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
         DataError: a role that the template does not know, which it would write as text; or a row that it refuses.
     """
     if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
+        return
+    if not (template or tokenizer.chat_template):  # TRL says so
         return
     columns = [column for column in _READ if column in dataset.column_names]
     known, seen = None, set()

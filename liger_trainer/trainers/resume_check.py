@@ -30,6 +30,7 @@ from ..teachers.cache.fingerprints import (
 from ..teachers.fingerprints import LABEL, model_fingerprints, tokenizer_fingerprints
 from .token_count import NAME
 
+BEFORE = "weights before training"
 KEY = "fingerprints"  # beside num_tokens in trainer_state.json
 _AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = (
     WeakKeyDictionary()
@@ -49,7 +50,7 @@ def student_fingerprints(model: Any) -> dict[str, Any]:
         return found
     if base not in _AT_FIRST:
         _AT_FIRST[base] = sampled_fingerprint((name, weight) for name, weight in weights if weight.requires_grad)
-    return {**found, "weights before training": _AT_FIRST[base]}
+    return {**found, BEFORE: _AT_FIRST[base]}
 
 
 class ResumeCheck:
@@ -75,7 +76,9 @@ class ResumeCheck:
         if not checkpoint:
             return
         main = self._trainer.is_world_process_zero()
-        [differences] = broadcast_object_list([self._differences(Path(checkpoint)) if main else None])
+        [differences] = broadcast_object_list([self._compare(Path(checkpoint)) if main else None])
+        if isinstance(differences, Exception):
+            raise differences
         if differences and not force:
             raise ConfigError(_refusal(Path(checkpoint), differences))
         if differences and main:
@@ -117,6 +120,13 @@ class ResumeCheck:
         fingerprint = rows_fingerprint(rows.select_columns(columns))
         return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
 
+    def _compare(self, checkpoint: Path) -> list[str] | Exception:
+        """The differences, or why they cannot be known, for all processes to raise."""
+        try:
+            return self._differences(checkpoint)
+        except (OSError, ValueError) as error:
+            return error
+
     def _differences(self, checkpoint: Path) -> list[str]:
         """In words, one for each part."""
         file = checkpoint / STATE
@@ -129,7 +139,15 @@ class ResumeCheck:
                 stacklevel=4,
             )
             return []
+        self._take_weights_for_those_before(checkpoint, there)
         return list(_compared(there, self._now()))
+
+    def _take_weights_for_those_before(self, checkpoint: Path, there: Mapping[str, Any]) -> None:
+        """Of a model that was loaded from the very checkpoint, the weights before training are those known there."""
+        name = base_of(self._trainer.model).config._name_or_path
+        before = there.get("model", {}).get(BEFORE)
+        if before is not None and name and Path(name).resolve() == checkpoint.resolve():
+            self._student = {**self._student, BEFORE: before}
 
 
 def _compared(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

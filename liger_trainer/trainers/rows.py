@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from ..teachers.cache.fingerprints import ragged
+
 
 @dataclass(frozen=True)
 class RowFacts:
@@ -76,7 +78,7 @@ def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[Batch]:
     tables: Any = dataset.select_columns([name]).with_format("arrow").iter(rows)
     for table in tables:
         column = table[name].combine_chunks()
-        column = column.chunk(0) if hasattr(column, "chunk") else column
+        column = ragged(column.chunk(0) if hasattr(column, "chunk") else column)
         offsets = column.offsets.to_numpy()
         yield column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]], offsets - offsets[0]
 

@@ -21,7 +21,7 @@ from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError, DataError
 from ..losses.fused_forward import TokenLossOutput
-from ..losses.model_parts import embedding_rows, head_rows
+from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, announce, base_of, patched_record
 from .chat_rows import check_chats, datasets_in_messages
@@ -120,7 +120,8 @@ class LigerTrainer(EvaluationOfEachRow):
             if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
                 self.largest_ids[name] = LargestIds.of(rows)
         check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
-        check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
+        if output_module(model) is not None:
+            check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
 
     def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         """The rows with a supervised token within what truncation or packing will leave of them."""

@@ -76,8 +76,14 @@ def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def ragged(array: Any) -> Any:
+    """A column of lists of one length as one of any length, whose values lie between offsets."""
+    fixed = pa.types.is_fixed_size_list(array.type)
+    return array.cast(pa.list_(array.type.value_type)) if fixed else array
+
+
 def _lists(column: Any) -> list[np.ndarray]:
-    array = column.combine_chunks()
+    array = ragged(column.combine_chunks())
     offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
     return [values[offsets[i] : offsets[i + 1]] for i in range(len(array))]
 
@@ -145,7 +151,10 @@ def sampled_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     weights = list(weights)
     if not weights or any(w.is_meta or w.numel() == 0 or isinstance(w, DTensor) for _, w in weights):
         return None
-    return _weights_sha256((f"{name} {tuple(weight.shape)}", _sample(weight)) for name, weight in weights)
+    try:
+        return _weights_sha256((f"{name} {tuple(weight.shape)}", _sample(weight)) for name, weight in weights)
+    except NotImplementedError:  # a class of tensors that cannot be cut, as some quantised ones
+        return None
 
 
 def _sample(weight: Tensor) -> Tensor:
