@@ -1,6 +1,6 @@
 """Writes schema.json and docs/configs.md: the keys, read from the dataclasses of TRL, transformers and ours.
 
-Nothing is instantiated: `SFTConfig.__post_init__` looks for devices. Imports TRL; `config_schema` reads the result.
+Nothing is instantiated: `SFTConfig.__post_init__` looks for devices. Imports TRL; `schema` reads the result.
 """
 
 import dataclasses
