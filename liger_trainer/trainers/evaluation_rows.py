@@ -5,7 +5,7 @@ which would count twice. Here the dataset fills them itself, so that it is known
 out of their batch, and where nothing else is in it, one stays for the processes to keep step, and counts nothing.
 """
 
-# As in trainer.py:
+# As in sft_trainer.py:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import warnings
