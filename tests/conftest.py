@@ -2,9 +2,7 @@
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -15,7 +13,6 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for tiny and splits: tests/ holds no packages
 pytest.register_assert_rewrite("tiny", "splits")
 
 if not torch.cuda.is_available():

@@ -316,7 +316,7 @@ def test_the_shipped_schema_and_reference_are_current():
             for schema in (shipped_schema(), installed_schema())
         )
         assert shipped == installed, "run: liger-trainer schema --write"
-    written = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
+    written = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
     assert written == markdown(), "run: liger-trainer schema --write"
 
 

@@ -207,11 +207,11 @@ def start(count: int, folder: Path) -> list[tuple[subprocess.Popen, Path]]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    tests, begun = Path(__file__).parents[1], []
+    root, begun = Path(__file__).parents[2], []
     common = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")]),
     }  # fmt: skip
     for rank in range(count):
         file, environment = folder / f"{rank}.pt", {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}

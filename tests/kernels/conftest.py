@@ -1,25 +1,13 @@
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for kernel_checks: tests/ holds no packages
 pytest.register_assert_rewrite("kernel_checks")
 
-from kernel_checks import PATHS, set_path  # noqa: E402 (found through the path above)
+from kernel_checks import PATHS, Place, set_path  # noqa: E402 (found through the path above)
 
 from liger_trainer.kernels import _chunks, _head  # noqa: E402
-
-
-class Place(NamedTuple):
-    """Where a test runs an op: "triton" or "torch", and the device and dtype of its tensors."""
-
-    path: str
-    device: str
-    dtype: torch.dtype
 
 
 def _place(request, monkeypatch) -> Place:

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if "nvidia" not in triton.backends.backends:
     pytest.skip("this Triton has no NVIDIA backend", allow_module_level=True)
 
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Whose tensors have dtypes of their own, whatever the op's.
 OF_ONE_DTYPE = {("_selection", "_find_kernel"), ("_low_rank", "_split_kernel")}
@@ -64,7 +64,7 @@ def test_every_kernel_is_compiled(compiled, dtype):
     assert {(x["file"], x["kernel"]) for x in compiled} >= OF_ONE_DTYPE
     assert not missing, (
         f"Never compiled in {dtype}: {', '.join(f'{name} of kernels/{file}.py' for file, name in sorted(missing))}. "
-        f"Call the op that launches it in tests/kernels/{SCRIPT.name}, in each dtype and with the options that change "
+        f"Call the op that launches it in tests/support/{SCRIPT.name}, in each dtype and with the options that change "
         f"the kernel's constants; if nothing launches it, delete it."
     )
 

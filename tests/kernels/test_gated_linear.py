@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from elementwise_checks import check_op, outputs_and_grads
 from gated_checks import LAYOUTS, normal, packed, pair, strided_pair
-from kernel_checks import PATHS, assert_within_plain_error
+from kernel_checks import PATHS, assert_within_plain_error, under_autocast
 
 from liger_trainer.kernels import _gated
 from liger_trainer.kernels import gated_linear as module
@@ -139,14 +139,6 @@ def test_what_is_frozen_is_not_computed(backward_calls):
     check(tensors, ["weight", "bias"])
     absent = [[k for k, x in call.items() if x is None] for call in backward_calls]
     assert absent == [["h"], ["dgate"]]
-
-
-def under_autocast(op, dtype: torch.dtype):
-    def run(**tensors):
-        with torch.autocast(tensors["gate"].device.type, dtype):
-            return op(**tensors)
-
-    return run
 
 
 @pytest.mark.parametrize("inside", [torch.float32, torch.float16], ids=str)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import Place
-from kernel_checks import LEAVES, PATHS, check, evaluate, random_inputs, random_pair, set_path
+from kernel_checks import LEAVES, PATHS, Place, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
 from liger_trainer.kernels import _head

@@ -6,7 +6,7 @@ import pytest
 import torch
 from elementwise_checks import check_op, outputs_and_grads
 from gated_checks import LAYOUTS, normal
-from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error
+from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error, under_autocast
 from lora_checks import adapters_of, leaves_of, linear, projection
 
 from liger_trainer.kernels import _low_rank
@@ -138,14 +138,6 @@ def test_split(monkeypatch, form, count, rows, width):
             torch.testing.assert_close(out[:, slot], value.to(dtype), rtol=1e-2, atol=1e-6)
         value = value - out[:, form.index(piece)].float() if piece in form else value
     assert form == "hhhm" or value.numel() == 0 or value.abs().max() < 2e-6
-
-
-def under_autocast(op, dtype: torch.dtype):
-    def run(**tensors):
-        with torch.autocast(tensors["x"].device.type, dtype):
-            return op(**tensors)
-
-    return run
 
 
 @pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16], ids=str)

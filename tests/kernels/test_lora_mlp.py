@@ -6,9 +6,8 @@ import pytest
 import torch
 from elementwise_checks import check_op, outputs_and_grads
 from gated_checks import normal
-from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error
+from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error, under_autocast
 from lora_checks import leaves_of, mlp, named, projection
-from test_lora_linear import under_autocast
 
 from liger_trainer.kernels import _gated
 from liger_trainer.kernels import lora_mlp as module

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
+from byte_level import CODE, ENGLISH, byte_level, saved
 from datasets import Dataset
 from peft import LoraConfig
 from splits import capture_gradients
-from test_vocabulary import CODE, ENGLISH, byte_level, saved
 from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -28,7 +28,7 @@ from liger_trainer.config.sources import built_in_configs, read_settings
 from liger_trainer.run import launch as launching
 from liger_trainer.run import output_dir as saving
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MINE = """
 model_name_or_path: demo:smollm2-135m-instruct
@@ -91,7 +91,7 @@ def model_directory(place: Place) -> None:
 
 def foreign(origin: str) -> Callable[[Place], None]:
     return lambda place: (
-        shutil.copy(ROOT / f"tests/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
+        shutil.copy(ROOT / f"tests/config/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
     )
 
 
@@ -143,13 +143,13 @@ COMMANDS = {
     "liger-trainer selfcheck": Played(),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }
-GPU = "minutes on a GPU; tests/test_benchmarks.py runs it on small shapes"
+GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes"
 PARSED = {
-    "liger-trainer schema --write": "writes into the package; tests/test_walkthroughs.py runs it in a copy",
-    "liger-trainer doctor --all": "minutes; tests/test_doctor.py holds docs/models.md to it",
-    "liger-trainer doctor --all --markdown": "minutes; tests/test_doctor.py holds docs/models.md to it",
+    "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
+    "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
+    "liger-trainer doctor --all --markdown": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "python -m benchmarks.run": GPU,
-    "python -m benchmarks.run --smoke": "half a minute; tests/test_benchmarks.py runs it on fewer cases",
+    "python -m benchmarks.run --smoke": "half a minute; tests/benchmarks/test_tables.py runs it on fewer cases",
     "python -m benchmarks.run --suite ops": GPU,
 }
 ELSEWHERE = {
@@ -199,7 +199,7 @@ def test_every_command_is_known():
     known = {*COMMANDS, *PARSED}
     unknown = [c for c in DOCUMENTED if c not in known and not c.startswith(tuple(f"{word} " for word in ELSEWHERE))]
     unknown = [command for command in unknown if command not in ELSEWHERE]
-    assert not unknown, "give each a line in COMMANDS or PARSED of tests/test_docs.py"
+    assert not unknown, "give each a line in COMMANDS or PARSED of tests/project/test_docs.py"
     assert known <= set(DOCUMENTED), f"no longer documented: {known - set(DOCUMENTED)}"
 
 

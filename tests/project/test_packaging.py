@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ("liger_trainer", "kernels", "recipes", "benchmarks", "tests")
 FOLDERS = ("kernels", "recipes", "configs")  # at the root, and by links in liger_trainer/
 HUGGING_FACE = ("transformers", "trl", "peft", "datasets", "accelerate")

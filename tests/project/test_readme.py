@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import bars
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEST = 'pip install -e ".[dev]" && pytest'
 RUN = "liger-trainer run smollm2/distill_layerdrop"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
 COPIED = ("liger_trainer", "kernels", "recipes", "configs", "tests", "docs", "pyproject.toml")
 BLOCK = re.compile(r'^```(python|diff|bash)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
@@ -76,7 +76,7 @@ def test_every_walkthrough_leads_to_tests_that_pass(checkout):
 def test_the_ops_kernels_compile(checkout):
     """Together with all others: the script knows no less."""
     make_changes(ROOT / "docs" / "extending" / "op.md", checkout)
-    compiled = run(checkout, checkout / "tests" / "kernels" / "compile_kernels.py", "float32")
+    compiled = run(checkout, checkout / "tests" / "support" / "compile_kernels.py", "float32")
     lines = [json.loads(line) for line in compiled.splitlines()]
     assert {line["kernel"] for line in lines if line["file"] == "softsign"} == {"_forward_kernel", "_backward_kernel"}
     assert not [line for line in lines if line["file"] == "softsign" and "error" in line]

@@ -18,7 +18,7 @@ from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.run.data import demo_model as demo
 from liger_trainer.run.data.demo_model import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
 TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
 SPECIAL = ["<unk>", "<s>", "</s>"]

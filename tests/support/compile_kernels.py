@@ -1,6 +1,6 @@
 """Compile every Triton kernel for an H100, as the ops launch it, on any machine: no GPU, nothing runs.
 
-    python tests/kernels/compile_kernels.py [bfloat16] [float16] [float32]
+    python tests/support/compile_kernels.py [bfloat16] [float16] [float32]
 
 Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is an H100 and each
 launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it. What

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ LEAVES = ("hidden", "weight", "bias")
 ONLY_OURS = (
     "workspace_mb", "logits_dtype", "rows", "recompute", "accumulate_dtype", "overwrite_hidden", "inplace",
 )  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a test runs an op: "triton" or "torch", and the device and dtype of its tensors."""
+
+    path: str
+    device: str
+    dtype: torch.dtype
 
 
 def set_path(monkeypatch, path: str, block: int = 16) -> str:
@@ -169,3 +177,11 @@ check_cross_entropy = functools.partial(
 check_divergence = functools.partial(
     check, linear_divergence.linear_divergence, linear_divergence.linear_divergence_reference
 )
+
+
+def under_autocast(op, dtype: torch.dtype):
+    def run(**tensors):
+        with torch.autocast(tensors["gate"].device.type, dtype):
+            return op(**tensors)
+
+    return run

@@ -11,15 +11,17 @@ HERE = Path(__file__).parent
 
 
 def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> None:
-    """Run tests/`script` in `count` processes, each on a GPU of its own if `gpus`. Fails with what they printed, where
-    one of them does."""
+    """Run tests/support/`script` in `count` processes, each on a GPU of its own if `gpus`.
+
+    Fails with what they printed, where one of them does.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     if not gpus:
         common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}

@@ -508,10 +508,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_killed_captures_end_with_the_same_files(tmp_path):
     """By SIGKILL, at random moments and around the calls that make files durable."""
-    here = Path(__file__).parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, str(here / "killed_captures.py"), str(tmp_path), "3", "topk", "sampled"],
-        env={**os.environ, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(root / "tests" / "support" / "killed_captures.py"), str(tmp_path), "3", "topk", "sampled"],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

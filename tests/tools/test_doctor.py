@@ -14,7 +14,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching.patcher import PatchOptions, patch
 from liger_trainer.tools import doctor
 
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 FAMILIES = ("llama", "gemma2", "mixtral", "gpt_oss", "bart", "mamba2", "cohere2", "arcee")
 CLASSES = ("MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "Florence2ForConditionalGeneration")
 

@@ -369,10 +369,10 @@ def test_all_processes_refuse_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{root}:{root / 'tests'}",
+        "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}:{root / 'tests' / 'trainers'}",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",
     }

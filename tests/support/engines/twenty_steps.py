@@ -1,6 +1,6 @@
 """Twenty steps of a small Qwen3 in bf16 on whatever engine `accelerate launch` has chosen: losses and gradient norms.
 
-    accelerate launch --config_file fsdp2.yaml tests/engines/twenty_steps.py DIRECTORY NAME ARM...
+    accelerate launch --config_file fsdp2.yaml tests/support/engines/twenty_steps.py DIRECTORY NAME ARM...
 
 DIRECTORY holds what `save_models` puts there, and gets the logs of each arm in NAME.json. An arm is "sft", "liger" or
 "kd"; "lora" behind it is for adapters, "tied" for tied embeddings.
