@@ -180,8 +180,10 @@ check_divergence = functools.partial(
 
 
 def under_autocast(op, dtype: torch.dtype):
+    """`op` within autocast to `dtype`, on the device of its first tensor."""
+
     def run(**tensors):
-        with torch.autocast(tensors["gate"].device.type, dtype):
+        with torch.autocast(next(iter(tensors.values())).device.type, dtype):
             return op(**tensors)
 
     return run
