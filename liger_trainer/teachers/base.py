@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from datasets import Dataset
 
-from ..losses.fused_forward import Knowledge
+from ..losses.spec import Logits
+from ..losses.teacher_answer import TeacherAnswer
 
 Cut = Callable[[np.ndarray], np.ndarray]
 """What truncation or packing leaves of the token ids, or labels, of a row."""
@@ -89,7 +90,7 @@ class Teacher(ABC):
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod
-    def answer(self, inputs: dict[str, Any]) -> Knowledge:
+    def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, deferred_logits
-from ..losses.fused_forward import TokenLossOutput
+from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")

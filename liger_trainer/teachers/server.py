@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..losses.sparse import SparseTeacher, TokenTargets
+from ..losses.sparse import SparseAnswer, TokenTargets
 from .base import DistillHost, Teacher, TeacherArguments
 from .cache.fingerprints import documents, row_key
 from .completions_client import CompletionsServer, Knowledge, Question, ServerOptions
@@ -83,7 +83,7 @@ class ServerTeacher(Teacher):
         assert self._vocabulary is not None
         return self._vocabulary.size
 
-    def answer(self, inputs: dict[str, Any]) -> SparseTeacher:
+    def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
         ids = inputs["input_ids"]
         stretches = _documents(inputs)
         known = self._ask([list(row) for _, *row in stretches])
@@ -96,7 +96,7 @@ class ServerTeacher(Teacher):
             tokens[row, places] = torch.from_numpy(answer.ids)
             log_probs[row, places] = torch.from_numpy(answer.log_probs)
             labels[row, places] = torch.from_numpy(answer.label_log_prob)
-        return SparseTeacher(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
+        return SparseAnswer(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
 
     def _ask(self, rows: list[list[np.ndarray]]) -> list[Knowledge]:
         keys = [row_key(ids, labels) for ids, labels in rows]

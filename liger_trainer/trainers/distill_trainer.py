@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from ..errors import ConfigError
-from ..losses.fused_forward import TokenLossOutput
 from ..losses.spec import LossOptions
+from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.adapters_off import SelfTeacher
 from ..teachers.base import Teacher
