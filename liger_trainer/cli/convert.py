@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config.convert import Converted
 
 
-class Origin(StrEnum):
+class OtherTool(StrEnum):
     """The tools that have a table in `liger_trainer.config.convert`."""
 
     trl = "trl"
@@ -28,7 +28,7 @@ class Origin(StrEnum):
 
 def convert(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of the other tool.", show_default=False)],
-    origin: Annotated[Origin, typer.Option("--from", help="Whose configuration it is.", show_default=False)],
+    origin: Annotated[OtherTool, typer.Option("--from", help="Whose configuration it is.", show_default=False)],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT", help="Write to this file instead of the terminal.")
     ] = None,

@@ -11,11 +11,12 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.files import sha256
 from ..errors import ConfigError, DataError
 from ..losses.sparse import SparseTeacher
 from .base import DistillHost, Teacher, TeacherArguments
 from .cache.fingerprints import row_key, spans, supervised_tokens, teacher_fingerprint
-from .cache.store import TeacherCache, sha256
+from .cache.store import TeacherCache
 from .vocabulary import check_student_vocabulary
 
 RECORDS = "teacher_records"

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.files import sha256, write_atomically
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.cache.fingerprints import (
@@ -39,8 +40,6 @@ from ..teachers.cache.store import (
     check_shards,
     pack_shard,
     read_index,
-    sha256,
-    write_file,
     write_index,
 )
 from ..teachers.placement import load_teacher, stays, stream_weights
@@ -233,7 +232,7 @@ class _Capture:
         rows = sorted(records)
         name = f"shard-{number:05}.safetensors"
         content = pack_shard([self.plan.keys[row] for row in rows], [records[row] for row in rows])
-        write_file(self.path / name, content)
+        write_atomically(self.path / name, content)
         tokens = sum(map(len, records.values()))
         return Shard(name=name, rows=len(rows), tokens=tokens, bytes=len(content), sha256=sha256(content))
 
