@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from ..common.files import METRICS
 from ..errors import ConfigError, LigerTrainerError, NonFiniteError
 from ..trainers.sft_trainer import LigerTrainer
-from ..trainers.token_count import tokens_before
+from ..trainers.token_metrics import tokens_before
 from .checkpoints import BEFORE, checkpoints_in, step_of
 from .output_dir import start_output
 from .results import TrainingFacts
