@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """The rows to capture, each once, in the order of their keys."""
 
     rows: PreparedRows
@@ -63,7 +63,7 @@ class Plan:
     shard: np.ndarray  # of each row, ascending without gaps
 
     @classmethod
-    def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "Plan":
+    def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "CapturePlan":
         found: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
         for name, dataset in rows.datasets.items():
             for document in documents(dataset):
@@ -162,7 +162,7 @@ class _Capture:
     """One capture at work."""
 
     path: Path
-    plan: Plan
+    plan: CapturePlan
     reader: TeacherReader
     index: CacheIndex
     batch_size: int
@@ -173,7 +173,7 @@ class _Capture:
         before: CacheIndex | None,
     ) -> "_Capture":  # fmt: skip
         settings = _settings(args, rows.tokenizer)
-        plan = Plan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
+        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
         model = _ready(load_teacher(teacher, args), args)
         _check_vocabulary(model, settings.vocab_size)
         check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
