@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ..teachers.cache.fingerprints import ragged
+from ..teachers.row_keys import ragged
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..losses.fused_forward import TokenLossOutput
+
 
 class TokenMetrics:
     """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last.
@@ -47,3 +49,21 @@ def _of_kinds(means: dict[str, float]) -> dict[str, float]:
         if share:
             result[name] = mean / share
     return result
+
+
+def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
+    """What distillation logs, to be averaged over tokens; without what the teacher does not determine."""
+    values = {
+        "kd_loss": outputs.divergence,
+        "ce_loss": -outputs.log_probs,
+        "forward_kl": outputs.forward_kl,
+        "reverse_kl": outputs.reverse_kl,
+        "agreement_at_1": outputs.agrees,
+        "student_perplexity": -outputs.log_probs,
+        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
+        "teacher_entropy": outputs.teacher_entropy,
+        "jsd": outputs.jsd,
+        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
+        **(outputs.by_teacher or {}),
+    }
+    return {name: value for name, value in values.items() if value is not None}
