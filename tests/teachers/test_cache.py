@@ -38,13 +38,8 @@ from liger_trainer.teachers.cache import store as teacher_cache
 from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
 from liger_trainer.teachers.cached import RECORDS, CacheCollator
-from liger_trainer.teachers.fingerprints import (
-    documents,
-    files_fingerprint,
-    row_key,
-    tokenizer_fingerprint,
-    weights_fingerprint,
-)
+from liger_trainer.teachers.fingerprints import files_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from liger_trainer.teachers.row_keys import documents, row_key
 from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.prepare_rows import prepare_rows
