@@ -20,13 +20,6 @@ from transformers import PreTrainedModel
 from ..common.files import sha256, write_atomically
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..teachers.cache.fingerprints import (
-    data_fingerprint,
-    documents,
-    teacher_fingerprint,
-    template_fingerprint,
-    tokenizer_fingerprint,
-)
 from ..teachers.cache.reader import TeacherReader
 from ..teachers.cache.records import RecordFormat
 from ..teachers.cache.store import (
@@ -42,7 +35,9 @@ from ..teachers.cache.store import (
     read_index,
     write_index,
 )
+from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
+from ..teachers.row_keys import documents
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows, prepare_rows
 from .token_ids import check_ids
