@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_trainer
 from liger_trainer.losses.spec import Distillation, LossOptions
-from liger_trainer.teachers.in_process import teacher_logits
+from liger_trainer.teachers.base import teacher_logits
 
 ROOT = Path(__file__).resolve().parents[1]
 TWIN = "rows_torch"  # how the names of the row kernels' torch twins end

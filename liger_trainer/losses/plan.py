@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.value_rules import BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
-from ..kernels._divergence_kinds import KINDS
+from ..kernels.divergence_kinds import KINDS
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 LAYERS: Rule = {"type": ["array", "string"], "items": {"type": "array", "items": {"type": "integer"}}}
