@@ -1,7 +1,7 @@
 """The loss of a batch with several teachers: sum_k w_k D(p_k, q) over the tokens that teacher k teaches, and one CE.
 
-Each teacher's part is an ordinary loss of the batch in which the other teachers' tokens are ignored, divided by the
-items of the whole batch; so the parts add up to the loss, and their gradients to its gradient.
+Each teacher's part is an ordinary loss of the batch that ignores the other teachers' tokens and is divided by the whole
+batch's num_items. So the parts add up to the loss, and their gradients to its gradient.
 """
 
 from collections.abc import Mapping, Sequence

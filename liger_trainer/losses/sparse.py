@@ -1,4 +1,4 @@
-"""A teacher known at a few tokens a position, and the loss of a batch against it.
+"""The loss of a batch against a teacher that is known at a few tokens of each position.
 
 Formulas: kernels/linear_sparse_divergence.py.
 """
@@ -22,23 +22,23 @@ from .teacher_answer import BatchLoss, TeacherAnswer
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """Of tokens (...,): what a teacher makes of them. fp32, in nats."""
+    """What a teacher predicts at tokens (...,). fp32, in nats."""
 
     ids: Tensor  # (..., K) int32, negative: no entry
     log_probs: Tensor  # (..., K) at the cache's temperature, -inf: no entry
     top_ids: Tensor  # (...,) int32, the likeliest token
     label_log_prob: Tensor  # (...,) at temperature 1
     entropy: Tensor | None  # (...,) at temperature 1; None: not known
-    unnamed: Tensor  # (...,) what the entries' divergence lacks to an estimate of the KL; 0 for topk without draws
+    unnamed: Tensor  # (...,) add this to the entries' divergence to estimate the KL; 0 for topk without draws
 
 
 @dataclass(frozen=True)
 class SparseAnswer(TeacherAnswer):
-    """What is known of a teacher at the positions of a batch: `targets` are (batch, length, K) or (batch, length)."""
+    """A teacher's predictions at the positions of a batch: `targets` are (batch, length, K) or (batch, length)."""
 
     targets: TokenTargets
     tail: str  # "bucket" or "none", see `linear_sparse_divergence`
-    vocab_size: int  # that its probabilities are over
+    vocab_size: int  # its probabilities are over these tokens
 
     @property
     def shape(self) -> torch.Size:
@@ -82,7 +82,7 @@ def _loss_of_stored(
     logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str, labels: Tensor, ce_weight: float, temperature: float,
     top_ids: Tensor, scale_by_temperature_squared: bool, num_items: float | Tensor | None,
 ) -> LinearSparseDivergence:  # fmt: skip
-    """The op on logits (N, V) that are stored, in plain torch."""
+    """Compute the op in plain torch, from logits (N, V) that are stored."""
     ce, keep = cross_entropy_reference(logits, labels, num_items=num_items), labels != -100
     factor = temperature**2 if scale_by_temperature_squared else 1.0
     divergence = logits.new_zeros(keep.shape, dtype=torch.float32)
