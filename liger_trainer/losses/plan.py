@@ -246,8 +246,8 @@ def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) 
             value = term.options.get(option, scalars[scalar])
             if entries.setdefault(scalar, value) != value:
                 raise ValueError(
-                    f"losses: {option} is {entries[scalar]} for one of them and {value} for {term.type}; they share it: set "
-                    f"{scalar} instead."
+                    f"losses: {option} is {entries[scalar]} for one of them and {value} for {term.type}; they share "
+                    f"it: set {scalar} instead."
                 )
     if "beta" in entries and entries["beta"] in (0, 1):
         limit = "reverse_kl" if entries["beta"] else "forward_kl"

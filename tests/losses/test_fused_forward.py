@@ -38,8 +38,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, case",
+    # every family, and every form of a batch with two families
+    [*((family, "masked") for family in FAMILIES), *((f, case) for f in ("llama", "gemma2") for case in CASES)],
+)
 def test_loss_and_every_gradient_equal_the_plain_model(family, case):
     model, batch = tiny_model(family), CASES[case]()
     truth = double_copy(model)
@@ -72,8 +75,7 @@ def test_called_like_trl_it_returns_the_fields_of_trl(family):
             assert got.aux_loss is None and got.loss == got.token_loss
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "phi"])
-@pytest.mark.parametrize("num_items", [None, 57])
+@pytest.mark.parametrize("family, num_items", [("llama_tied", None), ("gemma2", 57), ("phi", None)])
 def test_label_smoothing_equals_torch(family, num_items):
     model, batch = tiny_model(family), masked_batch()
     truth = double_copy(model)
@@ -302,8 +304,7 @@ def distillation_by_hand(student_logits, teacher_logits, labels, how):
     return (how.temperature**2 * soft + how.ce_weight * hard).mean()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, temperature", [*((kind, 2.0) for kind in KINDS), ("mix", 1.0)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_distillation_equals_the_definition_on_real_logits(pair, kind, temperature):
     student_family, teacher_family, overrides, vocab = PAIRS[pair]
@@ -336,8 +337,10 @@ def test_no_gradient_reaches_a_teacher_that_requires_one():
     assert student.lm_head.weight.grad.any()
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, kind",
+    [*((family, "jsd") for family in FAMILIES), ("llama", "forward_kl"), ("llama", "reverse_kl")],
+)
 def test_a_student_equal_to_its_teacher_has_loss_and_gradient_zero(family, kind):
     overrides = {"output_router_logits": False} if family == "mixtral" else {}
     student, batch = tiny_model(family, **overrides), masked_batch()

@@ -275,8 +275,11 @@ def put_hook(module: Any, kind: str, seen: list) -> None:
     getattr(module, f"register_{kind}")(double)
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
-@pytest.mark.parametrize("place", ["", "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"])
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+PLACES = ("base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default")
+
+
+@pytest.mark.parametrize("place, kind", [*(("", kind) for kind in HOOKS), *zip(PLACES, HOOKS, strict=True)])
 def test_hooks_on_the_head_count(place, kind):
     model = wrapped("llama", lora())
     truth, seen = double_copy(model), []
