@@ -51,8 +51,10 @@ class FusedLoss:
         self._replaced = vars(model).get("forward")
         self._inner = _without_trl_head(self._replaced)
 
+        # A function bound to the model, and not a method of this object: accelerate rewraps `forward.__func__`, dynamo
+        # traces functions alone, and a deep copy of the model calls this function with itself.
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
-        def forward(model, *args, **kwargs):  # a deep copy of the model has this function, too, and hands itself over
+        def forward(model, *args, **kwargs):
             if not self._active:
                 return self.own_forward(model)(*args, **kwargs)
             return self.forward(model, *args, **kwargs)
@@ -95,10 +97,11 @@ class FusedLoss:
         fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         """Run `model` with this loss in place of its own. A subclass may add to what it takes."""
-        own_forward = self.own_forward(model)
+        own_forward = self.own_forward(model)  # the callable, so that this call adds no frame between model and loss
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
             return own_forward(*args, **kwargs)
-        if num_items_in_batch is not None and num_processes > 1:  # divided here: engines round what comes as a fraction
+        if num_items_in_batch is not None and num_processes > 1:
+            # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
         targets = Targets.of(labels, shift_labels, num_items_in_batch)
         options = self.options if model.training or self.eval_options is None else self.eval_options

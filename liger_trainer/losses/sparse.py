@@ -46,12 +46,12 @@ class SparseAnswer(TeacherAnswer):
 
     def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
         """Return weight * forward KL + ce_weight * CE. `weights` has the forward KL alone."""
-        how, known = options.for_teacher(), self.targets
+        how, entries = options.for_teacher(), self.targets
         weight = how.weights["forward_kl"]
         common = {
-            "ids": known.ids.flatten(0, -2), "log_probs": known.log_probs.flatten(0, -2),
+            "ids": entries.ids.flatten(0, -2), "log_probs": entries.log_probs.flatten(0, -2),
             "tail": self.tail, "labels": targets.labels, "ce_weight": how.ce_weight / weight,
-            "temperature": how.temperature, "top_ids": known.top_ids.flatten(),
+            "temperature": how.temperature, "top_ids": entries.top_ids.flatten(),
             "scale_by_temperature_squared": how.scale_by_temperature_squared,
         }  # fmt: skip
         if isinstance(student, DeferredLogits):
@@ -71,9 +71,9 @@ class SparseAnswer(TeacherAnswer):
             entropy=result.entropy,
             is_top1=result.is_top1,
             agrees=result.agrees,
-            forward_kl=result.divergence + known.unnamed.flatten() * keep if at_one else None,
-            teacher_log_prob=known.label_log_prob.flatten() * keep,
-            teacher_entropy=None if known.entropy is None else known.entropy.flatten() * keep,
+            forward_kl=result.divergence + entries.unnamed.flatten() * keep if at_one else None,
+            teacher_log_prob=entries.label_log_prob.flatten() * keep,
+            teacher_entropy=None if entries.entropy is None else entries.entropy.flatten() * keep,
             terms={"forward_kl": result.divergence},
         )
 

@@ -75,31 +75,33 @@ def test_called_like_trl_it_returns_the_fields_of_trl(family):
             assert got.aux_loss is None and got.loss == got.token_loss
 
 
-@pytest.mark.parametrize("family, num_items", [("llama_tied", None), ("gemma2", 57), ("phi", None)])
-def test_label_smoothing_equals_torch(family, num_items):
+def smoothed(logits, labels, num_items):
+    total = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum")
+    return total / (num_items or (labels != -100).sum())
+
+
+def weighed_by_probability(logits, labels, num_items):
+    nll = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return ((-nll).exp().detach() * nll).sum() / (num_items or (labels != -100).sum())
+
+
+@pytest.mark.parametrize(
+    "family, options, formula, num_items",
+    [
+        ("llama_tied", {"label_smoothing": 0.2}, smoothed, None),
+        ("gemma2", {"label_smoothing": 0.2}, smoothed, 57),
+        ("phi", {"label_smoothing": 0.2}, smoothed, None),
+        ("llama", {"dft": True}, weighed_by_probability, None),
+        ("gemma2", {"dft": True}, weighed_by_probability, 57),
+    ],
+)
+def test_options_equal_their_formulas(family, options, formula, num_items):
     model, batch = tiny_model(family), masked_batch()
     truth = double_copy(model)
     logits = truth(**{k: v for k, v in batch.items() if k != "labels"}).logits
-    want = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), shift_labels_of(batch["labels"]).flatten(), label_smoothing=0.2,
-        reduction="mean" if num_items is None else "sum",
-    ) / (num_items or 1)  # fmt: skip
-    FusedLoss(model, LossOptions(label_smoothing=0.2))
+    want = formula(logits.flatten(0, 1), shift_labels_of(batch["labels"]).flatten(), num_items)
+    FusedLoss(model, LossOptions(**options))
     got = model(**batch, num_items_in_batch=num_items).loss
-    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
-    assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
-
-
-def test_dft_weighs_each_token_with_its_probability():
-    model, batch = tiny_model(), masked_batch()
-    truth = double_copy(model)
-    labels = shift_labels_of(batch["labels"])
-    log_probs = truth(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
-    keep = labels != -100
-    log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)[keep]
-    want = -(log_probs.exp().detach() * log_probs).mean()
-    FusedLoss(model, LossOptions(dft=True))
-    got = model(**batch).loss
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
     assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
 
