@@ -77,6 +77,7 @@ def traced() -> dict[str, list[Step]]:
     ids = torch.arange(24).view(2, 12)
     student, teacher = _model(16), _model(8)
     fused = liger_trainer.patch(student).fused
+    assert fused is not None
     chains = {"fine-tuning": chain_of(lambda: student(input_ids=ids, labels=ids))}
     fused.options = LossOptions(distillation=Distillation({"forward_kl": 1.0}))
     answer = teacher_logits(teacher, teacher, input_ids=ids)

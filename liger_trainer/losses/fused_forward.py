@@ -22,7 +22,7 @@ from .cross_entropy import cross_entropy_loss
 from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets, check_lengths
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 from .token_output import TokenLossOutput, token_output
 
@@ -103,7 +103,7 @@ class FusedLoss:
         if num_items_in_batch is not None and num_processes > 1:
             # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
-        targets = Targets.of(labels, shift_labels, num_items_in_batch)
+        targets = BatchTargets.of(labels, shift_labels, num_items_in_batch)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
@@ -151,7 +151,7 @@ class LossCall(NamedTuple):
     """One call of the loss function within a forward."""
 
     result: BatchLoss
-    targets: Targets
+    targets: BatchTargets
     value: Tensor  # what the model got
 
 
@@ -168,7 +168,7 @@ class LossOfOneForward:
     """
 
     def __init__(
-        self, model_name: str, targets: Targets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
+        self, model_name: str, targets: BatchTargets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
         hidden: HiddenPass | None = None,
     ):  # fmt: skip
         self._model_name, self._targets, self._options, self._hidden = model_name, targets, options, hidden
@@ -185,7 +185,7 @@ class LossOfOneForward:
         targets = self._targets
         if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
             num_items = num_items_in_batch if targets.num_items is None else targets.num_items
-            targets = self._beside_answer(Targets.of(labels, shift_labels, num_items, ignore_index), logits)
+            targets = self._beside_answer(BatchTargets.of(labels, shift_labels, num_items, ignore_index), logits)
         targets = targets.to(logits.device)
         check_lengths(targets, logits, *([] if self._answer is None else [self._answer]))
         if self._answer is None:
@@ -199,7 +199,7 @@ class LossOfOneForward:
         self._calls.append(LossCall(result, targets, value))
         return value
 
-    def _beside_answer(self, made: Targets, logits: Logits) -> Targets:
+    def _beside_answer(self, made: BatchTargets, logits: Logits) -> BatchTargets:
         """Return targets that the model made, if they can be compared with the teacher's answer.
 
         An answer is about the tokens of the caller's labels, unless it covers all tokens.

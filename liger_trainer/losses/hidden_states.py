@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..kernels.types import put, stats_dtype, take
 from .model_parts import decoder_layers
 from .plan import LossTerm
-from .spec import Distillation, Targets
+from .spec import BatchTargets, Distillation
 from .teacher_answer import BatchLoss
 
 
@@ -133,7 +133,7 @@ class HiddenPass:
         return self._losses.recording(self._student)
 
     def added_to(
-        self, result: BatchLoss, targets: Targets, how: Distillation, partners: Tensor | None = None
+        self, result: BatchLoss, targets: BatchTargets, how: Distillation, partners: Tensor | None = None
     ) -> BatchLoss:  # fmt: skip
         """Return the result of a batch with these terms added.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dense import answer_of
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets, check_lengths
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 OF_STUDENT = ("log_prob", "entropy", "is_top1")
@@ -47,17 +47,17 @@ class SeveralAnswers(TeacherAnswer):
     parts: Sequence[WeightedAnswer]
     names: tuple[str, ...]
     routed: bool
-    part_targets: tuple[Targets, ...] = ()
+    part_targets: tuple[BatchTargets, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
         return self.parts[0].answer.shape
 
-    def for_targets(self, targets: Targets) -> "SeveralAnswers":
+    def for_targets(self, targets: BatchTargets) -> "SeveralAnswers":
         each = (targets if part.taught is None else targets.only(part.taught) for part in self.parts)
         return replace(self, part_targets=tuple(each))
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return the parts put together.
 
         Values about a teacher are those of each token's teacher, or else the mean over teachers by weight.

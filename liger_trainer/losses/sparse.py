@@ -16,7 +16,7 @@ from ..kernels.linear_sparse_divergence import (
 )
 from ..kernels.types import token_count
 from .deferred_logits import DeferredLogits
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 
@@ -44,7 +44,7 @@ class SparseAnswer(TeacherAnswer):
     def shape(self) -> torch.Size:
         return self.targets.log_probs.shape
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return weight * forward KL + ce_weight * CE. `weights` has the forward KL alone."""
         how, entries = options.for_teacher(), self.targets
         weight = how.weights["forward_kl"]

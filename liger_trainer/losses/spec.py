@@ -1,4 +1,4 @@
-"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `Targets`.
+"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `BatchTargets`.
 
 A configuration's `LossPlan` becomes a `Distillation` here.
 """
@@ -57,7 +57,7 @@ class LossOptions:
 
 
 @dataclass
-class Targets:
+class BatchTargets:
     """The labels that the positions of a batch predict. Made before the backbone runs: see `RowSelection`."""
 
     labels: Tensor  # (batch * length,) aligned with the hidden states, IGNORE_INDEX where nothing is predicted
@@ -71,7 +71,7 @@ class Targets:
     def of(
         cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None,
         ignore_index: int = IGNORE_INDEX,
-    ) -> "Targets":  # fmt: skip
+    ) -> "BatchTargets":  # fmt: skip
         source = labels if shift_labels is None else shift_labels
         assert source is not None
         aligned = source if shift_labels is not None else pad(source[..., 1:], (0, 1), value=ignore_index)
@@ -89,14 +89,14 @@ class Targets:
         handed_over = labels if shift_labels is None else shift_labels
         return handed_over is self.source and (shift_labels is None or not self.shifted)
 
-    def to(self, device: torch.device) -> "Targets":
+    def to(self, device: torch.device) -> "BatchTargets":
         """Return the targets on the logits' device: a model spread over devices does not end where it begins."""
         if self.labels.device == device:
             return self
         flat = self.labels.to(device)
         return replace(self, labels=flat, rows=_selection(flat, self.num_items))
 
-    def only(self, taught: Tensor) -> "Targets":
+    def only(self, taught: Tensor) -> "BatchTargets":
         """Return the targets at the positions `taught` (batch, length), with the divisor of all of them."""
         num_items = self.num_items
         if num_items is None:
@@ -114,7 +114,7 @@ class Targets:
         return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
 
 
-def check_lengths(targets: Targets, *sides: Any) -> None:
+def check_lengths(targets: BatchTargets, *sides: Any) -> None:
     """Raise ValueError where logits or a teacher's answer have other positions than the labels."""
     for side in sides:
         if side.shape[: len(targets.shape)] != targets.shape:

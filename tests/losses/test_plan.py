@@ -23,7 +23,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.losses.plan import LOSS_TYPES, entry_rule, plan_of
 from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
-from liger_trainer.losses.spec import LossOptions, Targets
+from liger_trainer.losses.spec import BatchTargets, LossOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)] + [{"type": "ce", "weight": 0.3}]
@@ -217,5 +217,5 @@ def test_a_cache_has_its_term_too():
     targets = TokenTargets(ids=teacher.indices, log_probs=teacher.values, top_ids=teacher.indices[..., 0], **fields)
     distillation = train_args(LigerDistillConfig, losses=[{"type": "forward_kl", "weight": 0.5}]).distillation()
     answer = SparseAnswer(targets, "bucket", 10)
-    result = answer.loss(logits, Targets.of(None, labels, None), LossOptions(distillation=distillation))
+    result = answer.loss(logits, BatchTargets.of(None, labels, None), LossOptions(distillation=distillation))
     assert torch.allclose(result.terms["forward_kl"] * 0.5, result.divergence) and result.divergence.sum() > 0
