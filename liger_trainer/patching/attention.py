@@ -18,7 +18,7 @@ from torch import nn
 from ..common.replacements import Replacements
 from . import structure
 from .deferred_norm import can_wait, deferring
-from .norms import Norm, Proofs, proof
+from .norms import NormRule, Proofs, proof
 from .rebind_globals import always_reads_after, globals_read, inner_functions, rebound
 from .rotary import is_rotary, layouts_of, prove_rotary, replacement
 
@@ -88,7 +88,7 @@ def _swapped(
 
 def _norms_that_can_wait(
     module: nn.Module, calls: Mapping[str, list[str]], proved: Proofs, replacements: Replacements
-) -> dict[nn.Module, Norm]:
+) -> dict[nn.Module, NormRule]:
     """The norms of queries and keys, proved; empty unless the rotation of both follows for certain."""
     for method, served in calls.items():
         inner = [f for f in inner_functions(getattr(type(module), method)) if set(served) & set(f.__code__.co_names)]
@@ -104,7 +104,7 @@ def _norms_that_can_wait(
     return {}
 
 
-def _norm(module: nn.Module, proved: Proofs, replacements: Replacements) -> Norm | None:
+def _norm(module: nn.Module, proved: Proofs, replacements: Replacements) -> NormRule | None:
     if module in replacements or structure.obstacle(module) is not None:
         return None
     if any(tensor.dim() != 1 for tensor in structure.tensors(module).values()):

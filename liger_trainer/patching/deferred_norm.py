@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..common.hooks import is_hooked
 from ..kernels.qk_norm_rope import qk_norm_rope
-from .norms import Norm
+from .norms import NormRule
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class _Source:
 
     x: Tensor
     module: nn.Module
-    norm: Norm
+    norm: NormRule
     grad: bool = field(default_factory=torch.is_grad_enabled)
     value: Tensor | None = None
 
@@ -68,7 +68,7 @@ class DeferredNorm:
     views: tuple[tuple[str, tuple], ...] = ()
 
     @classmethod
-    def of(cls, x: Tensor, module: nn.Module, norm: Norm) -> "DeferredNorm":
+    def of(cls, x: Tensor, module: nn.Module, norm: NormRule) -> "DeferredNorm":
         return cls(_Source(x, module, norm), x, (x.dim() - 1,))
 
     @property
@@ -159,14 +159,14 @@ def _computed(value: Any) -> Any:
     return value
 
 
-def can_wait(norm: Norm | str) -> bool:
+def can_wait(norm: NormRule | str) -> bool:
     """Whether a proved norm is one that `qk_norm_rope` computes."""
     if isinstance(norm, str) or norm.form.kind != "RMSNorm":
         return False
     return norm.weight is not None and norm.bias is None and norm.autocast == "keep"
 
 
-def deferring(norm: Norm) -> Callable[[nn.Module, Tensor], Any]:
+def deferring(norm: NormRule) -> Callable[[nn.Module, Tensor], Any]:
     """A forward for a norm of queries or keys whose attention turns them right after."""
 
     def forward(module: nn.Module, hidden_states: Tensor):

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_kernels_available
 
 from ..errors import ConfigError
 from . import structure
-from .mlps import MLP, prove_mlp
+from .mlps import MLPRule, prove_mlp
 from .mlps import _forward as mlp_forward
 from .norms import _forward as norm_forward
 from .norms import _looks_like_a_norm, prove
@@ -121,7 +121,7 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
                 yield _rotary(function, layouts)
 
 
-def _mlp_forward(rule: MLP) -> Callable:
+def _mlp_forward(rule: MLPRule) -> Callable:
     return mlp_forward(rule, lora=False)
 
 

@@ -135,7 +135,7 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         if not (is_plain(base) or _only_aligns_devices(base)):
             raise _Ineligible("the base layer is hooked, sharded, or has another forward")
         return base.weight, None
-    if type(base) not in _4bit_types():
+    if type(base) not in bnb_4bit_types():
         raise _Ineligible(f"the base layer is a {type(base).__name__}")
     state = getattr(base.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
@@ -144,7 +144,7 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
     if is_called(base):
         raise _Ineligible("the base layer is hooked or has another forward")
-    return base.weight, functools.partial(_dequantized, state)
+    return base.weight, functools.partial(dequantized, state)
 
 
 def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
@@ -155,7 +155,7 @@ def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
     return dtype in (None, x.dtype) and not autocast
 
 
-def _dequantized(state: Any, weight: Tensor) -> Tensor:
+def dequantized(state: Any, weight: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 
     return dequantize_4bit(weight.data, state)
@@ -204,7 +204,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def _4bit_types() -> tuple[type, ...]:
+def bnb_4bit_types() -> tuple[type, ...]:
     return _installed_4bit_types()
 
 

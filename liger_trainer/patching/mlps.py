@@ -33,7 +33,7 @@ GATED = ("silu", "gelu_tanh", "gelu")
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLPRule:
     """A proved claim: which children take the input, how gate and up come from them, and what follows.
 
     Attributes:
@@ -68,7 +68,7 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateRule:
     """A proved claim about the gate of stacked experts: the layout of its packed input, and the activation."""
 
     layout: str
@@ -87,30 +87,28 @@ def patch_mlps(model: nn.Module, options: Any, replacements: Replacements, repor
     """Swap the MLPs and experts that `options` ask for. Those that a part before this one swapped are passed over."""
     if not (options.swiglu or options.geglu or options.relu2):
         return
-    proved: dict[tuple, MLP | Gate | str | None] = {}
+    mlp, experts = structure.once_for_equal_layers(prove_mlp), structure.once_for_equal_layers(prove_experts)
     for module in model.modules():
         if module in replacements:
             continue
-        if _looks_like_experts(module):
-            prove = prove_experts
-        elif 2 <= sum(structure.is_linear(child) for child in module.children()) <= 3:
-            prove = prove_mlp
+        if looks_like_experts(module):
+            rule = experts(module)
+        elif looks_like_an_mlp(module):
+            rule = mlp(module)
         else:
             continue
-        key = structure.settings(module)
-        if key not in proved:
-            proved[key] = prove(module)
-        rule = proved[key]
         if rule is not None:
             _swap(module, rule, options, replacements, report)
 
 
-def _swap(module: nn.Module, rule: MLP | Gate | str, options: Any, replacements: Replacements, report: Any) -> None:
+def _swap(
+    module: nn.Module, rule: MLPRule | GateRule | str, options: Any, replacements: Replacements, report: Any
+) -> None:
     refused = rule if isinstance(rule, str) else structure.obstacle(module)
     if refused is not None:
         report.leave(type(module).__name__, refused)
     elif not isinstance(rule, str) and getattr(options, structure.OPTIONS[structure.ACTIVATIONS[rule.activation]]):
-        if isinstance(rule, MLP):
+        if isinstance(rule, MLPRule):
             lora = options.lora and rule.layout in ("split", "gate first")
             replacements.forward(module, _forward(rule, lora))
             if lora and is_lora_mlp(rule.linear_layers(module)):
@@ -120,7 +118,7 @@ def _swap(module: nn.Module, rule: MLP | Gate | str, options: Any, replacements:
         report.swap(rule.kind)
 
 
-def _forward(mlp: MLP, lora: bool) -> Callable[..., Tensor]:
+def _forward(mlp: MLPRule, lora: bool) -> Callable[..., Tensor]:
     """lora: whether layers that have adapters by the time of a call are computed as one."""
 
     linear_layers = {*mlp.first, mlp.down}
@@ -135,7 +133,7 @@ def _forward(mlp: MLP, lora: bool) -> Callable[..., Tensor]:
     return forward
 
 
-def _apply_gate(gate: Gate) -> Callable[..., Tensor]:
+def _apply_gate(gate: GateRule) -> Callable[..., Tensor]:
     def apply_gate(module, packed):
         return type(module)._apply_gate(module, packed) if _calls_beside(module) else gate(packed)
 
@@ -150,7 +148,12 @@ def _calls_beside(module: nn.Module, linear_layers: Collection[str] = ()) -> boo
     return False
 
 
-def prove_mlp(module: nn.Module) -> MLP | str | None:
+def looks_like_an_mlp(module: nn.Module) -> bool:
+    """Whether two or three of its children are linear layers."""
+    return 2 <= sum(structure.is_linear(child) for child in module.children()) <= 3
+
+
+def prove_mlp(module: nn.Module) -> MLPRule | str | None:
     """The claim that holds for a module, in words why none does, or None if it is no MLP of ours at all."""
     claims = list(_claims(module))
     likely = any(claim.layout != "ungated" for claim in claims)
@@ -166,14 +169,14 @@ def prove_mlp(module: nn.Module) -> MLP | str | None:
     if states:
         return f"it has more than its linear layers: {', '.join(states)}"
     held = structure.first_that_holds(claims, functools.partial(_cases_passed, module))
-    return held if likely or isinstance(held, MLP) else None
+    return held if likely or isinstance(held, MLPRule) else None
 
 
 def _linear_or_stateless(module: nn.Module) -> bool:
     return structure.is_linear(module) or structure.is_stateless(module)
 
 
-def _claims(module: nn.Module) -> Iterator[MLP]:
+def _claims(module: nn.Module) -> Iterator[MLPRule]:
     """Every reading of the linear children whose sizes fit."""
     linears: dict[str, Any] = {name: child for name, child in module.named_children() if structure.is_linear(child)}
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
@@ -181,15 +184,15 @@ def _claims(module: nn.Module) -> Iterator[MLP]:
         *first, down = names
         width, inner = sizes[down]
         if len(names) == 3 and all(sizes[name] == (inner, width) for name in first):
-            yield from (MLP(tuple(first), "split", activation, down) for activation in GATED)
+            yield from (MLPRule(tuple(first), "split", activation, down) for activation in GATED)
         elif len(names) == 2 and sizes[first[0]] == (2 * inner, width):
             for layout in ("gate first", "up first"):
-                yield from (MLP(tuple(first), layout, activation, down) for activation in GATED)
+                yield from (MLPRule(tuple(first), layout, activation, down) for activation in GATED)
         elif len(names) == 2 and sizes[first[0]] == (inner, width):
-            yield MLP(tuple(first), "ungated", "relu2", down)
+            yield MLPRule(tuple(first), "ungated", "relu2", down)
 
 
-def _cases_passed(module: nn.Module, mlp: MLP) -> tuple[int, str | None]:
+def _cases_passed(module: nn.Module, mlp: MLPRule) -> tuple[int, str | None]:
     """In how many cases the claim holds before one in which it does not, and in words what differs there."""
     for passed, (dtype, training, autocast) in enumerate(CASES):
         with structure.on_miniatures(autocast):
@@ -207,14 +210,14 @@ def _cases_passed(module: nn.Module, mlp: MLP) -> tuple[int, str | None]:
     return len(CASES), None
 
 
-def _formula(mlp: MLP) -> str:
+def _formula(mlp: MLPRule) -> str:
     if mlp.layout == "ungated":
         return f"{mlp.down}(relu({mlp.first[0]}(x))^2)"
     gate, up = mlp.first if mlp.layout == "split" else ("gate", "up")
     return f"{mlp.down}(act({gate}) * {up}) with act one of {', '.join(GATED)}"
 
 
-def _miniature(module: nn.Module, mlp: MLP, dtype: torch.dtype, training: bool) -> nn.Module:
+def _miniature(module: nn.Module, mlp: MLPRule, dtype: torch.dtype, training: bool) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     first = 2 * INNER if mlp.layout in ("gate first", "up first") else INNER
     sizes = {**dict.fromkeys(mlp.first, (WIDTH, first)), mlp.down: (INNER, WIDTH)}
@@ -234,12 +237,12 @@ def _rows(width: int, dtype: torch.dtype) -> Tensor:
     return (x * torch.logspace(-1, 3, ROWS, dtype=FP32, device="cpu")[:, None]).to(dtype)
 
 
-def _looks_like_experts(module: nn.Module) -> bool:
+def looks_like_experts(module: nn.Module) -> bool:
     """Whether it holds the weights of several experts in 3-D parameters."""
     return sum(tensor.dim() == 3 for tensor in module._parameters.values() if tensor is not None) >= 2
 
 
-def prove_experts(module: nn.Module) -> Gate | str | None:
+def prove_experts(module: nn.Module) -> GateRule | str | None:
     """The claim that holds for stacked experts, in words why none does, or None if they are no experts.
 
     Transformers' decorator `use_experts_implementation` gives the class an `_apply_gate`, which the implementations
@@ -252,9 +255,9 @@ def prove_experts(module: nn.Module) -> Gate | str | None:
         return "its `_apply_gate` has been replaced"
     if not getattr(module, "has_gate", True):
         return "its experts are not gated"
-    claims = [Gate(layout, activation) for layout in ("gate first", "up first") for activation in GATED]
+    claims = [GateRule(layout, activation) for layout in ("gate first", "up first") for activation in GATED]
     proved = structure.first_that_holds(claims, functools.partial(_gate_passes, module))
-    if isinstance(proved, Gate) and not _calls_apply_gate(module):
+    if isinstance(proved, GateRule) and not _calls_apply_gate(module):
         return (
             f"its implementation ({_implementation(module)}) does not call `_apply_gate`: "
             'load the model with experts_implementation="grouped_mm"'
@@ -262,7 +265,7 @@ def prove_experts(module: nn.Module) -> Gate | str | None:
     return proved
 
 
-def _gate_passes(module: nn.Module, gate: Gate) -> tuple[int, str | None]:
+def _gate_passes(module: nn.Module, gate: GateRule) -> tuple[int, str | None]:
     for passed, (dtype, training, autocast) in enumerate(CASES):
         with structure.on_miniatures(autocast):
             small: Any = structure.miniature(module, {}, {}, training)

@@ -28,7 +28,7 @@ CASES = ((FP32, FP32, False), (BF16, BF16, False), (BF16, FP32, False), (FP32, F
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormRule:
     """A proved claim: this form, with the module's tensors and eps under these names, and so under autocast.
 
     Attributes:
@@ -65,7 +65,7 @@ class Norm:
         return op(x, weight, eps, offset=self.form.offset, cast_before_weight=self.form.cast_before_weight)
 
 
-Proofs = dict[tuple, Norm | str]  # by class, settings and width, see `proof`
+Proofs = dict[tuple, NormRule | str]  # by class, settings and width, see `proof`
 
 
 def _narrowed(x: Any, device_type: str) -> Any:
@@ -88,7 +88,7 @@ def patch_norms(model: nn.Module, options: Any, replacements: Replacements, repo
             report.swap(norm.form.kind)
 
 
-def _forward(norm: Norm) -> Callable[..., Tensor]:
+def _forward(norm: NormRule) -> Callable[..., Tensor]:
     def forward(module, *inputs, **named):
         (x,) = (*inputs, *named.values())
         if norm.autocast != "widen":
@@ -115,7 +115,7 @@ def _eps_of(module: nn.Module) -> list[str | float]:
     return named or (list(structure.FIXED_EPS) if "normalized_shape" in vars(module) else [])
 
 
-def proof(module: nn.Module, proved: Proofs) -> Norm | str:
+def proof(module: nn.Module, proved: Proofs) -> NormRule | str:
     """`prove`, once for all norms of one class, settings and width: of few columns, a proof may tell less."""
     key = (*structure.settings(module), _width(module))
     if key not in proved:
@@ -123,7 +123,7 @@ def proof(module: nn.Module, proved: Proofs) -> Norm | str:
     return proved[key]
 
 
-def prove(module: nn.Module) -> Norm | str:
+def prove(module: nn.Module) -> NormRule | str:
     """The claim that holds for a norm, or in words why none does."""
     inputs = structure.inputs_of(type(module).forward)
     if inputs is None or len(inputs) != 1:
@@ -134,7 +134,7 @@ def prove(module: nn.Module) -> Norm | str:
     return held or "it has more tensors than a weight and a bias"
 
 
-def _claims(module: nn.Module) -> Iterator[Norm]:
+def _claims(module: nn.Module) -> Iterator[NormRule]:
     tensors = list(structure.tensors(module))
     bias = "bias" if "bias" in tensors else None
     weights = [name for name in tensors if name != bias]
@@ -146,10 +146,10 @@ def _claims(module: nn.Module) -> Iterator[Norm]:
             if (weight is None and (form.offset or form.cast_before_weight)) or (bias and form.kind == "RMSNorm"):
                 continue
             for autocast in structure.AUTOCAST:
-                yield Norm(form, weight, bias, eps, autocast)
+                yield NormRule(form, weight, bias, eps, autocast)
 
 
-def _cases_passed(module: nn.Module, norm: Norm) -> tuple[int, str | None]:
+def _cases_passed(module: nn.Module, norm: NormRule) -> tuple[int, str | None]:
     """In how many cases the claim holds before one in which it does not, and in words what differs there."""
     if isinstance(norm.eps, str) and not isinstance(getattr(module, norm.eps), float):
         return 0, f"its {norm.eps} is {getattr(module, norm.eps)!r}, not a number"

@@ -8,9 +8,9 @@ family whose code resembles a known one needs no line here, and one whose code h
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.hooks import is_called
+
+Rule = TypeVar("Rule")
 
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 FIXED_EPS = (1e-5, 1e-6, 1e-12)  # of LayerNorms that keep it in their forward (OLMo)
@@ -76,6 +78,21 @@ def settings(module: nn.Module) -> tuple:
     own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE]
     children = [(k, type(v) if is_linear(v) else settings(v)) for k, v in module.named_children()]
     return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
+
+
+def once_for_equal_layers(
+    prove: Callable[[nn.Module], Rule], key: Callable[[nn.Module], Hashable] = settings
+) -> Callable[[nn.Module], Rule]:
+    """`prove`, run once for all layers of one class with the same settings."""
+    proved: dict[Hashable, Rule] = {}
+
+    def remembered(module: nn.Module) -> Rule:
+        layer = key(module)
+        if layer not in proved:
+            proved[layer] = prove(module)
+        return proved[layer]
+
+    return remembered
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
