@@ -177,9 +177,19 @@ def test_the_loss_in_words(results, lines, loss):
     assert table(card.text)["loss"] == [loss]
 
 
-def test_a_value_cannot_break_a_table(results):
-    card = model_card(check_text(f"{ON_THE_HUB}eos_token: '<|im_end|>'\n", "run.yaml"), results, MODEL)
-    assert "| `eos_token` | <\\|im_end\\|> |" in card.text
+def test_a_value_cannot_break_the_card(results, tmp_path):
+    """Neither as a cell, a tag, a link or a heading, nor in the header or in the code."""
+    name = 'a"]\n---\n<b>x</b>: [y](z)'
+    lines = f"eos_token: '<|im_end|>'\noutput_dir: {json.dumps(str(tmp_path / name))}\n"
+    data = replace(results.data, licence="| [free](http://there) `x`", held_out="split '<script>'")
+    card = model_card(check_text(ON_THE_HUB + lines, "run.yaml"), replace(results, data=data), MODEL)
+    assert "| `eos_token` | \\<\\|im_end\\|\\> |" in card.text
+    assert "| licence of the rows | \\| \\[free\\](http://there) \\`x\\` |" in card.text
+    assert "rows: split '\\<script\\>'." in card.text
+    assert '\n# a"\\] --- \\<b\\>x: \\[y\\](z)\n' in card.text
+    code = card.text[card.text.index("AutoTokenizer.from") : card.text.index("model = Auto")]
+    assert code.count("\n") == 1 and eval(code.partition("pretrained")[2]) == name
+    assert ModelCard(card.content).data.to_dict() == card.data.to_dict()
 
 
 def test_what_is_local_keeps_its_last_name_alone(tmp_path, monkeypatch):
