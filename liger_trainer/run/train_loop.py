@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from ..common.files import METRICS, write_atomically
 from ..errors import ConfigError, LigerTrainerError
 from ..trainers.sft_trainer import LigerTrainer
-from ..trainers.token_count import tokens_before
+from ..trainers.token_metrics import tokens_before
 from .callbacks import Pace, ProgressBar, StopOnNonFinite, StopOnSignal, peak_memory_mib
 from .checkpoints import BEFORE, checkpoints_in
 from .output_dir import start_output

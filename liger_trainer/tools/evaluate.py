@@ -21,7 +21,7 @@ from trl import get_peft_config
 from ..common.files import CONFIG
 from ..common.weights import with_adapter
 from ..config.run_config import load_run_config
-from ..config.sources import Setting
+from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.checkpoints import checkpoints_in
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets

@@ -29,9 +29,8 @@ from .chat_rows import check_chats, datasets_in_messages
 from .evaluation_rows import EvaluationOfEachRow
 from .resume_check import ResumeCheck
 from .rows import RowFacts, count_rows
-from .token_count import TokenCount, remember_tokens
 from .token_ids import LargestIds, check_ids
-from .token_metrics import TokenMetrics
+from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
 
 class LigerTrainer(EvaluationOfEachRow):

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ...common.files import sha256, write_atomically
 from ...errors import ConfigError, CorruptError
-from .fingerprints import KEY_BYTES, documents, shortened, template_fingerprint, tokenizer_fingerprint
+from ..fingerprints import shortened, template_fingerprint, tokenizer_fingerprint
+from ..row_keys import KEY_BYTES, documents
 from .records import RecordFormat
 
 VERSION = 1
@@ -56,7 +57,7 @@ class CacheSettings(_Part):
 
 
 class Fingerprints(_Part):
-    """What was captured from. See cache_fingerprints.py."""
+    """What was captured from. See teachers/fingerprints.py."""
 
     teacher: str
     teacher_from: Literal["files", "memory"]
