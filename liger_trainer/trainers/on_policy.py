@@ -19,6 +19,7 @@ from .distill_config import LigerDistillConfig
 from .rows import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
+from .token_metrics import TokenMetrics
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch
@@ -110,7 +111,8 @@ class OnPolicy:
         self._vllm = (
             VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
         )
-        self._figures: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._metrics = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
 
     def replace(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of an optimizer step, each with its SOURCE, those of a model with its completions."""
@@ -143,15 +145,23 @@ class OnPolicy:
         place = (index - 1) * accelerator.num_processes + accelerator.process_index
         return self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)[0]
 
-    def figures(self) -> dict[str, float]:
-        """What was sampled since the last call, over all ranks, for the logs."""
-        f, self._figures = self._figures, {}
+    def add_metrics(self, source: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums over the tokens of all ranks to the metrics of its source."""
+        part = self._metrics["on_policy" if source == STUDENT else "off_policy"]
+        part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
+
+    def flush(self) -> dict[str, float]:
+        """Return what was sampled since the last call, over all ranks, for the logs."""
+        counts, self._counts = self._counts, {}
         logs = {}
-        if f.get("micro_batches"):
-            logs["on_policy_share"] = f["on_policy"] / f["micro_batches"]
-        if f.get("rows"):
-            logs["completion_length"] = f["tokens"] / f["rows"]
-            logs["sampled_tokens_per_second"] = f["tokens"] / f["seconds"]
+        if counts.get("micro_batches"):
+            logs["on_policy_share"] = counts["on_policy"] / counts["micro_batches"]
+        if counts.get("rows"):
+            logs["completion_length"] = counts["tokens"] / counts["rows"]
+            logs["sampled_tokens_per_second"] = counts["tokens"] / counts["seconds"]
+        parts = {part: metrics.flush() for part, metrics in self._metrics.items()}
+        if self.mixes:
+            logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
         return logs
 
     def _sampled(self, batches: list[Batch], writer: str, step: int, evaluation: int = 0) -> list[Batch]:
@@ -193,4 +203,5 @@ class OnPolicy:
         self._add(tokens=total[0], rows=total[1], seconds=total[2] / accelerator.num_processes)
 
     def _add(self, **numbers: float) -> None:
-        self._figures = {name: self._figures.get(name, 0) + numbers.get(name, 0) for name in {*self._figures, *numbers}}
+        for name, number in numbers.items():
+            self._counts[name] = self._counts.get(name, 0) + number

@@ -107,7 +107,7 @@ def _count(
     return lengths, predicted(starts, ends), predicted(first, last)
 
 
-def prompts_alone(dataset: Any) -> bool:
+def has_only_prompts(dataset: Any) -> bool:
     """Whether the rows are prompts without completions, not tokenized yet."""
     columns = set(next(iter(dataset)))
     return "prompt" in columns and columns.isdisjoint({"completion", "input_ids"})

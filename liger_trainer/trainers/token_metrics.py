@@ -77,4 +77,4 @@ class TokenCount(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._trainer.begin_counting(tokens_before(state))
+        self._trainer.start_counting(tokens_before(state))

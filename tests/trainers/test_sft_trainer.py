@@ -572,7 +572,7 @@ def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_pr
     assert trainer.model.forward != before and trainer.model._is_accelerate_prepared
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 1 if what == "one process" else 2)
     monkeypatch.setattr(trainer, "is_fsdp_enabled", what == "fsdp")
-    trainer._unprepare()
+    trainer._undo_evaluation_wrap()
     undone = what == "processes"
     assert (trainer.model.forward == before) == undone
     assert hasattr(trainer.model, "_is_accelerate_prepared") != undone
