@@ -17,15 +17,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.files import sha256, write_atomically
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..teachers.cache.fingerprints import (
-    data_fingerprint,
-    documents,
-    teacher_fingerprint,
-    template_fingerprint,
-    tokenizer_fingerprint,
-)
 from ..teachers.cache.reader import TeacherReader
 from ..teachers.cache.records import RecordFormat
 from ..teachers.cache.store import (
@@ -39,11 +33,11 @@ from ..teachers.cache.store import (
     check_shards,
     pack_shard,
     read_index,
-    sha256,
-    write_file,
     write_index,
 )
+from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
+from ..teachers.row_keys import documents
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows, prepare_rows
 from .token_ids import check_ids
@@ -233,7 +227,7 @@ class _Capture:
         rows = sorted(records)
         name = f"shard-{number:05}.safetensors"
         content = pack_shard([self.plan.keys[row] for row in rows], [records[row] for row in rows])
-        write_file(self.path / name, content)
+        write_atomically(self.path / name, content)
         tokens = sum(map(len, records.values()))
         return Shard(name=name, rows=len(rows), tokens=tokens, bytes=len(content), sha256=sha256(content))
 

@@ -22,12 +22,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..common.files import CONFIG, STATE
 from ..errors import ConfigError
 from ..patching.patcher import base_of
-from ..teachers.cache.fingerprints import (
+from ..teachers.fingerprints import (
+    LABEL,
+    describe_model,
+    describe_tokenizer,
     rows_fingerprint,
     sampled_fingerprint,
     shortened,
 )
-from ..teachers.fingerprints import LABEL, model_fingerprints, tokenizer_fingerprints
 from .token_metrics import TRAINER_STATE
 
 BEFORE = "weights before training"
@@ -45,7 +47,7 @@ def student_fingerprints(model: Any) -> dict[str, Any]:
     embeddings = {id(weight) for module in ends if module is not None for weight in module.parameters()}
     weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
     frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
-    found = {**model_fingerprints(model), "frozen weights": sampled_fingerprint(frozen)}
+    found = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
     if isinstance(model, PeftModel) or not base.config._name_or_path:
         return found
     if base not in _AT_FIRST:
@@ -99,7 +101,7 @@ class ResumeCheck:
     def _of_models(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "tokenizer": tokenizer_fingerprints(trainer._tokenizer, trainer.processing_class),
+            "tokenizer": describe_tokenizer(trainer._tokenizer, trainer.processing_class),
             "model": self._student,
             **trainer.teacher_fingerprints(),
         }

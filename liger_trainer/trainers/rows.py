@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..errors import DataError
-from ..teachers.cache.fingerprints import ragged
+from ..teachers.row_keys import ragged
 
 NO_PROMPT = (
     "A row has no prompt to complete: its first token is supervised. On-policy distillation and seq_kd need rows with "

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..common.console import announce
 from ..errors import ConfigError
-from ..losses.fused_forward import TokenLossOutput
 from ..losses.spec import LossOptions
-from ..patching.patcher import announce, base_of, patched_record
+from ..losses.token_output import TokenLossOutput
+from ..patching.patcher import base_of, patched_record
 from .prepare_rows import RowPreparingTrainer, check_names
 from .resume_check import ResumeCheck
 from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap

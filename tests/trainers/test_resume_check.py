@@ -23,7 +23,7 @@ from liger_trainer.cli import main
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.run.checkpoints import checkpoints_in
-from liger_trainer.teachers.cache.fingerprints import rows_fingerprint, sampled_fingerprint
+from liger_trainer.teachers.fingerprints import rows_fingerprint, sampled_fingerprint
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.resume_check import KEY
 from liger_trainer.trainers.token_metrics import TRAINER_STATE
