@@ -29,8 +29,9 @@ from .token_metrics import per_token_values
 
 
 class LigerDistillTrainer(LigerTrainer):
-    """Knowledge distillation with fused divergences, on the completions of a dataset, of the student or of the teacher;
-    full or LoRA students.
+    """Knowledge distillation with fused divergences, of full or LoRA students.
+
+    The completions are those of a dataset, or the student or the teacher samples them.
 
     Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
     The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
@@ -46,10 +47,10 @@ class LigerDistillTrainer(LigerTrainer):
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's:
-        teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
-        teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
-            nothing to replace; both None where the teacher is no model of its own,
-            and where there are several: `teaching.models`.
+        teaching: the teacher as the trainer asks it; each `args.teacher` has a class.
+        teacher: the teacher's model; None where there is none of its own, and where there are several, which are in
+            `teaching.models`.
+        teacher_patched: the record of replacements in the teacher; None without a model, or with nothing to replace.
         distillation: the loss; `distil` changes it.
         lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
         prompts_alone: the names of the datasets that have prompts and no completions.
@@ -113,7 +114,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     @property
     def student(self) -> Any:
-        """The model that learns, without what wraps it for several processes."""
+        """Return the model that learns, without its wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
@@ -132,12 +133,13 @@ class LigerDistillTrainer(LigerTrainer):
         return self.teaching.patched
 
     def distil(self, **changes: Any) -> None:
-        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`. Evaluations too,
-        except for what a schedule changes: it has its final value there."""
+        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
+
+        Evaluations change too, except for what a schedule moves: there it has its final value.
+        """
         self.distillation = replace(self.distillation, **changes)
-        self.fused.options = self.loss_options()
-        final = replace(self.distillation, **self.progress.final)
-        self.fused.eval_options = replace(self.fused.options, distillation=final)
+        assert self.fused is not None
+        self.progress.set_loss(self.fused, self.loss_options())
 
     def loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
