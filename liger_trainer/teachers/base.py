@@ -16,10 +16,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, deferred_logits
 from ..losses.fused_forward import Knowledge
-from ..patching.patcher import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
+from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 

@@ -11,10 +11,11 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.files import sha256
 from ..errors import ConfigError, DataError
 from ..losses.sparse import SparseTeacher
 from .base import DistillHost, Teacher
-from .cache.store import TeacherCache, sha256
+from .cache.store import TeacherCache
 from .config import TeacherConfig
 from .fingerprints import teacher_fingerprint
 from .row_keys import row_key, spans, supervised_tokens

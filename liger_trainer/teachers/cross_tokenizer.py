@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from trl import is_conversational
 from trl.data_utils import is_conversational_from_value
 
+from ..common.console import announce
 from ..errors import ConfigError, DataError
 from ..losses.uld import UldAnswer
-from ..patching.patcher import announce
 from .base import DistillHost
 from .config import TeacherConfig
 from .fingerprints import describe_tokenizer

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 
+from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
 from ..losses.spec import Logits
-from ..patching.patcher import announce
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model

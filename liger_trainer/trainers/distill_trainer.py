@@ -25,7 +25,7 @@ from .from_trl_args import moved
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, STUDENT, OnPolicy
 from .prepare_rows import rows_for_reading
-from .prompts import check_prompts, prepare_prompts, prompts_alone
+from .rows import check_prompts, prepare_prompts, prompts_alone
 from .sft_trainer import LigerTrainer, kept_length
 from .token_ids import check_ids
 from .token_metrics import TokenMetrics, per_token_values

@@ -30,7 +30,7 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
-from .token_count import NAME
+from .token_metrics import TRAINER_STATE
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # beside num_tokens in trainer_state.json
@@ -90,7 +90,7 @@ class ResumeCheck:
         """For a checkpoint of the trainer's state."""
         if self._trainer.is_world_process_zero():
             states: Any = self._trainer.state.stateful_callbacks
-            states.setdefault(NAME, {})[KEY] = self._now()
+            states.setdefault(TRAINER_STATE, {})[KEY] = self._now()
 
     def _now(self) -> dict[str, Any]:
         """Computed when a checkpoint asks for it, since reading the rows takes seconds for each GB of them."""
@@ -133,7 +133,7 @@ class ResumeCheck:
         """In words, one for each part."""
         file = checkpoint / STATE
         state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        there = state.get("stateful_callbacks", {}).get(NAME, {}).get(KEY)
+        there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
         if there is None:
             warnings.warn(
                 f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "

@@ -22,9 +22,10 @@ from stand_ins import StandIns
 
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import Origin
+from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.convert import convert
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.config.sources import built_in_configs, read_settings
+from liger_trainer.config.yaml_reader import read_settings
 from liger_trainer.run import launch as launching
 from liger_trainer.run import output_dir as saving
 

@@ -11,7 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
-from ...config.sources import Setting
+from ...config.settings import Setting
 from ...losses.sparse import SparseTeacher, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
