@@ -22,6 +22,7 @@ from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
 from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
+from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -153,7 +154,7 @@ def by_hand(trainer, dataset, teacher_rows, how) -> dict[str, float]:
     for row in dataset:
         labels = torch.tensor(row["labels"])[1:]
         keep = labels != -100
-        found = teacher_rows.find(row["input_ids"], row["labels"])
+        found = teacher_rows.find(row_key(row["input_ids"], row["labels"]))
         with torch.no_grad():
             s = student(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
             t = teacher(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
@@ -250,7 +251,7 @@ def test_uld_gradient_against_plain_torch(teacher):
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for row in trainer.train_dataset:
         labels = torch.tensor(row["labels"])[1:]
-        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
+        keep, found = labels != -100, trainer.teaching.rows.find(row_key(row["input_ids"], row["labels"]))
         s = plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
         with torch.no_grad():
             t = other(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
@@ -274,7 +275,7 @@ def test_hidden_states_are_compared_at_the_same_pairs(teacher):
     uld, hidden, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for row in trainer.train_dataset:
         labels = torch.tensor(row["labels"])[1:]
-        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
+        keep, found = labels != -100, trainer.teaching.rows.find(row_key(row["input_ids"], row["labels"]))
         own = plain(input_ids=torch.tensor([row["input_ids"]]))
         with torch.no_grad():
             its = other(input_ids=torch.tensor([found.input_ids]))
