@@ -1,8 +1,8 @@
 """What the fused linear losses share: which rows count, how many at a time, and what becomes of their gradients.
 
-The losses walk over the labelled rows in chunks (_fused_linear.py). The logits of a chunk live in one reused workspace; a
-row kernel turns them into their own gradient in place; two matrix products then carry that gradient to the hidden states
-and to the weight (_head.py).
+The losses walk over the labelled rows in chunks (_fused_linear.py). The logits of a chunk live in one reused workspace;
+a row kernel turns them into their own gradient in place; two matrix products then carry that gradient to the hidden
+states and to the weight (_head.py).
 """
 
 from collections.abc import Iterator, Sequence

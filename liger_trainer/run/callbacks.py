@@ -13,7 +13,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from ..errors import NonFiniteError
-from ..trainers.token_count import tokens_before
+from ..trainers.token_metrics import tokens_before
 from .checkpoints import checkpoints_in, step_of
 
 SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")

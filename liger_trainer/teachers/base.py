@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, deferred_logits
-from ..losses.fused_forward import Knowledge
+from ..losses.spec import Logits
+from ..losses.teacher_answer import TeacherAnswer
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -93,7 +94,7 @@ class Teacher(ABC):
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod
-    def answer(self, inputs: dict[str, Any]) -> Knowledge:
+    def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
     @contextlib.contextmanager

@@ -9,8 +9,7 @@ from trl import SFTConfig
 
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
-from ..losses.spec import Distillation
-from ..losses.terms import distillation_of
+from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import TeacherConfig
 from .sampling_config import SamplingConfig
 

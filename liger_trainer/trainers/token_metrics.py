@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from ..losses.fused_forward import TokenLossOutput
+from ..losses.token_output import TokenLossOutput
 
 TRAINER_STATE = "LigerTrainer"  # among the states in trainer_state.json
 
@@ -55,24 +55,6 @@ def _of_kinds(means: dict[str, float]) -> dict[str, float]:
     return result
 
 
-def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
-    """What distillation logs, to be averaged over tokens; without what the teacher does not determine."""
-    values = {
-        "kd_loss": outputs.divergence,
-        "ce_loss": -outputs.log_probs,
-        "forward_kl": outputs.forward_kl,
-        "reverse_kl": outputs.reverse_kl,
-        "agreement_at_1": outputs.agrees,
-        "student_perplexity": -outputs.log_probs,
-        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
-        "teacher_entropy": outputs.teacher_entropy,
-        "jsd": outputs.jsd,
-        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
-        **(outputs.by_teacher or {}),
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def tokens_before(state: TrainerState) -> int:
     """Tokens up to where `state` stands, at the begin of a training or as read from a checkpoint. A checkpoint without
     the count, such as SFTTrainer's, knows those up to its last log."""
@@ -98,3 +80,21 @@ class TokenCount(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._trainer.begin_counting(tokens_before(state))
+
+
+def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
+    """What distillation logs, to be averaged over tokens; without what the teacher does not determine."""
+    values = {
+        "kd_loss": outputs.divergence,
+        "ce_loss": -outputs.log_probs,
+        "forward_kl": outputs.forward_kl,
+        "reverse_kl": outputs.reverse_kl,
+        "agreement_at_1": outputs.agrees,
+        "student_perplexity": -outputs.log_probs,
+        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
+        "teacher_entropy": outputs.teacher_entropy,
+        "jsd": outputs.jsd,
+        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
+        **(outputs.by_teacher or {}),
+    }
+    return {name: value for name, value in values.items() if value is not None}
