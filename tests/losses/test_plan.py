@@ -111,13 +111,16 @@ def test_every_type_at_once_equals_plain_torch_in_loss_gradients_and_logs(option
 
 
 def test_every_jsd_is_measured_in_evaluations_with_what_else_is_minimised():
-    for options in ({}, {"beta": 1.0}, {"losses": [{"type": "ce"}]}, {"losses": [{"type": "jsd", "beta": 0.5}]}):
+    listed = ([{"type": "ce"}], [{"type": "jsd", "beta": 0.5}])
+    for options in ({}, {"beta": 1.0}, {"kd_temperature": 2.0}, *({"losses": losses} for losses in listed)):
         trainer = make(**options)
         want = values_by_hand(double_copy(trainer.model), double_copy(trainer.teacher), trainer.eval_dataset)
         evaluated = trainer.evaluate()
         assert evaluated["eval_jsd"] == pytest.approx(want["jsd at 1"].item(), rel=1e-5), options
         terms = {name for name in evaluated if name.startswith("eval_loss/")}
-        kind = options["losses"][0]["type"] if "losses" in options else "reverse_kl" if options else "forward_kl"
+        kind = (
+            options["losses"][0]["type"] if "losses" in options else "reverse_kl" if "beta" in options else "forward_kl"
+        )
         assert terms == {f"eval_loss/{kind}"}
         assert evaluated["eval_loss"] == pytest.approx(evaluated[f"eval_loss/{kind}"], rel=1e-5)
 
