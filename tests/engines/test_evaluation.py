@@ -3,7 +3,6 @@
 Run as a script, it is one of several processes and evaluates each of CASES.
 """
 
-import multiprocessing
 import os
 import random
 import sys
@@ -62,16 +61,6 @@ def distill(model=None, rows=rows_of, **options):
         tiny_model(), teacher_model=model or teacher(), args=train_args(LigerDistillConfig, **args),
         train_dataset=rows(8), eval_dataset={str(n): rows(n) for n in ROWS}, processing_class=tiny_tokenizer(),
     )  # fmt: skip
-
-
-def evaluated_with_workers():
-    """Workers that are forked: by another start method, each would import everything anew."""
-    method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("fork", force=True)
-    try:
-        return sft(dataloader_num_workers=2).evaluate()
-    finally:
-        multiprocessing.set_start_method(method, force=True)
 
 
 def routed(**options):
@@ -152,7 +141,7 @@ CASES = {
     "padding_free": lambda: sft(**PADDING_FREE).evaluate(),
     "packing": lambda: sft(packing=True, max_length=24).evaluate(),
     "group_by_length": lambda: sft(train_sampling_strategy="group_by_length").evaluate(),
-    "workers": evaluated_with_workers,
+    "workers": lambda: sft(dataloader_num_workers=2).evaluate(),
     "split_batches": lambda: sft(per_device_eval_batch_size=12, **SPLIT).evaluate(),
     "even_batches": lambda: sft(**UNEVEN).evaluate(),
     "dispatch_batches": lambda: sft(rows=even_rows, **DISPATCHED).evaluate(),
