@@ -17,6 +17,7 @@ from ..errors import ConfigError, DataError
 
 ROLES = {"human": "user", "gpt": "assistant"}
 BASIC_ROLES = ("system", "user", "assistant")
+NO_ANSWERS = ("system", "developer", "user", "tool")  # any other role may be a model's
 ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
 _READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
@@ -72,12 +73,12 @@ def split_last(dataset: Any) -> Any:
 
     def split(row: dict[str, Any], index: int) -> dict[str, Any]:
         messages = row["messages"]
-        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [place for place, message in enumerate(messages) if message["role"] not in NO_ANSWERS]
         if not answers or answers[-1] == 0:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"row {index}: only the last answer is to be learned, but no message of the assistant follows another "
-                f"one; the roles are: {roles or 'none'}. Take the row out, or learn all messages."
+                f"row {index}: only the last answer is to be learned, but there is none with a message before it; the "
+                f"roles are: {roles or 'none'}. Take the row out, or learn all messages."
             )
         return {"prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
 

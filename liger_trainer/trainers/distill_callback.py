@@ -249,8 +249,8 @@ def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
         ),
         "torch_compile": (args.torch_compile, f"the model is compiled before a callback can patch it. {use}"),
     }
-    for name, (found, why) in reasons.items():
-        if found:
+    for name, (refused, why) in reasons.items():
+        if refused:
             raise ConfigError(f"DistillationCallback does not work with {name}: {why}.")
 
 

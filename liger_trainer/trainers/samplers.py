@@ -61,11 +61,11 @@ class ModelSampler:
         settings, device = self.settings(model), device_of(model)
         size = self._args.generation_batch_size or len(prompts)
         ends = settings.eos_token_id
-        made: list[Tokens] = []
+        completions: list[Tokens] = []
         with _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), torch.no_grad(), self._autocast():
             for at in range(0, len(prompts), size):
-                made += self._complete(model, prompts[at : at + size], settings, device)
-        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in made]
+                completions += self._complete(model, prompts[at : at + size], settings, device)
+        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
 
     def settings(self, model: Any) -> GenerationConfig:
         args = self._args
@@ -93,8 +93,8 @@ class ModelSampler:
         padding: Any = self._tokenizer.pad_token_id
         ids = pad(rows, padding_value=padding, padding_side="left")
         mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="left")
-        made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
-        return made[:, ids.shape[1] :].tolist()
+        sequences = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+        return sequences[:, ids.shape[1] :].tolist()
 
 
 @contextlib.contextmanager
@@ -168,8 +168,8 @@ class VLLMSampler:
         if step != self._step:
             self.engine.sync_weights()
             self._step = step
-        made = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
-        completions = [until_the_end(tokens, self._ends) for tokens in made]
+        sampled = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
+        completions = [until_the_end(tokens, self._ends) for tokens in sampled]
         strange = {token for tokens in completions for token in tokens if token not in self._writable}
         if strange:
             raise ConfigError(

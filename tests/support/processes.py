@@ -58,4 +58,6 @@ def _run(rank: int, environment: dict[str, str], command: list[str], log: Path) 
     os.dup2(output, 2)
     sys.path[:0] = PATHS.split(os.pathsep)
     sys.argv = command
+    # A fork server's children would start data loaders' workers by a server of their own, with all its imports.
+    multiprocessing.set_start_method("fork", force=True)
     runpy.run_path(command[0], run_name="__main__")

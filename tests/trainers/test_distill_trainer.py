@@ -326,7 +326,7 @@ def test_the_student_comes_nearer_to_the_teacher():
 
 @pytest.mark.parametrize("teachers", ["model", "models"])
 def test_a_fresh_trainer_measures_what_the_one_that_trained_does(tmp_path, teachers):
-    """In bf16 too, to the last bit: transformers evaluates before training with whatever accelerate has prepared."""
+    """To the last bit, in bf16 too: transformers evaluates before training with whatever accelerate has prepared."""
     data, of_eval = completions(), completions(8, seed=8)
     teacher, several = tiny_model("gemma2", seed=5, hidden_size=48), {}
     if teachers == "models":
