@@ -52,11 +52,10 @@ PARTICULAR = {
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "moe_num_experts": 4, "moe_k": 2, "rope_parameters": {
         **SECTIONS["rope_parameters"], "mrope_section": [3, 3, 2]}},
     "hunyuan_vl_text": SECTIONS,
-    "instructblipvideo": {"video_token_index": 4},
+    "instructblipvideo": {"video_token_index": 4, "num_query_tokens": 4},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(
         ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 1e4})},
-    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
     "florence_vision": {"depths": (1, 1, 1, 1), "embed_dim": (16, 32, 32, 32), "num_heads": (4, 4, 4, 4),
                         "num_groups": (4, 4, 4, 4), "window_size": 4, "projection_dim": 64, "drop_path_rate": 0.0},
     "funaudio_adaptor": {"intermediate_size": 16},
@@ -86,7 +85,7 @@ PARTICULAR = {
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
                    "num_decoder_attention_heads": 4},
     "radio": {"video_temporal_patch_size": 2},
-    "pix2struct_text_model": {"is_decoder": True, "num_heads": 4, "attn_implementation": "eager"},  # its sdpa fails
+    "pix2struct_text_model": {"is_decoder": True, "num_heads": 4},
     "qwen2_5_omni_text": SECTIONS, "qwen2_5_vl_text": SECTIONS, "qwen2_vl_text": SECTIONS,
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), {
         "t2u_vocab_size": VOCAB, "t2u_encoder_layers": 2, "t2u_decoder_layers": 2, "t2u_encoder_ffn_dim": 64,
