@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 import liger_trainer
 from benchmarks import compiled as benchmark
-from benchmarks.processes import FLOOR, main
+from benchmarks.processes import FLOOR, Result, main
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.errors import MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
@@ -292,12 +292,10 @@ HEADER = {"device": "CPU", "date": "", "commit": "", "packages": {}, "tokens": 3
 
 @pytest.mark.parametrize("name", GATE)
 def test_benchmark_refuses_more_than_twice_the_error_of_the_plain_model(name):
-    plain = benchmark.Result("Llama-3.2-1B", "plain", GATE, [20.0, 30.0, 40.0], 300.0)
+    plain = Result("Llama-3.2-1B", "plain", GATE, [20.0, 30.0, 40.0], 300.0)
 
     def wrong(errors, failure=None):
-        return benchmark.BENCHMARK.beyond_bound(
-            [plain, benchmark.Result(plain.case, "ours_compiled", errors, failure=failure)]
-        )
+        return benchmark.BENCHMARK.beyond_bound([plain, Result(plain.case, "ours_compiled", errors, failure=failure)])
 
     assert not wrong(GATE) and wrong(GATE, "RuntimeError: no")
     (reason,) = wrong({**GATE, name: 2.5 * GATE[name] + FLOOR})
