@@ -139,7 +139,7 @@ class DistillWorker(Worker):
     def loss_of(self, ids: Tensor) -> Tensor:
         if self.provider != "ours":
             return self.loss(*self._heads(ids))
-        from liger_trainer.teachers.in_process import teacher_logits
+        from liger_trainer.teachers.base import teacher_logits
 
         logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)  # as the trainer does
         return self.model(input_ids=ids, labels=ids, teacher_logits=logits, fused_lm_head=True).loss

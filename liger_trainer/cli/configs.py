@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.value_rules import did_you_mean
-from ..config.sources import built_in_configs, find_config
+from ..config.catalogue import built_in_configs, find_config
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 

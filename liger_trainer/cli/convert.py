@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config.sources import find_config
+from ..config.catalogue import find_config
 from ..errors import ConfigError
 from ._shared import Force, write_new
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config.convert import Converted
 
 
-class Origin(StrEnum):
+class ForeignTool(StrEnum):
     """The tools that have a table in `liger_trainer.config.convert`."""
 
     trl = "trl"
@@ -28,7 +28,7 @@ class Origin(StrEnum):
 
 def convert(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of the other tool.", show_default=False)],
-    origin: Annotated[Origin, typer.Option("--from", help="Whose configuration it is.", show_default=False)],
+    origin: Annotated[ForeignTool, typer.Option("--from", help="Whose configuration it is.", show_default=False)],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT", help="Write to this file instead of the terminal.")
     ] = None,

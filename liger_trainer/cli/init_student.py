@@ -72,7 +72,8 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
 
 def _next_command(config: "RunConfig", path: Path) -> str:
     """`run` of the same configuration from the student, with the keys that made it taken out."""
-    from ..config.sources import find_config, read_settings
+    from ..config.catalogue import find_config
+    from ..config.yaml_reader import read_settings
     from ..tools.students.make import WAYS
 
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in WAYS]

@@ -10,9 +10,11 @@ from typing import Any
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from .conflicts import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sharded, notices, renamed
+from .overrides import parse_overrides
 from .schema import Schema
-from .sources import DROPPED, Finding, Setting, parse_overrides, read_settings
+from .settings import DROPPED, Finding, Setting
 from .trackers import unknown as unknown_tracker
+from .yaml_reader import read_settings
 
 RECIPES = ("sft", "distill")
 RECIPE_DEFAULT = "recipe default"

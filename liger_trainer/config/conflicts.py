@@ -9,7 +9,7 @@ from typing import Any
 from ..teachers.config import FILES, OF_ONE_KIND, PLACEMENT, is_its_own_teacher, teacher_problems
 from ..trainers.sampling_config import ELSEWHERE, without_effect
 from .schema import Key
-from .sources import Finding, Setting
+from .settings import Finding, Setting
 
 # Known to TRL and transformers, but without effect in these recipes: refused when set to anything but the default.
 REFUSED = {

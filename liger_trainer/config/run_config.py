@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import ConfigError
+from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
 from .schema import Schema, shipped_schema
-from .sources import Finding, Setting, find_config, in_order
+from .settings import Finding, Setting, in_order
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig

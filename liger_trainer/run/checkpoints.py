@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..common.files import CONFIG, METRICS, STATE
-from ..config.sources import COMMAND_LINE
+from ..config.settings import COMMAND_LINE
 from ..errors import ConfigError, CorruptError
 
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step

@@ -41,7 +41,7 @@ def _option(default: Any, help: str, **limits: float) -> Any:
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
-def _choice(default: Any, help: str, *choices: str) -> Any:
+def _choice(default: Any, help: str, *choices: Any) -> Any:
     return field(default=default, metadata={"help": help, "choices": list(choices)})
 
 
@@ -71,6 +71,17 @@ class TeacherConfig:
         teacher_server_timeout: seconds that one request may take to connect, or without a byte of the answer.
         teacher_server_retries: further attempts after one that failed for a reason that may pass.
         teacher_server_concurrency: requests under way at a time.
+        teacher_cache_dir: the directory of that cache. `liger-trainer cache` writes it.
+        verify_teacher_cache: read the whole cache and compare its checksums before training.
+        cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
+            tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
+            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
+            8 or 16; MiB of a shard. Training reads them out of the cache.
+        teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
+            a cache: the one it must have been captured from, if named.
+        teacher_model_revision: its branch, tag or commit.
+        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
+            with `bf16`, float16 with `fp16`, else float32.
     """
 
     teacher: str = _choice(
@@ -96,6 +107,27 @@ class TeacherConfig:
     teacher_server_timeout: float = _option(60.0, "Seconds that the server may be silent.", gt=0)
     teacher_server_retries: int = _option(5, "Further attempts where a request failed for a passing reason.", ge=0)
     teacher_server_concurrency: int = _option(16, "Requests to the server at a time.", ge=1, le=256)
+
+    teacher_cache_dir: str | None = _option(None, "Directory of the teacher cache that `liger-trainer cache` writes.")
+    verify_teacher_cache: bool = _option(False, "Compare the checksums of the whole cache before training.")
+    cache_kind: str = _choice(
+        "topk", "Captured: the likeliest tokens and the rest's mass, or draws.", "topk", "sampled"
+    )
+    cache_entries: int | None = _option(None, "Tokens captured a position: 64 likeliest, or 12 draws.", ge=1, le=1024)
+    cache_tail_draws: int | None = _option(
+        None, "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.", ge=0, le=1023
+    )
+    cache_bits: int = _choice(8, "Bits of a captured log-probability.", 8, 16)
+    cache_shard_mb: int = _option(64, "MiB of a shard of the cache.", ge=1)
+    teacher_model_name_or_path: str | None = _option(None, "The teacher: a model directory or hub id.")
+    teacher_model_revision: str | None = _option(None, "Branch, tag or commit of the teacher.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _option(
+        None, "Keywords for the teacher's `from_pretrained`, such as dtype."
+    )
+
+    if TYPE_CHECKING:  # the fields of SFTConfig, which stands beside this class in LigerDistillConfig
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def check_teacher(self, distillation: "Distillation") -> None:
         """Raise ValueError for what does not go together."""

@@ -12,19 +12,20 @@ import torch
 from datasets import Dataset
 
 from ..errors import ConfigError, DataError
-from ..losses.multi_teacher import TeacherShare, TeacherShares
+from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
 from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
-from .base import Cut, DistillHost, Teacher, TeacherArguments
-from .cache.fingerprints import data_fingerprint, documents, row_key, spans, supervised_tokens
-from .config import TeacherEntry, entries_of
+from .base import Cut, DistillHost, Teacher
+from .config import TeacherConfig, TeacherEntry, entries_of
+from .fingerprints import data_fingerprint
 from .model import ModelTeacher
+from .row_keys import documents, row_key, spans, supervised_tokens
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
 
 
-class SeveralTeachers(Teacher):
+class EnsembleTeacher(Teacher):
     """Teachers by name: those of `args.teachers`, or a dictionary of models and paths that the trainer was given.
 
     With `args.teacher_column` a teacher that has no token in a batch does not read it, unless its weights are sharded.
@@ -36,7 +37,7 @@ class SeveralTeachers(Teacher):
             values.
     """
 
-    def __init__(self, args: TeacherArguments, given: Any):
+    def __init__(self, args: TeacherConfig, given: Any):
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(
                 "args.teachers names several teachers: pass teacher_model as a dictionary of them by name, or leave it "
@@ -126,7 +127,7 @@ class SeveralTeachers(Teacher):
         self.unshared = frozenset().union(*(each.unshared for each in self.teachers.values()))
         return min(sizes)
 
-    def answer(self, inputs: dict[str, Any]) -> TeacherShares:
+    def answer(self, inputs: dict[str, Any]) -> SeveralAnswers:
         routes, present = inputs.pop(ROUTES, None), inputs.pop(PRESENT, None)
         shares = []
         for i, (name, teacher) in enumerate(self.teachers.items()):
@@ -134,8 +135,8 @@ class SeveralTeachers(Teacher):
             if reads:
                 taught = None if routes is None else routes == i
                 known: Any = teacher.answer(dict(inputs))
-                shares.append(TeacherShare(name, known, self.entries[name].weight, taught))
-        return TeacherShares(shares, tuple(self.teachers), routed=routes is not None)
+                shares.append(WeightedAnswer(name, known, self.entries[name].weight, taught))
+        return SeveralAnswers(shares, tuple(self.teachers), routed=routes is not None)
 
     @contextmanager
     def live(self) -> Iterator[dict[str, Any]]:

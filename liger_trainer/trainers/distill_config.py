@@ -9,8 +9,7 @@ from trl import SFTConfig
 
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
-from ..losses.spec import Distillation
-from ..losses.terms import distillation_of
+from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import TeacherConfig
 from .sampling_config import SamplingConfig
 
@@ -20,18 +19,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
-        teacher, teachers, teacher_column, teacher_server_*, ...: whose distributions are learned; see `TeacherConfig`.
-        teacher_cache_dir: the directory of that cache. `liger-trainer cache` writes it.
-        verify_teacher_cache: read the whole cache and compare its checksums before training.
-        cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
-            tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
-            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
-            8 or 16; MiB of a shard. Training reads them out of the cache.
-        teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
-            a cache: the one it must have been captured from, if named.
-        teacher_model_revision: its branch, tag or commit.
-        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
-            with `bf16`, float16 with `fp16`, else float32.
+        teacher, teachers, teacher_*, cache_*, ...: whose distributions are learned; see `TeacherConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
@@ -58,39 +46,6 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         *SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid",
     ]  # fmt: skip
 
-    teacher_cache_dir: str | None = field(
-        default=None, metadata={"help": "Directory of the teacher cache that `liger-trainer cache` writes."}
-    )
-    verify_teacher_cache: bool = field(
-        default=False, metadata={"help": "Compare the checksums of the whole cache before training."}
-    )
-    cache_kind: str = field(
-        default="topk",
-        metadata={
-            "choices": ["topk", "sampled"],
-            "help": "Captured: the likeliest tokens and the rest's mass, or draws.",
-        },
-    )
-    cache_entries: int | None = field(
-        default=None,
-        metadata={"limits": {"ge": 1, "le": 1024}, "help": "Tokens captured a position: 64 likeliest, or 12 draws."},
-    )
-    cache_tail_draws: int | None = field(
-        default=None,
-        metadata={
-            "limits": {"ge": 0, "le": 1023},
-            "help": "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.",
-        },
-    )
-    cache_bits: int = field(default=8, metadata={"choices": [8, 16], "help": "Bits of a captured log-probability."})
-    cache_shard_mb: int = field(default=64, metadata={"limits": {"ge": 1}, "help": "MiB of a shard of the cache."})
-    teacher_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The teacher: a model directory or hub id."}
-    )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keywords for the teacher's `from_pretrained`, such as dtype."}
-    )
     allow_missing_weights: bool = field(default=False, metadata={"help": ALLOW_MISSING_WEIGHTS})
     beta: float = field(
         default=0.0,

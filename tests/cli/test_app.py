@@ -9,7 +9,7 @@ import pytest
 
 from liger_trainer.cli import app as cli
 from liger_trainer.cli import run
-from liger_trainer.config.sources import built_in_configs
+from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from liger_trainer.cli.convert import Origin
+from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.convert import Converted, convert
 from liger_trainer.config.run_config import check_text
 from liger_trainer.config.schema import shipped_schema
@@ -15,7 +15,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.sampling_config import ELSEWHERE
 
 FILES = Path(__file__).parent / "foreign_configs"
-ORIGINS = [origin.value for origin in Origin]
+ORIGINS = [origin.value for origin in ForeignTool]
 
 
 def table(origin: str):

@@ -8,10 +8,12 @@ import pytest
 from trl import ModelConfig, SFTConfig
 
 from liger_trainer.config import run_config
+from liger_trainer.config.catalogue import built_in_configs
+from liger_trainer.config.overrides import parse_overrides
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
-from liger_trainer.config.sources import DROPPED, built_in_configs, parse_overrides
+from liger_trainer.config.settings import DROPPED
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.distill_config import LigerDistillConfig
 

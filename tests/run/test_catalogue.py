@@ -15,8 +15,8 @@ from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from liger_trainer.cli import main
+from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.config.sources import built_in_configs
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.launch import launcher_arguments
 

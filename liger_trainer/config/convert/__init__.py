@@ -17,7 +17,8 @@ from ...errors import ConfigError
 from ...trainers.sampling_config import ELSEWHERE
 from ..conflicts import FORMER, GONE, renamed
 from ..schema import shipped_schema
-from ..sources import Finding, Setting, read_settings
+from ..settings import Finding, Setting
+from ..yaml_reader import read_settings
 
 Settings = dict[str, Any]
 
@@ -27,7 +28,7 @@ class NotHere(Exception):
 
 
 @dataclass
-class Source:
+class ForeignConfig:
     """The configuration of the other tool: every value by its dotted name, and what to tell about the conversion."""
 
     values: dict[str, Any]
@@ -63,12 +64,12 @@ class Tool:
 
     name: str
     names: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Callable[[Any, Source], Settings]] = field(default_factory=dict)
+    values: Mapping[str, Callable[[Any, ForeignConfig], Settings]] = field(default_factory=dict)
     unneeded: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     passes: tuple[str, ...] = ()
-    defaults: Callable[[Source], Settings] = lambda source: {}
-    differences: Callable[[Source], Iterator[str]] = lambda source: iter(())
+    defaults: Callable[[ForeignConfig], Settings] = lambda source: {}
+    differences: Callable[[ForeignConfig], Iterator[str]] = lambda source: iter(())
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
         ConfigError: no YAML mapping, or nothing in it that the tool's table knows.
     """
     settings, findings = read_settings(text, label)
-    source = Source(dict(_flat(settings, tool)), dict(_flat_places(settings)), label)
+    source = ForeignConfig(dict(_flat(settings, tool)), dict(_flat_places(settings)), label)
     source.values = {name: _interpolated(value, source.values) for name, value in source.values.items()}
     here: Settings = {}
     lost, unneeded = list(findings), []
@@ -152,7 +153,7 @@ class _Unneeded(Exception):
     pass
 
 
-def _converted(name: str, value: Any, source: Source, tool: Tool) -> Settings:
+def _converted(name: str, value: Any, source: ForeignConfig, tool: Tool) -> Settings:
     if name in tool.values:
         return tool.values[name](value, source)
     if value is None:  # nothing was said

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from . import NotHere, Settings, Source, Tool
+from . import ForeignConfig, NotHere, Settings, Tool
 from .rows import (
     OTHER_ROWS,
     OWN_PROMPT,
@@ -33,7 +33,7 @@ _LOGPROBS = (
 _SHARDING = "sharding is accelerate's: `accelerate_config: fsdp2`, or one of its files."
 
 
-def _datasets(value: Any, source: Source) -> Settings:
+def _datasets(value: Any, source: ForeignConfig) -> Settings:
     entries, here = [], {}
     for entry in value or []:
         here.update(_supervised(entry, source))
@@ -55,7 +55,7 @@ def _kind(entry: dict[str, Any]) -> str:
     return "alpaca" if alpaca else "other"
 
 
-def _supervised(entry: dict[str, Any], source: Source) -> Settings:
+def _supervised(entry: dict[str, Any], source: ForeignConfig) -> Settings:
     """The assistant's turns of a chat, and the output of Alpaca; with train_on_inputs the prompts, too."""
     kind, on_prompt = _kind(entry), source.get("train_on_inputs")
     if kind == "text":
@@ -71,7 +71,7 @@ def _supervised(entry: dict[str, Any], source: Source) -> Settings:
     return {"completion_only_loss": False} if on_prompt else {}
 
 
-def _differences(source: Source) -> Iterator[str]:
+def _differences(source: ForeignConfig) -> Iterator[str]:
     listed = source.get("datasets")
     kinds = {_kind(entry) for entry in (listed if isinstance(listed, list) else []) if isinstance(entry, dict)}
     if "chat" in kinds and source.get("train_on_inputs"):
@@ -84,7 +84,7 @@ def _differences(source: Source) -> Iterator[str]:
         yield "Of a row longer than max_length the rest is cut off; axolotl leaves such a row out."
 
 
-def _adapter(value: Any, source: Source) -> Settings:
+def _adapter(value: Any, source: ForeignConfig) -> Settings:
     if not value:
         return {}
     if value not in ("lora", "qlora"):
@@ -92,14 +92,14 @@ def _adapter(value: Any, source: Source) -> Settings:
     return {"use_peft": True, **({"load_in_4bit": True} if value == "qlora" else {})}
 
 
-def _all_linear(value: Any, source: Source) -> Settings:
+def _all_linear(value: Any, source: ForeignConfig) -> Settings:
     return {"lora_target_modules": "all-linear"} if value else {}
 
 
 def _half(name: str, dtype: str) -> Any:
     """bf16 and fp16: true, false, auto or full. The weights are loaded in that type, too."""
 
-    def function(value: Any, source: Source) -> Settings:
+    def function(value: Any, source: ForeignConfig) -> Settings:
         if not value or value == "false":
             return {name: False} if value is False else {}
         left_open = value == "auto"  # then our recipes ask the GPU
@@ -108,7 +108,7 @@ def _half(name: str, dtype: str) -> Any:
     return function
 
 
-def _checkpointing(value: Any, source: Source) -> Settings:
+def _checkpointing(value: Any, source: ForeignConfig) -> Settings:
     if value in ("offload", "offload_disk"):
         return {"gradient_checkpointing": True, "activation_offloading": True}
     return {"gradient_checkpointing": bool(value)}
@@ -117,7 +117,7 @@ def _checkpointing(value: Any, source: Source) -> Settings:
 def _per_epoch(what: str) -> Any:
     """Evaluations or checkpoints an epoch, as a share of all steps."""
 
-    def function(value: Any, source: Source) -> Settings:
+    def function(value: Any, source: ForeignConfig) -> Settings:
         if not value:
             return {f"{what}_strategy": "no"} if value == 0 else {}
         if value == 1:
@@ -127,11 +127,11 @@ def _per_epoch(what: str) -> Any:
     return function
 
 
-def _tracker(value: Any, source: Source) -> Settings:
+def _tracker(value: Any, source: ForeignConfig) -> Settings:
     return {"report_to": "wandb", "env": {"WANDB_PROJECT": value}} if value else {}
 
 
-def _template(value: Any, source: Source) -> Settings:
+def _template(value: Any, source: ForeignConfig) -> Settings:
     if not value or value == "tokenizer_default":
         return {}
     if str(value).endswith((".jinja", ".j2")):
@@ -139,7 +139,7 @@ def _template(value: Any, source: Source) -> Settings:
     raise NotHere("a template of axolotl; the tokenizer's own is used. Or save one as .jinja: chat_template_path.")
 
 
-def _sharded(value: Any, source: Source) -> Settings:
+def _sharded(value: Any, source: ForeignConfig) -> Settings:
     if not value:
         return {}
     version = source.get("fsdp_version") or source.get("fsdp_config", {}).get("fsdp_version")
@@ -147,7 +147,7 @@ def _sharded(value: Any, source: Source) -> Settings:
     return {"accelerate_config": "fsdp2" if version == 2 else "fsdp1"}
 
 
-def _defaults(source: Source) -> Settings:
+def _defaults(source: ForeignConfig) -> Settings:
     """Where axolotl's silence means something else than TRL's."""
     warmup = {} if {"warmup_steps", "warmup_ratio"} & source.values.keys() else {"warmup_steps": 0.03}
     return {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import NotHere, Settings, Source, Tool
+from . import ForeignConfig, NotHere, Settings, Tool
 
 _TYPES = {
     "kl": "forward_kl", "jsd": "jsd", "tvd": "tvd", "cross_entropy": "ce", "hs_mse": "hidden_mse",
@@ -13,7 +13,7 @@ _TYPES = {
 _CAPTURED = "logits captured with DistillKit cannot be read; name the teacher in teacher_model_name_or_path."
 
 
-def _losses(value: Any, source: Source) -> Settings:
+def _losses(value: Any, source: ForeignConfig) -> Settings:
     """DistillKit divides by the sum of the weights."""
     total = sum(entry["weight"] for entry in value)
     kept, missing, temperatures, here = [], [], set(), {}
@@ -45,7 +45,7 @@ def _losses(value: Any, source: Source) -> Settings:
     return {"losses": kept, **here}
 
 
-def _layers(source: Source) -> Settings:
+def _layers(source: ForeignConfig) -> Settings:
     """Layers are counted in transformers' hidden_states there, whose first are the embeddings."""
     given = source.get("layer_mapping", "all")
     found: Settings = {"layers": "uniform" if given == "all" else [[own - 1, other - 1] for own, other in given]}
@@ -56,7 +56,7 @@ def _layers(source: Source) -> Settings:
     return {**found, **({"projector": True} if source.get("force_hidden_state_projection") else {})}
 
 
-def _with_losses(value: Any, source: Source) -> Settings:
+def _with_losses(value: Any, source: ForeignConfig) -> Settings:
     """Read together with loss_functions."""
     listed = source.get("loss_functions") or []
     if value and not any(entry.get("function", "").startswith("hs_") for entry in listed):
@@ -64,18 +64,18 @@ def _with_losses(value: Any, source: Source) -> Settings:
     return {}
 
 
-def _kind(value: Any, source: Source) -> Settings:
+def _kind(value: Any, source: ForeignConfig) -> Settings:
     if value not in ("hf", "vllm"):
         raise NotHere(_CAPTURED if value == "dataset" else "expected hf, vllm or dataset.")
     return {"teacher": "server"} if value == "vllm" else {}
 
 
-def _url(value: Any, source: Source) -> Settings:
+def _url(value: Any, source: ForeignConfig) -> Settings:
     """DistillKit itself adds the version of the protocol."""
     return {"teacher_server_base_url": value.rstrip("/").removesuffix("/v1") + "/v1"}
 
 
-def _api_key(value: Any, source: Source) -> Settings:
+def _api_key(value: Any, source: ForeignConfig) -> Settings:
     variable = re.fullmatch(r"\$\{(\w+)\}", value or "")
     if variable:
         return {"teacher_server_api_key_env": variable[1]}
@@ -87,13 +87,13 @@ def _api_key(value: Any, source: Source) -> Settings:
     return {}
 
 
-def _top_k(value: Any, source: Source) -> Settings:
+def _top_k(value: Any, source: ForeignConfig) -> Settings:
     if value and source.get("teacher.kind") != "vllm":
         raise NotHere("the divergence is taken over the whole vocabulary.")
     return {"teacher_server_top_k": value} if value else {}
 
 
-def _evaluation(value: Any, source: Source) -> Settings:
+def _evaluation(value: Any, source: ForeignConfig) -> Settings:
     """The split of the same dataset that is held out."""
     name = source.reading.rpartition(".")[0]
     for key in ("repo_id", "disk_path"):
@@ -105,17 +105,17 @@ def _evaluation(value: Any, source: Source) -> Settings:
 def _options(key: str) -> Any:
     """Keywords of `from_pretrained`."""
 
-    def function(value: Any, source: Source) -> Settings:
+    def function(value: Any, source: ForeignConfig) -> Settings:
         return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in (value or {}).items()}}
 
     return function
 
 
-def _attention(value: Any, source: Source) -> Settings:
+def _attention(value: Any, source: ForeignConfig) -> Settings:
     return {"attn_implementation": "flash_attention_2"} if value else {}
 
 
-def _defaults(source: Source) -> Settings:
+def _defaults(source: ForeignConfig) -> Settings:
     losses = [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]
     server = {"teacher_server_timeout": 120.0, "teacher_server_retries": 3}
     return {
@@ -125,7 +125,7 @@ def _defaults(source: Source) -> Settings:
     }
 
 
-def _differences(source: Source) -> Iterator[str]:
+def _differences(source: ForeignConfig) -> Iterator[str]:
     yield "DistillKit adds the end-of-text token to a chat whose template does not end with it; here it is not added."
     yield (
         "Of conversations with from and value, DistillKit leaves out other roles than system, human and gpt; here they "

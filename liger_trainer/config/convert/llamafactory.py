@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from . import NotHere, Settings, Source, Tool
+from . import ForeignConfig, NotHere, Settings, Tool
 from .rows import adapter_modules, chat_column, datasets_of, share_or_number, when_true
 
 _KERNELS = "the layers and the loss are fused anyway."
@@ -14,13 +14,13 @@ _TABLE = "dataset_info.json"
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 
 
-def _stage(value: Any, source: Source) -> Settings:
+def _stage(value: Any, source: ForeignConfig) -> Settings:
     if value != "sft":
         raise ConfigError(f"{source.places['stage']}: stage: only sft converts, got {value!r}.")
     return {}
 
 
-def _method(value: Any, source: Source) -> Settings:
+def _method(value: Any, source: ForeignConfig) -> Settings:
     if value not in ("lora", "full"):
         raise NotHere("expected lora or full; choose what is trained with lora_target_modules.")
     return {}  # what it means is among the defaults
@@ -31,7 +31,7 @@ def _names(value: Any) -> list[str]:
     return [name.strip() for name in names]
 
 
-def _datasets(value: Any, source: Source) -> Settings:
+def _datasets(value: Any, source: ForeignConfig) -> Settings:
     """By name, as dataset_info.json describes them, if it is where the configuration says."""
     folder = Path(source.get("dataset_dir", "data"))
     found = [path for path in (Path(source.label).parent / folder / _TABLE, folder / _TABLE) if path.is_file()]
@@ -50,7 +50,7 @@ def _datasets(value: Any, source: Source) -> Settings:
     return {**datasets_of(entries, source), **_supervised(chats, source)}
 
 
-def _columns(name: str, about: dict[str, Any], source: Source) -> None:
+def _columns(name: str, about: dict[str, Any], source: ForeignConfig) -> None:
     """Note the columns that are not found by their names, and what is learned of Alpaca's there alone."""
     columns = about.get("columns", {})
     if about.get("formatting", "alpaca") != "alpaca":
@@ -63,7 +63,7 @@ def _columns(name: str, about: dict[str, Any], source: Source) -> None:
         source.note(f"{name}: the answers in {columns['history']} are context here; LLaMA-Factory learns them too.")
 
 
-def _supervised(chats: bool, source: Source) -> Settings:
+def _supervised(chats: bool, source: ForeignConfig) -> Settings:
     """All answers; with mask_history the last, with train_on_prompt everything."""
     if source.get("mask_history"):
         return {"last_turn_only": True}
@@ -72,12 +72,12 @@ def _supervised(chats: bool, source: Source) -> Settings:
     return {"assistant_only_loss": True} if chats else {}
 
 
-def _differences(source: Source) -> Iterator[str]:
+def _differences(source: ForeignConfig) -> Iterator[str]:
     yield "What the chat template writes after an answer, such as a line break, is supervised as the template marks it."
     yield "Of a row longer than max_length the end is cut off; LLaMA-Factory cuts ends of its questions and answers."
 
 
-def _quantized(value: Any, source: Source) -> Settings:
+def _quantized(value: Any, source: ForeignConfig) -> Settings:
     if not value:
         return {}
     if value not in (4, 8):
@@ -85,7 +85,7 @@ def _quantized(value: Any, source: Source) -> Settings:
     return {f"load_in_{value}bit": True}
 
 
-def _attention(value: Any, source: Source) -> Settings:
+def _attention(value: Any, source: ForeignConfig) -> Settings:
     words = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
     if value in (None, "auto"):
         return {}
@@ -94,21 +94,21 @@ def _attention(value: Any, source: Source) -> Settings:
     return {"attn_implementation": words[value]}
 
 
-def _template(value: Any, source: Source) -> Settings:
+def _template(value: Any, source: ForeignConfig) -> Settings:
     if value:
         source.note("the chat template of the model's own tokenizer is used; another one with chat_template_path.")
     return {}
 
 
-def _checkpointing_off(value: Any, source: Source) -> Settings:
+def _checkpointing_off(value: Any, source: ForeignConfig) -> Settings:
     return {"gradient_checkpointing": not value}
 
 
-def _shared_packing(value: Any, source: Source) -> Settings:
+def _shared_packing(value: Any, source: ForeignConfig) -> Settings:
     return {"packing": True, "packing_strategy": "bfd"} if value else {}
 
 
-def _defaults(source: Source) -> Settings:
+def _defaults(source: ForeignConfig) -> Settings:
     """Where LLaMA-Factory's silence means something else than TRL's."""
     here: Settings = {"recipe": "sft", "learning_rate": 5e-5, "max_length": 2048}
     if source.get("bf16") or source.get("pure_bf16"):

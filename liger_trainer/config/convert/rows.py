@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import NotHere, Settings, Source
+from . import ForeignConfig, NotHere, Settings
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 OTHER_ROWS = (
@@ -15,12 +15,12 @@ OWN_PROMPT = "writes a prompt of its own around an instruction; here it is the u
 CHAT_COLUMNS = ("messages", "conversations")
 
 
-def when_true(**settings: Any) -> Callable[[Any, Source], Settings]:
+def when_true(**settings: Any) -> Callable[[Any, ForeignConfig], Settings]:
     """For a switch: these settings where it is on, none where it is off."""
     return lambda value, source: settings if value else {}
 
 
-def chat_column(name: Any, where: str, source: Source) -> None:
+def chat_column(name: Any, where: str, source: ForeignConfig) -> None:
     """Note a column of chats that is not found by its name."""
     if name not in (None, *CHAT_COLUMNS):
         source.note(
@@ -28,7 +28,7 @@ def chat_column(name: Any, where: str, source: Source) -> None:
         )
 
 
-def datasets_of(entries: list[dict[str, Any]], source: Source) -> Settings:
+def datasets_of(entries: list[dict[str, Any]], source: ForeignConfig) -> Settings:
     """One dataset as dataset_name; several, or a part of a split, as a mixture. An entry has a path, and may have a
     name and a split."""
     entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
@@ -45,7 +45,7 @@ def _in_mixture(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "path": builder, "data_files": entry["path"]} if builder else entry
 
 
-def optimizer(value: Any, source: Source) -> Settings:
+def optimizer(value: Any, source: ForeignConfig) -> Settings:
     """The name of an optimizer in TRL's words."""
     from ..schema import shipped_schema
 
@@ -58,7 +58,7 @@ def optimizer(value: Any, source: Source) -> Settings:
     return {"optim": here}
 
 
-def share_or_number(value: Any, source: Source) -> Settings:
+def share_or_number(value: Any, source: ForeignConfig) -> Settings:
     """A validation size: a share of the rows, a number of rows, or none."""
     if not value:
         source.note("every run is evaluated: a share of the rows, holdout_fraction, is held out.")
@@ -68,7 +68,7 @@ def share_or_number(value: Any, source: Source) -> Settings:
     raise NotHere("a number of rows; say which share of the rows is held out with holdout_fraction.")
 
 
-def adapter_modules(value: Any, source: Source) -> Settings:
+def adapter_modules(value: Any, source: ForeignConfig) -> Settings:
     """Target modules as a list; "all" means all linear layers."""
     names = value.split(",") if isinstance(value, str) else list(value)
     names = [name.strip() for name in names]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import NotHere, Settings, Source, Tool
+from . import ForeignConfig, NotHere, Settings, Tool
 from .rows import BUILDERS, OTHER_ROWS, OWN_PROMPT, chat_column, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
@@ -32,7 +32,7 @@ def _component(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-def _model(value: Any, source: Source) -> Settings:
+def _model(value: Any, source: ForeignConfig) -> Settings:
     name = _component(value)
     if not name.startswith(("lora_", "qlora_")):
         return {}
@@ -46,7 +46,7 @@ def _model(value: Any, source: Source) -> Settings:
     return {**adapter, "load_in_4bit": True} if name.startswith("qlora_") else adapter
 
 
-def _precision(value: Any, source: Source) -> Settings:
+def _precision(value: Any, source: ForeignConfig) -> Settings:
     """torchtune keeps the weights themselves in this type."""
     if value not in ("bf16", "fp16", "fp32"):
         raise NotHere("expected bf16, fp16 or fp32.")
@@ -54,15 +54,15 @@ def _precision(value: Any, source: Source) -> Settings:
     return {"dtype": dtype, "bf16": value == "bf16", "fp16": value == "fp16"}
 
 
-def _clipping(value: Any, source: Source) -> Settings:
+def _clipping(value: Any, source: ForeignConfig) -> Settings:
     return {"max_grad_norm": 0.0 if value is None else value}
 
 
-def _steps(value: Any, source: Source) -> Settings:
+def _steps(value: Any, source: ForeignConfig) -> Settings:
     return {} if value is None else {"max_steps": round(value * source.get("epochs", 1))}
 
 
-def _schedule(value: Any, source: Source) -> Settings:
+def _schedule(value: Any, source: ForeignConfig) -> Settings:
     words = {
         "get_cosine_schedule_with_warmup": "cosine",
         "get_linear_schedule_with_warmup": "linear",
@@ -73,7 +73,7 @@ def _schedule(value: Any, source: Source) -> Settings:
     return {"lr_scheduler_type": words[_component(value)]}
 
 
-def _distillation(value: Any, source: Source) -> Settings:
+def _distillation(value: Any, source: ForeignConfig) -> Settings:
     """(1 - kd_ratio) cross-entropy + kd_ratio divergence."""
     name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.get("kd_ratio", 0.5)
     symmetric = source.get("kd_loss.sym_kd_ratio", 0.5)
@@ -88,7 +88,7 @@ def _distillation(value: Any, source: Source) -> Settings:
     return {"losses": [{"type": kind, "weight": round(weight, 6)} for kind, weight in losses.items() if weight]}
 
 
-def _dataset(value: Any, source: Source) -> Settings:
+def _dataset(value: Any, source: ForeignConfig) -> Settings:
     name, where = _component(value), source.get("dataset.source")
     if where is None and name not in _DATASETS:
         raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
@@ -100,7 +100,7 @@ def _dataset(value: Any, source: Source) -> Settings:
     return {"dataset_name": named, **_supervised(name, source)}
 
 
-def _supervised(name: str, source: Source) -> Settings:
+def _supervised(name: str, source: ForeignConfig) -> Settings:
     """The prompt of Alpaca is learned unless said otherwise; that of the others is not."""
     on_prompt = source.get("dataset.train_on_input", name in _ALPACA)
     if name in _TEXTS:
@@ -113,7 +113,7 @@ def _supervised(name: str, source: Source) -> Settings:
     return {"completion_only_loss": False} if on_prompt else {}
 
 
-def _differences(source: Source) -> Iterator[str]:
+def _differences(source: ForeignConfig) -> Iterator[str]:
     name = _component(source.get("dataset._component_", ""))
     if not name or name in _TEXTS:
         return
@@ -124,39 +124,39 @@ def _differences(source: Source) -> Iterator[str]:
     yield "The chat template is that of the model's tokenizer; it may begin with a system prompt, torchtune's do not."
 
 
-def _optimizer(value: Any, source: Source) -> Settings:
+def _optimizer(value: Any, source: ForeignConfig) -> Settings:
     here = optimizer(value, source)
     return {"optim": "adamw_torch_fused"} if here["optim"] == "adamw_torch" and source.get("optimizer.fused") else here
 
 
-def _betas(value: Any, source: Source) -> Settings:
+def _betas(value: Any, source: ForeignConfig) -> Settings:
     return {"adam_beta1": value[0], "adam_beta2": value[1]}
 
 
-def _tracker(value: Any, source: Source) -> Settings:
+def _tracker(value: Any, source: ForeignConfig) -> Settings:
     words = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
     return {"report_to": words.get(_component(value), "none")}
 
 
-def _device(value: Any, source: Source) -> Settings:
+def _device(value: Any, source: ForeignConfig) -> Settings:
     return {"use_cpu": True} if value == "cpu" else {}
 
 
-def _resumed(value: Any, source: Source) -> Settings:
+def _resumed(value: Any, source: ForeignConfig) -> Settings:
     if value:
         raise NotHere("checkpoints of torchtune cannot be continued; name their directory in model_name_or_path.")
     return {}
 
 
-def _validation(value: Any, source: Source) -> Settings:
+def _validation(value: Any, source: ForeignConfig) -> Settings:
     return {"eval_strategy": "steps", "eval_steps": value} if value else {}
 
 
-def _said_elsewhere(value: Any, source: Source) -> Settings:
+def _said_elsewhere(value: Any, source: ForeignConfig) -> Settings:
     return {}
 
 
-def _defaults(source: Source) -> Settings:
+def _defaults(source: ForeignConfig) -> Settings:
     """Where torchtune's silence means something else than TRL's."""
     return {
         "recipe": "distill" if "teacher_checkpointer.checkpoint_dir" in source.values else "sft",
@@ -169,7 +169,7 @@ def _defaults(source: Source) -> Settings:
 
 
 def _path(key: str) -> Any:
-    def function(value: Any, source: Source) -> Settings:
+    def function(value: Any, source: ForeignConfig) -> Settings:
         return {key: str(Path(value))} if value else {}
 
     return function

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from . import Settings, Source, Tool
+from . import ForeignConfig, Settings, Tool
 
 
-def _defaults(source: Source) -> Settings:
+def _defaults(source: ForeignConfig) -> Settings:
     """Where TRL's trainers of distillation start from other values than ours; SFT has the same."""
     if source.get("teacher_model_name_or_path") is None:
         return {"recipe": "sft"}
@@ -30,7 +30,7 @@ def _defaults(source: Source) -> Settings:
     }
 
 
-def _differences(source: Source) -> Iterator[str]:
+def _differences(source: ForeignConfig) -> Iterator[str]:
     yield "Of conversations with from and value, TRL writes human and gpt as roles; here they are user and assistant."
 
 

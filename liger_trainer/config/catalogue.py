@@ -1,0 +1,39 @@
+"""Finds a configuration: a file, or one of those that come with the package."""
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+from ..common.value_rules import did_you_mean
+from ..errors import ConfigError
+
+
+def built_in_configs() -> dict[str, Any]:
+    """Name ("smollm2/distill_layerdrop") -> readable resource of every configuration shipped with the package."""
+    found = {}
+    for family in importlib.resources.files("liger_trainer").joinpath("configs").iterdir():
+        if family.is_dir():
+            for resource in family.iterdir():
+                if resource.name.endswith(".yaml"):
+                    found[f"{family.name}/{resource.name.removesuffix('.yaml')}"] = resource
+    return dict(sorted(found.items()))
+
+
+def find_config(name: str) -> tuple[str, str]:
+    """Text and label of a configuration: a path to a YAML file, or the name of a built-in one.
+
+    Raises:
+        ConfigError: neither, or a file that cannot be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), name
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name}: cannot be read as UTF-8 text: {error}") from None
+    known = built_in_configs()
+    wanted = name.removesuffix(".yaml").removesuffix(".yml")
+    if wanted in known:
+        return known[wanted].read_text(encoding="utf-8"), f"{wanted}.yaml"
+    hint = did_you_mean(wanted, known) or " `liger-trainer ls` lists the built-in ones."
+    raise ConfigError(f"{name}: neither a file nor a built-in configuration.{hint}")

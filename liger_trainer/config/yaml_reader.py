@@ -1,0 +1,107 @@
+"""Reads YAML and keeps the line of every value.
+
+Scalars follow YAML 1.2: `2e-4` is a number and `no` is a string (so `eval_strategy: no` means what it says); where a
+switch is wanted, `yes`, `no`, `on` and `off` are understood as such later, by the type of the key.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+from .settings import Finding, ParsedSettings, Setting
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 scalars."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+for _tag, _pattern, _first in (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+        r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+        list("-+0123456789."),
+    ),
+    ("merge", r"^(?:<<)$", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value that a piece of YAML stands for."""
+    return yaml.load(text, _Loader)
+
+
+def read_settings(text: str, label: str) -> ParsedSettings:
+    """The top-level keys of a YAML mapping, and the findings about keys that are given twice or are no names.
+
+    Args:
+        text: the YAML document.
+        label: its name in messages, as in "label:3".
+
+    Raises:
+        ConfigError: not valid YAML, or not a mapping.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return ParsedSettings({}, [])
+        if not isinstance(node, yaml.MappingNode):
+            kind = type(node).__name__.removesuffix("Node").lower()
+            raise ConfigError(f"{label}: expected `key: value` lines, got a YAML {kind}.")
+        findings = list(_given_twice(node, label))
+        places = dict(_places(loader, node, label))
+        values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{label}:{mark.line + 1 if mark else 1}: {error.problem or 'not valid YAML'}.") from None
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+        raise ConfigError(f"{label}: not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+    settings = {}
+    for key, value in values.items():
+        where = places[(str(key),)]
+        if isinstance(key, str):
+            inside = {path[1:]: place for path, place in places.items() if path[0] == key and len(path) > 1}
+            settings[key] = Setting(value, where, inside)
+        else:
+            findings.append(Finding(where, "", f"expected a name before the colon, got {key!r}."))
+    return ParsedSettings(settings, findings)
+
+
+def _given_twice(node: yaml.Node, label: str) -> Iterator[Finding]:
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _given_twice(item, label)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            yield Finding(f"{label}:{line}", "", f"the key {key!r} is given twice, first on line {seen[key]}.")
+        seen.setdefault(key, line)
+        yield from _given_twice(value_node, label)
+
+
+def _places(loader: _Loader, node: yaml.Node, label: str, path: tuple = ()) -> Iterator[tuple[tuple, str]]:
+    if isinstance(node, yaml.MappingNode):
+        loader.flatten_mapping(node)  # `<<: *anchor`: its keys count as keys of this mapping
+        children = [(str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(index, item, item) for index, item in enumerate(node.value)]
+    else:
+        children = []
+    for step, marked, child in children:
+        yield (*path, step), f"{label}:{marked.start_mark.line + 1}"
+        yield from _places(loader, child, label, (*path, step))
