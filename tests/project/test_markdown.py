@@ -12,8 +12,8 @@ WRITTEN_BY_CODE = {"docs/configs.md", "docs/models.md"}
 NOT_YET = {
     f"docs/{name}.md"
     for name in (
-        "cache", "cli", "compile", "how-it-works", "kernels", "lora", "losses", "migrating", "modules", "on-policy",
-        "patching", "recipes", "report", "teachers", "tokenizers", "ways-in",
+        "cache", "cli", "compile", "kernels", "lora", "migrating", "on-policy", "patching", "recipes", "report",
+        "teachers", "tokenizers", "ways-in",
     )
 }  # fmt: skip
 
