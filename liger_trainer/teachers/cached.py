@@ -28,7 +28,7 @@ class CachedTeacher(Teacher):
 
     Args:
         args: `teacher_cache_dir`, `verify_teacher_cache`, the loss's temperature, `max_length`.
-        teacher: the model or the name that the cache must have been captured from; None to take it as it is.
+        teacher: the model or name that the cache must come from; None to take the cache as it is.
 
     Raises:
         ConfigError: no such cache, or one of another teacher, max_length or temperature.
@@ -64,10 +64,10 @@ class CachedTeacher(Teacher):
         self.cache.check_teacher(name, teacher_fingerprint(teacher, args))
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
-        """Whether the cache has every row of a prepared dataset, made with this tokenizer. No GPU is needed.
+        """Raise where the cache lacks a row of a prepared dataset, made with this tokenizer. No GPU is needed.
 
         Raises:
-            ConfigError: it was captured with another tokenizer or chat template, or from other data.
+            ConfigError: the capture had another tokenizer or chat template, or other data.
         """
         self.cache.check_tokenizer(tokenizer)
         if isinstance(dataset, Dataset):
@@ -77,7 +77,7 @@ class CachedTeacher(Teacher):
         return CacheCollator(collator, self.cache)
 
     def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
-        """The teacher at the positions of a batch, whose records are taken out of `inputs`. On their device."""
+        """Decode the records of a batch, which are taken out of `inputs`, on their device."""
         form = self.cache.format
         return SparseAnswer(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)
 

@@ -1,8 +1,8 @@
-"""A teacher of another tokenizer, for a `uld` loss: it reads the same rows in its own tokens and chat template.
+"""A teacher with another tokenizer, for a `uld` loss: it reads the same rows in its own tokens and chat template.
 
-Rows are prepared once more with its tokenizer, and set beside the student's by the text they share. As with a teacher
-cache, a row is found again by its own content, so that shuffling and packing may do with it what they like; the
-teacher reads the documents of a packed row one by one.
+Rows are prepared a second time with its tokenizer and aligned with the student's by text. As with a teacher cache, a
+row is found again by its key, after any shuffling and packing; the teacher reads the documents of a packed row one by
+one.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
 
 
 class CrossTokenizerTeacher(ModelTeacher):
-    """A causal LM of another tokenizer, which is that of `teacher_tokenizer_name_or_path` or lies beside the model.
+    """A causal LM with another tokenizer: `teacher_tokenizer_name_or_path`, or the one beside the model.
 
     Raises:
-        ConfigError: no tokenizer is known; rows that are streamed, tokenized already, or cut at their beginnings.
+        ConfigError: no tokenizer is known; rows are streamed, tokenized already, or lose their beginnings.
     """
 
     knows_new_tokens = False
@@ -53,13 +53,13 @@ class CrossTokenizerTeacher(ModelTeacher):
                 "A uld loss finds each row's text again in the teacher's tokens, so rows must begin with their own "
                 "beginning: set packing_strategy to 'bfd' and truncation_mode to 'keep_start'."
             )
-        found = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
-        if found is None:
+        tokenizer = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
+        if tokenizer is None:
             raise ConfigError(
                 "A uld loss needs the teacher's tokenizer, and none lies beside the teacher: name it in "
                 "teacher_tokenizer_name_or_path."
             )
-        self.tokenizer: Any = found
+        self.tokenizer: Any = tokenizer
         self.rows = TeacherRows()
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
@@ -85,12 +85,12 @@ class CrossTokenizerTeacher(ModelTeacher):
         return prepare(prepared, True) if packing else prepared
 
     def _beside(self, prepared: Dataset, raw: Dataset, name: str, tokenizer: Any, formatting_func: Any) -> Dataset:
-        """Of each prepared row its tokens, labels, and what the teacher reads in its place."""
+        """Return, for each prepared row, its tokens and labels and what the teacher reads in its place."""
         theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
             ["input_ids", "labels", ROW]
         )
         left = sorted(set(prepared[ROW]) - set(theirs[ROW]))
-        if left:  # nothing of them is supervised for the teacher
+        if left:  # nothing in these rows is supervised for the teacher
             nothing = {"input_ids": [[] for _ in left], "labels": [[] for _ in left], ROW: left}
             theirs = concatenate_datasets([theirs, Dataset.from_dict(nothing, features=theirs.features)])
         place = {row: index for index, row in enumerate(theirs[ROW])}
@@ -125,12 +125,12 @@ class CrossTokenizerTeacher(ModelTeacher):
 
     def _report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
         tokens = sum(supervised_tokens(labels) for labels in prepared["labels"])
-        found = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
+        paired = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
         announce(
-            f"uld: {found:,} of {tokens:,} supervised tokens ({found / max(tokens, 1):.1%}) of the {name} dataset "
+            f"uld: {paired:,} of {tokens:,} supervised tokens ({paired / max(tokens, 1):.1%}) of the {name} dataset "
             "begin where one of the teacher's does."
         )
-        if not found:
+        if not paired:
             raise DataError(
                 f"No supervised token of the {name} dataset begins where one of the teacher's does, so a uld loss has "
                 "nothing to compare: do both chat templates write the same text for the completions, in as many parts?"
@@ -140,7 +140,7 @@ class CrossTokenizerTeacher(ModelTeacher):
         return CrossTokenizerCollator(collator, self.rows)
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
-        """Of the student's own tokens."""
+        """Return the number of the student's tokens: uld does not compare ids."""
         size, rows = tokenizer_size(self.tokenizer), teacher.get_output_embeddings().weight.shape[0]
         if rows < size:
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
@@ -153,29 +153,30 @@ class CrossTokenizerTeacher(ModelTeacher):
 
 
 def _aligned_row(row: dict[str, Any], tokenizer: Any, teacher_tokenizer: Any) -> dict[str, Any]:
-    own = runs(row["input_ids"], row["labels"], tokenizer)
-    found = partners(row["labels"], aligned(own, runs(row[IDS], row["teacher_labels"], teacher_tokenizer)))
-    # the teacher reads no further than it is asked: so much of the text as the student's max_length has left
-    return {PARTNERS: found, IDS: row[IDS][: max(found, default=-1) + 1]}
+    student_runs = runs(row["input_ids"], row["labels"], tokenizer)
+    teacher_runs = runs(row[IDS], row["teacher_labels"], teacher_tokenizer)
+    positions = partners(row["labels"], aligned(student_runs, teacher_runs))
+    # The teacher need not read beyond the last position that it is asked about.
+    return {PARTNERS: positions, IDS: row[IDS][: max(positions, default=-1) + 1]}
 
 
 @dataclass(frozen=True)
 class TeacherRow:
-    """What the teacher reads in the place of a row, and, for each supervised token of the row, its position there."""
+    """What the teacher reads in the place of a row, and its position there for each supervised token of the row."""
 
     input_ids: list[int]
     partners: list[int]
 
 
 class TeacherRows:
-    """What the teacher reads, by the content of the student's rows."""
+    """What the teacher reads, by the keys of the student's rows."""
 
     def __init__(self) -> None:
         self._datasets: list[Dataset] = []
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, rows: Dataset, name: str) -> None:
-        """Rows with the columns input_ids, labels, teacher_input_ids and teacher_partners."""
+        """Add rows with the columns input_ids, labels, teacher_input_ids and teacher_partners."""
         for index, row in enumerate(rows.select_columns(["input_ids", "labels"])):
             self._places[row_key(row["input_ids"], row["labels"])] = (len(self._datasets), index)  # pyright: ignore
         self._datasets.append(rows.select_columns([IDS, PARTNERS]))

@@ -25,13 +25,14 @@ NO_ROUTE = -1
 
 
 class EnsembleTeacher(Teacher):
-    """Teachers by name: those of `args.teachers`, or a dictionary of models and paths that the trainer was given.
+    """Teachers by name: those of `args.teachers`, or a dictionary of models and paths given to the trainer.
 
-    With `args.teacher_column` a teacher that has no token in a batch does not read it, unless its weights are sharded.
+    With `args.teacher_column` a teacher without a token in a batch does not read it, unless its weights are sharded:
+    then all ranks must take part in each pass.
 
     Raises:
         ConfigError: a name without a model, a model without a name, a value of the wrong kind; later, packing that cuts
-            documents, teachers whose vocabularies differ.
+            documents, or teachers with different vocabularies.
         DataError, with a column: a row without a value, or with one that no teacher has; equal rows with different
             values.
     """
@@ -67,7 +68,7 @@ class EnsembleTeacher(Teacher):
         return {name: teacher.model for name, teacher in self.teachers.items()}
 
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
-        """The route of every document, by its content as truncation will leave it."""
+        """Remember the teacher of every document, by its key after truncation."""
         if self._column is None:
             return
         if self._column not in dataset.column_names:
@@ -141,8 +142,8 @@ class EnsembleTeacher(Teacher):
     def live(self) -> Iterator[dict[str, Any]]:
         """All at once: one that is the student without adapters is so as long as the context lasts."""
         with ExitStack() as stack:
-            found = {name: stack.enter_context(teacher.live()) for name, teacher in self.teachers.items()}
-            yield {name: model for name, models in found.items() for model in models.values()}
+            live = {name: stack.enter_context(teacher.live()) for name, teacher in self.teachers.items()}
+            yield {name: model for name, models in live.items() for model in models.values()}
 
 
 def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
