@@ -85,7 +85,7 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks by phase, numbers of parameters, and the bytes of trained weights and of the largest layer, for sharding."""
+    """Peaks by phase, numbers of parameters, and bytes of the trained weights and of the largest layer."""
 
     peaks: dict[str, Peak]
     parameters: int

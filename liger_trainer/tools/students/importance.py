@@ -4,7 +4,8 @@
     importance of a unit  = mean over tokens of |act(gate) * up|, what enters the down-projection
 
 The first is the block influence of ShortGPT (Men et al. 2024, arXiv:2403.03853): a layer that hardly turns the
-hidden state can be left out. The second is how Minitron (Muralidharan et al. 2024, arXiv:2407.14679) ranks the units of an MLP.
+hidden state can be left out. The second is how Minitron (Muralidharan et al. 2024, arXiv:2407.14679)
+ranks the units of an MLP.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
