@@ -1,4 +1,4 @@
-"""The held-out metrics that a run is judged by: their names in `trainer.evaluate()` and in words. Imports nothing."""
+"""The held-out metrics of a run, by name and in words. Imports nothing."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class MetricRow:
     title: str
     digits: int = 3
     better: str | None = None
-    """"lower" or "higher"; None where neither is"""
+    """"lower", "higher" or None"""
 
 
 SFT_ROWS = (
@@ -28,7 +28,7 @@ DISTILL_ROWS = (
     MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
     MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
-OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs it by both
+OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 
 def shown_rows(rows: Iterable[MetricRow], measured: Sequence[Collection[str]]) -> tuple[MetricRow, ...]:

@@ -1,7 +1,7 @@
-"""The model card of a run: README.md in its output directory, with what is known about the run and nothing else.
+"""The model card of a run: README.md in its output directory, with the facts of the run.
 
-In the form of huggingface_hub's ModelCard, so that the hub reads its header. It is meant to be published: of files and
-directories on this machine only the last name is told.
+It is a ModelCard of huggingface_hub, so that the hub reads its header. It is meant to be published: files and
+directories of this machine appear by their last name only.
 """
 
 import importlib.resources
@@ -18,7 +18,7 @@ from ...losses.plan import LOSS_TYPES, plan_of
 from ..data.demo_model import DEMO_MODELS, DemoModel
 from ..environment import versions
 from ..metric_rows import DISTILL_ROWS, SFT_ROWS, shown_rows
-from .format import change, count, duration, figure, memory, parameters, shown, teacher_told
+from .format import change, count, duration, figure, memory, parameters, shown, teacher_text
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "README.md"
 _DEMO = "demo:"
-_OF_THE_PLACE = (
+_OF_THIS_MACHINE = (
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -41,10 +41,10 @@ _PLAIN = ("temperature", 1.0)
 
 @dataclass(frozen=True)
 class Published:
-    """What the trainer knows about the model that it saved."""
+    """Facts about the saved model that the trainer knows."""
 
     adapter: bool
-    """LoRA alone, to be put onto its base"""
+    """a LoRA adapter, without its base"""
     chat: bool
     """whether the tokenizer has a chat template"""
     tags: list[str]
@@ -63,7 +63,7 @@ def escaped(value: Any) -> Markdown:
 
 
 def model_card(config: "RunConfig", results: "RunResults", model: Published) -> ModelCard:
-    """The card of a finished run."""
+    """Make the card of a finished run."""
     title = (model.hub_model_id or Path(config["output_dir"]).expanduser().resolve().name).rpartition("/")[2]
     return ModelCard.from_template(
         _header(config, results, model),
@@ -102,14 +102,14 @@ def _header(config: "RunConfig", results: "RunResults", model: Published) -> Mod
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it can only be that of a model or dataset of the hub: no file here, no demo, no kind of file."""
+    """Return `name` if it can only be on the hub: it is neither a demo nor a file or directory here."""
     if not name or name.startswith(_DEMO) or os.path.exists(os.path.expanduser(name)):
         return None
     return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) else None
 
 
 def public(value: Any) -> Any:
-    """A setting without the folders of this machine."""
+    """Return a setting without the folders of this machine."""
     if isinstance(value, dict):
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -131,7 +131,7 @@ def _named(model: str) -> Markdown:
 
 
 def _teacher(config: "RunConfig") -> Markdown:
-    return Markdown(teacher_told(config.values, _named))
+    return Markdown(teacher_text(config.values, _named))
 
 
 def _summary(config: "RunConfig") -> str:
@@ -201,20 +201,20 @@ def _training_facts(config: "RunConfig", results: "RunResults") -> dict[str, Any
 
 
 def _loss(config: "RunConfig") -> str:
-    """What was minimised, in words."""
+    """Write the loss in words."""
     if config.recipe == "sft":
         return "cross-entropy" if config["loss_type"] in (None, "nll") else f"cross-entropy, {config['loss_type']}"
     plan = plan_of(config.values)
     alone = len(plan.terms) == 1 and plan.terms[0].weight == 1
-    told = [" + ".join(term.type if alone else f"{term.weight:g} x {term.type}" for term in plan.terms)]
+    words = [" + ".join(term.type if alone else f"{term.weight:g} x {term.type}" for term in plan.terms)]
     used = {name for term in plan.terms for name in LOSS_TYPES[term.type].scalars} - plan.schedules.keys()
-    told += [f"{name} {plan.scalars[name]:g}" for name in sorted(used) if (name, plan.scalars[name]) != _PLAIN]
-    told += [f"{name} scheduled" for name in plan.schedules]
-    return ", ".join([*told, "TAID"] if plan.taid is not None else told)
+    words += [f"{name} {plan.scalars[name]:g}" for name in sorted(used) if (name, plan.scalars[name]) != _PLAIN]
+    words += [f"{name} scheduled" for name in plan.schedules]
+    return ", ".join([*words, "TAID"] if plan.taid is not None else words)
 
 
 def _settings(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    return {key: setting for key, setting in config.changes().items() if key not in _OF_THE_PLACE}
+    return {key: setting for key, setting in config.changes().items() if key not in _OF_THIS_MACHINE}
 
 
 def _cells(facts: dict[str, Any]) -> dict[str, Markdown]:
