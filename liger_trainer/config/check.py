@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
-from .conflicts import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sharded, notices, renamed
+from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
 from .overrides import parse_overrides
+from .run_options import RECIPES
 from .schema import Schema
 from .settings import DROPPED, Finding, Setting
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
-RECIPES = ("sft", "distill")
 RECIPE_DEFAULT = "recipe default"
 
 
@@ -57,10 +58,10 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
     values["recipe"] = recipe  # also where it is inferred
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
-    view = View(values, known.keys())
+    options = OptionValues(values, known.keys())
     if recipe == "distill" and wrong.isdisjoint(FIELDS):
         problems += _no_loss(values, settings, label)
-    for key, message in conflicts(view, wrong):
+    for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
     if "report_to" not in wrong:
         problems += _no_trackers(settings)

@@ -1,17 +1,16 @@
 """The loss that a configuration describes: its terms, its scalars, and how these change. Imports no torch."""
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..common.value_rules import complaints
+from ..common.options import check_values
+from .config import SKEW_ALPHA, LossConfig
 from .schedules import Schedule, Taid, schedules_of, taid_of
-from .types import BELOW_ONE, LOSS_TYPES, LossTerm, listed_terms
+from .types import LOSS_TYPES, LossTerm, listed_terms
 
 # what it is made of
-SKEW_ALPHA = 0.1  # where none is given
 FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
 
 
@@ -79,7 +78,7 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     if plan.of("uld"):
         _check_uld(plan, given.get("teacher", "model"))
     if given.get("teacher") in ("cache", "server"):
-        _check_sparse(plan, given["teacher"])
+        _check_sparse(plan, given)
     return plan
 
 
@@ -89,7 +88,9 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
-    if fields.get("label_smoothing_factor") and not plan.of("ce"):
+    if fields.get("label_smoothing_factor") and fields.get("teacher") in _SPARSE:
+        yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
+    elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
 
 
@@ -105,8 +106,12 @@ def _check_uld(plan: LossPlan, teacher: str) -> None:
         raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")
 
 
-def _check_sparse(plan: LossPlan, teacher: str) -> None:
-    """What a teacher that is known at a few tokens cannot do, apart from the divergences that it doesn't determine."""
+_SPARSE = {"cache": "a teacher cache", "server": "a teacher's server"}
+
+
+def _check_sparse(plan: LossPlan, given: Mapping[str, Any]) -> None:
+    """Refuse what a teacher that is known at a few tokens of the vocabulary cannot do."""
+    teacher = given["teacher"]
     if plan.taid is not None:
         raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
     if plan.of("hidden"):
@@ -114,8 +119,21 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
     unknown = next((term.type for term in plan.of("divergence") if term.type != "forward_kl" and not term.weight), None)
     if unknown:
         raise ValueError(f"losses: {unknown} cannot be measured: teacher: {teacher} determines the forward KL alone.")
+    used = {term.type for term in plan.of("divergence") if term.weight}
+    if used != {"forward_kl"}:
+        raise ValueError(
+            f"{'losses' if 'losses' in given else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with or "
+            f"without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
+            "losses with forward_kl and ce."
+        )
     if "temperature" in plan.schedules:
         raise ValueError(f"schedules: temperature: what teacher: {teacher} answers is of one temperature.")
+    if teacher == "server" and plan.scalars["temperature"] != 1.0:
+        raise ValueError(
+            f"{'kd_temperature' if 'kd_temperature' in given else 'temperature'}: a server's log-probabilities are of "
+            f"temperature 1, the loss is of {plan.scalars['temperature']}: what the tokens beyond its list have at "
+            "another temperature cannot be known. Use temperature 1, or a teacher in this process or in a cache."
+        )
     weight = plan.schedules.get("forward_kl_weight")
     if weight is not None and 0 in (weight.start, weight.end):
         raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
@@ -123,13 +141,7 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
 
 def _scalars(given: Mapping[str, Any]) -> dict[str, float]:
     beta, alpha = given.get("beta", 0.0), given.get("skew_alpha", SKEW_ALPHA)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must lie in [0, 1], got {beta}.")
-    for _, message in complaints(alpha, BELOW_ONE):
-        raise ValueError(f"skew_alpha: {message}")
-    for name in ("temperature", "kd_temperature"):
-        if not 0 < given.get(name, 1.0) < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {given[name]}.")
+    check_values(given, LossConfig)
     temperature = given.get("kd_temperature", given.get("temperature", 1.0))
     lmbda = {"lmbda": given["lmbda"]} if "lmbda" in given else {}
     return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}
