@@ -160,7 +160,7 @@ class Worker(compiled.Worker):
         return loss.detach()
 
     def _as_the_trainer(self, ids: Tensor) -> Tensor:
-        from liger_trainer.teachers.in_process import teacher_logits
+        from liger_trainer.teachers.base import teacher_logits
 
         logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)
         return self.model(input_ids=ids, labels=ids, teacher_logits=logits, fused_lm_head=True).loss

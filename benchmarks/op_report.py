@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from .op_run import OpCaseResult, OpResult, Timing
 from .report import Header, header_lines, number, refusal, row, spread, table_head
-
-if TYPE_CHECKING:
-    from .op_run import OpCaseResult, OpResult, Timing
 
 METHOD = """\
 Forward and backward apart, in one process, providers interleaved in an order drawn anew each round. On a GPU each pass

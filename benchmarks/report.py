@@ -13,17 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from .cases import Case
 from .measure import Roofline, Spread
-
-if TYPE_CHECKING:
-    from .cases import Case
-    from .providers import Provider
-    from .reference import Errors
-    from .run import CaseResult, Result
+from .providers import Provider
+from .reference import Errors
+from .results import CaseResult, Result
 
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
 TABLES = {False: "Fused linear cross-entropy", True: "Fused linear divergence"}

@@ -18,9 +18,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,64 +30,21 @@ from . import op_cases, op_providers, op_report, op_run, plots, report
 from .cases import CASES, SMOKE_CASES, Case, Inputs, make_inputs
 from .failures import explain, release_memory
 from .measure import (
-    Memory,
     Roofline,
     Spread,
     Stopwatch,
-    forward_backward,
     interleave,
     settle_libraries,
     take_gradients,
     weigh,
 )
-from .providers import PROVIDERS, LossFunction, Provider
+from .providers import PROVIDERS, Provider
 from .reference import Errors, Gradients, error_bound, errors, evaluate
+from .results import CaseResult, Result
 
 WARM_UPS = 3  # the accuracy check and the memory measurement are the first two
 SMOKE_PROVIDERS = ("ours", "ours_fp32", "eager", "trl")
 OP_SMOKE = ("ours", "ours_inplace", "ours_unfused", "eager")
-
-
-@dataclass
-class Result:
-    """One provider on one case. `failure` says why there are no times, or is empty."""
-
-    provider: Provider
-    failure: str = ""
-    errors: Errors | None = None
-    beyond_bound: list[str] = field(default_factory=list)
-    memory: Memory | None = None
-    ms: Spread | None = None
-    ratio: Spread | None = None  # to the first of ours, paired by round
-    loss_of: LossFunction | None = None
-
-    def step(self, case: Case, x: Inputs) -> Callable[[], object]:
-        assert self.loss_of is not None
-        return partial(forward_backward, case, self.loss_of, x)
-
-
-@dataclass
-class CaseResult:
-    """One case: accuracy bound, GEMM floor, a result for each provider; `not_run` says why there is none."""
-
-    case: Case
-    bound: Errors | None = None
-    floor_ms: float = 0.0
-    results: list[Result] = field(default_factory=list)
-    not_run: str = ""
-
-    def set_floor(self, roofline: Roofline) -> None:
-        self.floor_ms = roofline.floor_ms(self.case)
-
-    @property
-    def violations(self) -> list[str]:
-        """Why the gate refuses: ours failed, or was further from the truth than allowed."""
-        return [
-            f"{self.case.name}: {result.provider.name}: {reason}"
-            for result in self.results
-            if result.provider.ours
-            for reason in ([result.failure] if result.failure else result.beyond_bound)
-        ]
 
 
 class Suite(NamedTuple):

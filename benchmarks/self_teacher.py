@@ -85,7 +85,8 @@ def run(job: Job) -> Result:
     from trl import SFTConfig
 
     from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-    from liger_trainer.run.data.demo_model import demo_dataset, resolve_model
+    from liger_trainer.run.data.demo_dataset import demo_dataset
+    from liger_trainer.run.data.demo_model import resolve_model
 
     gpu = torch.cuda.is_available()
     path = resolve_model(MODEL)

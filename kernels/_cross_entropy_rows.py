@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._chunks import stats_dtype
-from ._rows import LOWEST, LogitTransform, check_scalars, load_label_logit, load_logits, transform
+from ._chunking import stats_dtype
+from ._logits import LOWEST, LogitTransform, check_scalars, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._chunks import stats_dtype
-from ._divergence_kinds import divergence_weights, named, parts
+from ._chunking import stats_dtype
 from ._head import Adapters, linear_reference
-from ._rows import LOWEST, LogitTransform, entropy_of, transform
-from ._selection import token_count
+from ._labelled_rows import token_count
+from ._logits import LOWEST, LogitTransform, entropy_of, transform
+from .divergence_kinds import divergence_weights, named, parts
 from .kl_div import kl_values
 
 

@@ -1,6 +1,6 @@
 """Row kernels of linear_divergence.py: two chunks of logits in, per-token values and the student's gradient out.
 
-The Triton kernel (_divergence_kernel.py) and its torch twin take the same arguments. Formulas: linear_divergence.py.
+The Triton kernel (_divergence_kernels.py) and its torch twin take the same arguments. Formulas: linear_divergence.py.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._divergence_kernel import divergence_kernel
-from ._divergence_kinds import ROW_KINDS
+from ._divergence_kernels import divergence_kernel
 from ._divergence_reference import likeliest_half
-from ._rows import LOWEST, LogitTransform, check_scalars, transform
+from ._logits import LOWEST, LogitTransform, check_scalars, transform
 from ._triton import kept_launch, use_triton
+from .divergence_kinds import ROW_KINDS
 
 LANES, WARPS = 1024, 32  # half of either with a second pass, which computes more a number
 HEAD_STEPS = 12  # at most, each of which quarters the interval that holds the threshold of the adaptive KL's head

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._chunks import Needs, Rows, multiply_, stats_dtype, take
+from ._chunking import Needs, Rows, multiply_, stats_dtype, take
 
 
 class Lora(NamedTuple):

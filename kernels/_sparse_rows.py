@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._rows import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
+from ._logits import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass

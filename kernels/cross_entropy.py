@@ -1,6 +1,6 @@
 """Cross-entropy of given logits, with per-token values from the same pass; the gradient can take the logits' place.
 
-    x = transform(logits) / temperature                                   transform: scale, then softcap (_rows.py)
+    x = transform(logits) / temperature                                   transform: scale, then softcap (_logits.py)
     per token: (1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2
                with nll = lse - x[label], c class weights, s label_smoothing, z z_loss
     mean:      the sum over tokens by that of c[label], as in torch, but of the last part by the number of tokens
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ._autograd import first_order, graph_is_kept
-from ._chunks import rescale, stats_dtype
+from ._chunking import rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -28,8 +28,8 @@ from ._cross_entropy_rows import (
     tile_gradient,
     whole_rows,
 )
-from ._rows import LogitTransform, entropy_of, transform
-from ._selection import token_count
+from ._labelled_rows import token_count
+from ._logits import LogitTransform, entropy_of, transform
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from ._autograd import first_order
 from ._gated import ACTIVATIONS, check_gated, forward, gated_reference, halves, input_gradients, promoted, runs_plain
 
+__all__ = ["gated_linear", "gated_linear_reference", "gated_reference"]
+
 
 def gated_linear_reference(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"

@@ -21,7 +21,7 @@ Source    Agarwal et al. 2023 (GKD), arXiv:2306.13649, in the convention of TRL 
 import torch
 from torch import Tensor
 
-from ._given_rows import Call, check, given_rows, prepare, reduced, takes_reference
+from ._unfused_divergence import Call, check, given_rows, prepare, reduced, takes_reference
 from .kl_div import kl_values
 
 

@@ -14,14 +14,14 @@ Numerics  fp32 inside; sums and values of rows in fp32, gradients rounded once t
 Traffic   in elements of one side, NV: given, 2 reads, and 1 write for each gradient. Logits: 2 reads for the value,
           2 reads (from the L2 cache, for rows short enough) and a write for each gradient. Nothing else of size NV is
           stored. Where the loss's own gradient is not 1 and the gradients were written in the forward
-          (_given_rows.py), they are read and written once more.
+          (_unfused_divergence.py), they are read and written once more.
 Source    Hinton et al. 2015, arXiv:1503.02531, for temperature and its square; online softmax: Milakov & Gimelshein
           2018, arXiv:1805.02867; meaning and reductions: torch.nn.functional.kl_div
 """
 
 from torch import Tensor
 
-from ._given_rows import Call, check, given_rows, prepare, reduced, takes_reference
+from ._unfused_divergence import Call, check, given_rows, prepare, reduced, takes_reference
 
 
 def kl_values(x: Tensor, target: Tensor, log_target: bool) -> Tensor:

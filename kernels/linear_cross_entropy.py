@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head, without the logits of the whole batch.
 
-    x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_rows.py)
+    x = transform(hidden @ weight.T + bias + lora) / temperature          transform: scale, then softcap (_logits.py)
     loss = sum over labelled rows of w [(1 - s) nll + s (lse - mean x) + z lse^2] / num_items
            with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss; lora: see _head.py
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._chunks import (
+from ._chunking import (
     Execution,
     Needs,
     RowSelection,
@@ -40,6 +40,7 @@ from ._chunks import (
     tile_plan,
     workspace,
 )
+from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -52,10 +53,9 @@ from ._cross_entropy_rows import (
     tile_statistics,
     whole_rows,
 )
+from ._fused_linear import LinearLoss, linear_loss, with_gradients
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
-from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, transform
-from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._logits import LogitTransform, transform
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
 __all__ = ["CrossEntropy", "Lora", "linear_cross_entropy", "linear_cross_entropy_reference"]

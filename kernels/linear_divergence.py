@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._chunks import (
+from ._chunking import (
     Execution,
     Needs,
     RowSelection,
@@ -55,7 +55,7 @@ from ._chunks import (
     take,
     workspace,
 )
-from ._divergence_kinds import KINDS, ROW_KINDS, divergence_weights
+from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 from ._divergence_reference import (
     LinearDivergence,
     distillation_reference,
@@ -64,10 +64,10 @@ from ._divergence_reference import (
     named_terms,
 )
 from ._divergence_rows import FIELDS, TERMS, DivergenceOptions, RowInputs, divergence_rows
+from ._fused_linear import LinearLoss, linear_loss, with_gradients
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, compute_dtype, vocabulary
-from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform
-from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._logits import LogitTransform
+from .divergence_kinds import KINDS, ROW_KINDS, divergence_weights
 
 __all__ = [
     "KINDS", "LinearDivergence", "Lora", "distillation_reference", "divergence_reference", "divergence_weights",

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._chunks import (
+from ._chunking import (
     Execution,
     Needs,
     Rows,
@@ -48,12 +48,12 @@ from ._chunks import (
     selected_rows,
     take,
 )
+from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._fused_linear import LinearLoss, linear_loss, with_gradients
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
-from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, entropy_of, transform
-from ._selection import token_count
+from ._labelled_rows import token_count
+from ._logits import LogitTransform, entropy_of, transform
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
-from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
 
 __all__ = [
     "LinearSparseDivergence", "Lora", "linear_sparse_divergence", "linear_sparse_divergence_reference",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._chunks import (
+from ._chunking import (
     Execution,
     Needs,
     Rows,
@@ -38,11 +38,11 @@ from ._chunks import (
     take,
     workspace,
 )
+from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._fused_linear import LinearLoss, linear_loss, with_gradients
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
-from ._linear_loss import LinearLoss, linear_loss, with_gradients
-from ._rows import LogitTransform, check_scalars, entropy_of, transform
-from ._selection import token_count
-from ._traced import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._labelled_rows import token_count
+from ._logits import LogitTransform, check_scalars, entropy_of, transform
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
 

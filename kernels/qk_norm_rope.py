@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order, vector
-from ._chunks import stats_dtype
+from ._chunking import stats_dtype
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import Launch, remembered, tl, triton, use_triton
 from .rope import (

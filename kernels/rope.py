@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._chunks import stats_dtype
+from ._chunking import stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 TILE, WARPS = 4096, 4  # elements of q or k a program turns

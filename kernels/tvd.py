@@ -13,7 +13,7 @@ Traffic   in elements of one side, NV: given, 2 reads, and 1 write for each grad
 
 from torch import Tensor
 
-from ._given_rows import Call, check, given_rows, prepare, reduced, takes_reference
+from ._unfused_divergence import Call, check, given_rows, prepare, reduced, takes_reference
 
 
 def tvd_reference(

@@ -1,6 +1,5 @@
 """Arguments and output that several commands share."""
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..common.console import is_main_process
 from ..errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")
 
 def show_notices(config: "RunConfig") -> None:
     """What was accepted and should be known, on stderr, from the first process alone."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         for notice in config.notices:
             print(f"liger-trainer: note: {notice}", file=sys.stderr)
 

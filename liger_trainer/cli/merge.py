@@ -1,14 +1,13 @@
 """`merge`: a LoRA adapter and its base become one model that transformers loads."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.files import CONFIG
+from ..common.files import CONFIG, staged_folder
 from ..errors import ConfigError, CorruptError
 from ._shared import Force, RunDir, quieten_deprecations
 
@@ -37,15 +36,12 @@ def merge(
     _check_target(out, run_dir, name, force)
     quieten_deprecations()
     model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
-    target = out.resolve()
-    staged = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(staged, ignore_errors=True)
-        model.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(staged, target)
+        with staged_folder(out) as staged:
+            model.save_pretrained(staged)
+            tokenizer.save_pretrained(staged)
+            if out.exists():
+                shutil.rmtree(out.resolve())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
     typer.echo(f"Merged {run_dir} into {model.config._name_or_path}: {out}, {model.dtype}")

@@ -80,10 +80,10 @@ def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
 def _facts(device: "torch.device", kernels: bool) -> dict[str, Any]:
     import torch
 
-    from ..kernels._triton import INTERPRETED
+    from ..kernels.runtime import is_interpreted
     from ..run.environment import versions
 
-    how = "torch, without kernels" if not kernels else "Triton's interpreter" if INTERPRETED else "Triton kernels"
+    how = "torch, without kernels" if not kernels else "Triton's interpreter" if is_interpreted() else "Triton kernels"
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "ops_run_by": how,

@@ -1,3 +1,66 @@
-"""Names of the files of a run."""
+"""Names of the files of a run, and writing that leaves no half-written file or folder behind."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that, whenever the process or the machine stops, the old content or the new one is there.
+
+    Raises:
+        OSError: it cannot be written; the old file is untouched.
+    """
+    staged = path.with_name(f".{path.name}.tmp")
+    try:
+        with staged.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a rename in the folder outlast a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` that takes its name at the end; after an error nothing is left of it.
+
+    By then `target` must be absent or empty.
+    """
+    target = target.expanduser().resolve()
+    staged = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)  # a killed process may have left one
+    staged.mkdir(parents=True)
+    try:
+        yield staged
+        os.replace(staged, target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def sha256(content: bytes | Path) -> str:
+    """Return the SHA-256 of bytes, or of the content of a file, in hexadecimal."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..kernels._chunks import put, stats_dtype, take
+from ..kernels.types import put, stats_dtype, take
 from .model_parts import decoder_layers
 from .spec import Distillation, Targets
 from .types import LossTerm

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..common.hooks import is_hooked
 from ..errors import ConfigError
-from ..kernels._head import Lora
+from ..kernels.types import Lora
 
 
 @dataclass(frozen=True)

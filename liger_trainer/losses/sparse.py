@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels._selection import token_count
 from ..kernels.cross_entropy import cross_entropy_reference
 from ..kernels.linear_sparse_divergence import (
     LinearSparseDivergence,
     linear_sparse_divergence,
     sparse_divergence_reference,
 )
+from ..kernels.types import token_count
 from .deferred_logits import DeferredLogits
 from .spec import Distillation, Logits, Targets
 

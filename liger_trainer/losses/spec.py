@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels._chunks import RowSelection
+from ..kernels.types import RowSelection
 from .deferred_logits import DeferredLogits
 
 Logits = DeferredLogits | Tensor

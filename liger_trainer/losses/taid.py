@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels._selection import HostCopy
+from ..kernels.types import HostCopy
 from .schedules import Taid
 
 LATE = 1  # steps whose loss is still on its way

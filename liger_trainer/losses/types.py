@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.value_rules import Rule, complaints, did_you_mean, read
-from ..kernels._divergence_kinds import KINDS
+from ..kernels.divergence_kinds import KINDS
 
 NUMBER: Rule = {"type": "number"}
 SHARE: Rule = {"type": "number", "minimum": 0, "maximum": 1}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels._rows import LogitTransform, transform
 from ..kernels.cross_entropy import CrossEntropy, cross_entropy
 from ..kernels.jsd import jsd
 from ..kernels.kl_div import kl_div
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_divergence import LinearDivergence, linear_divergence
 from ..kernels.tvd import tvd
+from ..kernels.types import LogitTransform, transform
 
 
 @dataclass

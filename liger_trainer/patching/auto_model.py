@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
+from ..common.console import announce
 from ..common.weights import load_whole
-from .patcher import PatchOptions, announce, patch
+from .patcher import PatchOptions, patch
 
 FLAGS = tuple(field.name for field in dataclasses.fields(PatchOptions))
 

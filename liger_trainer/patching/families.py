@@ -18,9 +18,10 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from .patcher import Patched, PatchOptions, PatchReport, announce, base_of, patch, patched_record
+from .patcher import Patched, PatchOptions, PatchReport, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
 # gpt_sw3: gpt-sw3

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ..common.hooks import is_called, is_hooked
 from ..common.replacements import Replacements
-from ..kernels._low_rank import Adapter, Projection
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
 from ..kernels.lora_mlp import lora_mlp
+from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
 from ..modules.gated_mlp import is_plain
 from . import structure

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..common.hooks import is_called
 from ..common.replacements import Replacements
-from ..kernels._gated import gated_reference
+from ..kernels.gated_linear import gated_reference
 from ..kernels.relu2 import relu2, relu2_reference
 from ..modules.gated_mlp import gated, project
 from . import structure

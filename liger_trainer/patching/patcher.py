@@ -7,7 +7,6 @@ swapped. Nothing but the given object is touched; `undo()` gives it back as it w
 import copy
 import dataclasses
 import inspect
-import os
 import pickle
 import types
 from collections import Counter
@@ -247,12 +246,6 @@ def patched_record(model: Any) -> Patched | None:
 def base_of(model: Any) -> Any:
     """The model that a PEFT model wraps; another is its own base."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def announce(line: str) -> None:
-    """Print one line, in the first of several processes only."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"liger-trainer: {line}", flush=True)
 
 
 def _refuse_data_parallel() -> None:

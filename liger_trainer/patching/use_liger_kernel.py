@@ -14,10 +14,11 @@ import transformers.integrations.liger
 import transformers.trainer
 from transformers import PreTrainedModel, Trainer
 
+from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
-from .patcher import Patched, PatchOptions, announce, base_of, patch, patched_record
+from .patcher import Patched, PatchOptions, base_of, patch, patched_record
 
 _replacements = Replacements()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..kernels._triton import INSTALLED
+from ..kernels.runtime import INSTALLED
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """A line of the table: a metric of `trainer.evaluate()` without its prefix, and how it is shown."""
 
     metric: str
@@ -16,17 +16,17 @@ class Row:
 
 
 SFT_ROWS = (
-    Row("loss", "loss (nats/token)", better="lower"),
-    Row("perplexity", "perplexity", 2, better="lower"),
-    Row("mean_token_accuracy", "token accuracy", better="higher"),
-    Row("entropy", "entropy (nats/token)"),
+    MetricRow("loss", "loss (nats/token)", better="lower"),
+    MetricRow("perplexity", "perplexity", 2, better="lower"),
+    MetricRow("mean_token_accuracy", "token accuracy", better="higher"),
+    MetricRow("entropy", "entropy (nats/token)"),
 )
 DISTILL_ROWS = (
-    Row("forward_kl", "forward KL (nats/token)", better="lower"),
-    Row("reverse_kl", "reverse KL (nats/token)", better="lower"),
-    Row("agreement_at_1", "agreement@1", better="higher"),
-    Row("student_perplexity", "student perplexity", 2, better="lower"),
-    Row("teacher_perplexity", "teacher perplexity", 2),
+    MetricRow("forward_kl", "forward KL (nats/token)", better="lower"),
+    MetricRow("reverse_kl", "reverse KL (nats/token)", better="lower"),
+    MetricRow("agreement_at_1", "agreement@1", better="higher"),
+    MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
+    MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs it by both
 

@@ -6,7 +6,6 @@ run is finished, and nothing that follows training can lose the model.
 
 import json
 import math
-import os
 import platform
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
-from ..common.files import CONFIG, METRICS, REPORT
+from ..common.files import CONFIG, METRICS, REPORT, write_atomically
 from ..errors import LigerTrainerError, NonFiniteError
 from .checkpoints import checkpoints_in
 from .environment import device_facts, versions
@@ -87,7 +86,7 @@ def start_output(trainer: Trainer, config: "RunConfig") -> None:
             (output_dir / name).unlink(missing_ok=True)
         for checkpoint in _earlier_checkpoints(config, output_dir):
             checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
-        _write(output_dir / CONFIG, config.to_yaml())
+        write_atomically(output_dir / CONFIG, config.to_yaml())
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
@@ -114,7 +113,7 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     refused = _push(trainer, config) if config["push_to_hub"] else None
     if trainer.is_world_process_zero():
         content = _for_json({**asdict(results), **_circumstances(config)})
-        _write(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
     trainer.accelerator.end_training()
     lost = [name for name, value in results.after.items() if math.isnan(value)]
@@ -147,7 +146,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
 
     def write(*_: Any, **__: Any) -> None:
         if trainer.is_world_process_zero():
-            _write(output_dir / NAME, str(model_card(config, results, model)))
+            write_atomically(output_dir / NAME, str(model_card(config, results, model)))
 
     trainer.create_model_card = write
     write()
@@ -173,16 +172,6 @@ def _report(output_dir: Path) -> None:
     except Exception as error:
         advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
         print(f"liger-trainer: no report was written: {type(error).__name__}: {error}; {advice}", file=sys.stderr)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write beside and rename, so that a crash leaves the old file or the new one, never half of it."""
-    staged = path.with_name(f".{path.name}.tmp")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
 
 
 def _for_json(value: Any) -> Any:

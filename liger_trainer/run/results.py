@@ -1,6 +1,5 @@
 """What a run says: its effective configuration and data at the start, its results at the end."""
 
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ..common.console import is_main_process
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
 from .data.datasets import DataFacts
-from .metric_rows import Row
+from .metric_rows import MetricRow
 from .samples import Completion, comparison_table, print_completions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def patch_facts(**models: Patched | None) -> dict[str, Any]:
 
 def run_console() -> Console:
     """The console of a run; silent in all processes but the first, by the RANK that launchers set."""
-    return Console(quiet=os.environ.get("RANK", "0") != "0")
+    return Console(quiet=not is_main_process())
 
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
@@ -98,7 +98,7 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     console.print(data)
 
 
-def print_results(console: Console, results: RunResults, rows: tuple[Row, ...], output_dir: Path) -> None:
+def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, ...], output_dir: Path) -> None:
     """The end of a run: completions, the table before/after, speed, memory, and where everything is."""
     print_completions(console, results.completions)
     console.print(comparison_table(rows, results.before, results.after))

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from ..losses.model_parts import device_of
 from .data.datasets import RunData
-from .metric_rows import Row
+from .metric_rows import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -168,7 +168,7 @@ def complete_by_each(
     ]
 
 
-def comparison_table(rows: Sequence[Row], before: dict[str, float], after: dict[str, float]) -> Table:
+def comparison_table(rows: Sequence[MetricRow], before: dict[str, float], after: dict[str, float]) -> Table:
     """The held-out metrics before and after training, with the relative change."""
     table = Table(title="Held-out rows, before and after training", title_justify="left")
     table.add_column("metric")

@@ -14,8 +14,7 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.spec import Logits
 from ..patching.patcher import base_of
-from .base import DistillHost, Teacher, without_labels
-from .in_process import teacher_logits
+from .base import DistillHost, Teacher, teacher_logits, without_labels
 from .vocabulary import check_student_vocabulary, tokenizer_size
 
 

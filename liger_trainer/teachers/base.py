@@ -7,26 +7,29 @@ rows, is put beside the student once that exists, and then answers for each batc
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..errors import ConfigError
+from ..losses.deferred_logits import DeferredLogits, deferred_logits
 from ..losses.fused_forward import Knowledge
+from ..patching.patcher import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
+
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 Cut = Callable[[np.ndarray], np.ndarray]
 """What truncation or packing leaves of the token ids, or labels, of a row."""
 
 
-TeacherArguments = Any
-"""A `LigerDistillConfig`, which lies above: `TeacherConfig`, and the arguments of a trainer."""
-
-
 class DistillHost(Protocol):
     """What a teacher is told about the trainer that it teaches in."""
 
-    args: Any
-    train_dataset: Any
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
 
@@ -102,3 +105,44 @@ class Teacher(ABC):
 def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     """What a teacher reads of a batch."""
     return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+
+def check_apart(student: Any, teacher: Any) -> None:
+    """Raise ConfigError where a teacher is the student, or made of weights that are trained."""
+    moving = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
+    if base_of(teacher) is base_of(student) or any(id(parameter) in moving for parameter in teacher.parameters()):
+        raise ConfigError(
+            "The student cannot be its own teacher: its weights would move under the teacher. Load the teacher as "
+            "a model of its own; for adapters beside their frozen base, LigerDistillTrainer has teacher='self'."
+        )
+
+
+def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Patched | None:
+    """The layers of a model, without its loss. One that is patched already stays so; None if nothing is found."""
+    done = patched_record(model)
+    if done is not None:
+        return done
+    try:
+        done = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
+    except NothingToPatch as error:
+        announce(f"{name}: {error}")
+        return None
+    announce(f"{name}: {done.report}")
+    return done
+
+
+def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: Any) -> DeferredLogits | Tensor:
+    """The deferred logits of `call(*args, **inputs)`, a teacher around `base`: hidden states, and how its head goes
+    on. Without gradient.
+
+    Raises:
+        ConfigError: an encoder-decoder without the tokens of its decoder, which a student makes of its labels.
+    """
+    config = getattr(base, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and not any(name in inputs for name in _OF_DECODER):
+        raise ConfigError(
+            f"The teacher, a {type(base).__name__}, is asked without labels, of which it would make the input of its "
+            "decoder. Have the data collator add decoder_input_ids to the batch: both models then read the same."
+        )
+    with torch.no_grad(), deferred_logits(base, outlive=True):
+        return call(*args, **inputs).logits

@@ -11,11 +11,14 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.files import sha256
 from ..errors import ConfigError, DataError
 from ..losses.sparse import SparseTeacher
-from .base import DistillHost, Teacher, TeacherArguments
-from .cache.fingerprints import row_key, spans, supervised_tokens, teacher_fingerprint
-from .cache.store import TeacherCache, sha256
+from .base import DistillHost, Teacher
+from .cache.store import TeacherCache
+from .config import TeacherConfig
+from .fingerprints import teacher_fingerprint
+from .row_keys import row_key, spans, supervised_tokens
 from .vocabulary import check_student_vocabulary
 
 RECORDS = "teacher_records"
@@ -35,7 +38,7 @@ class CachedTeacher(Teacher):
 
     knows_new_tokens = False
 
-    def __init__(self, args: TeacherArguments, teacher: Any = None):
+    def __init__(self, args: TeacherConfig, teacher: Any = None):
         assert args.teacher_cache_dir is not None
         self.cache = TeacherCache(args.teacher_cache_dir, verify=args.verify_teacher_cache)
         self.cache.check_settings(args.max_length, args.loss_temperature)
@@ -50,7 +53,7 @@ class CachedTeacher(Teacher):
     def prepare(self, trainer: DistillHost) -> int:
         return check_student_vocabulary(trainer.student, self.cache.index.settings.vocab_size)
 
-    def _check_teacher(self, teacher: Any, args: TeacherArguments) -> None:
+    def _check_teacher(self, teacher: Any, args: TeacherConfig) -> None:
         there = self.cache.index.fingerprints.teacher_from
         here = "files" if isinstance(teacher, str) else "memory"
         if there != here:

@@ -54,7 +54,7 @@ class Question(NamedTuple):
     places: list[int]
 
 
-class Knowledge(NamedTuple):
+class TopTokens(NamedTuple):
     """Of n places: the likeliest tokens, likeliest first, and the token that stands there."""
 
     ids: np.ndarray  # (n, K) int32
@@ -76,7 +76,7 @@ class CompletionsServer:
         self.options, self._pause = options, pause
         self.endpoint = options.url.rstrip("/") + "/completions"
 
-    def ask(self, questions: Sequence[Question]) -> list[Knowledge]:
+    def ask(self, questions: Sequence[Question]) -> list[TopTokens]:
         """In the order of the questions. The first error ends them all."""
         if not questions:
             return []
@@ -86,7 +86,7 @@ class CompletionsServer:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, question: Question) -> Knowledge:
+    def _ask(self, question: Question) -> TopTokens:
         answer = self._answer(json.dumps(self._request(question.ids)).encode())
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
@@ -96,7 +96,7 @@ class CompletionsServer:
                 f"{self.endpoint} answers in another form than teacher_server_protocol: {self.options.protocol} has "
                 f"({type(error).__name__}: {error}): {_shown(answer)}"
             ) from None
-        return self._knowledge(places, question)
+        return self._top_tokens(places, question)
 
     def _request(self, ids: list[int]) -> dict[str, Any]:
         common = {"model": self.options.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
@@ -147,7 +147,7 @@ class CompletionsServer:
             shown = text[:SHOWN].decode(errors="replace")
             raise ConfigError(f"The teacher's server {self.endpoint} answers with no JSON: {shown}") from None
 
-    def _knowledge(self, places: list[dict[int, float]], question: Question) -> Knowledge:
+    def _top_tokens(self, places: list[dict[int, float]], question: Question) -> TopTokens:
         k = self.options.top_k
         ids, log_probs = np.empty((len(places), k), np.int32), np.empty((len(places), k), np.float32)
         labels = np.empty(len(places), np.float32)
@@ -161,7 +161,7 @@ class CompletionsServer:
             ids[row], log_probs[row] = zip(*likeliest, strict=True)
             labels[row] = known[question.ids[place]]
         self._check_log_probs(log_probs)
-        return Knowledge(ids, log_probs, labels)
+        return TopTokens(ids, log_probs, labels)
 
     def _check_log_probs(self, log_probs: np.ndarray) -> None:
         if np.isnan(log_probs).any():

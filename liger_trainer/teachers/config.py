@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.options import (
     HTTP,
@@ -238,6 +238,10 @@ class TeacherConfig:
     )
     cache_bits: int = option(8, "Bits of a captured log-probability.", choices=[8, 16])
     cache_shard_mb: int = option(64, "MiB of a shard of the cache.", ge=1)
+
+    if TYPE_CHECKING:  # the fields of SFTConfig, which stands beside this class in LigerDistillConfig
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def check_teachers(self) -> None:
         """Raise ValueError for an entry of `teachers` that is wrong."""

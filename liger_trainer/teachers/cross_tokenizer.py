@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 from trl import is_conversational
 from trl.data_utils import is_conversational_from_value
 
+from ..common.console import announce
 from ..errors import ConfigError, DataError
 from ..losses.uld import UldAnswer
-from ..patching.patcher import announce
-from .base import DistillHost, TeacherArguments
-from .cache.fingerprints import row_key, spans, supervised_tokens
-from .fingerprints import tokenizer_fingerprints
+from .base import DistillHost
+from .config import TeacherConfig
+from .fingerprints import describe_tokenizer
 from .model import ModelTeacher
+from .row_keys import row_key, spans, supervised_tokens
 from .text_alignment import aligned, partners, runs
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
 
@@ -31,9 +32,11 @@ ROW, IDS, PARTNERS = "liger_row", "teacher_input_ids", "teacher_partners"  # col
 INPUT_IDS, MASK, OF_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
 PrepareRows = Callable[[Any, bool], Any]
 """The trainer's own preparation of a dataset, packed or not."""
+RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
+"""(args, dataset, tokenizer, formatting_func): the rows as a model with that tokenizer reads them."""
 
 
-class UldTeacher(ModelTeacher):
+class CrossTokenizerTeacher(ModelTeacher):
     """A causal LM of another tokenizer, which is that of `teacher_tokenizer_name_or_path` or lies beside the model.
 
     Raises:
@@ -42,9 +45,7 @@ class UldTeacher(ModelTeacher):
 
     knows_new_tokens = False
 
-    def __init__(
-        self, args: TeacherArguments, teacher: PreTrainedModel | str, rows_for_reading: Callable[..., Dataset]
-    ):
+    def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, rows_for_reading: RowsForReading):
         self._rows_for_reading = rows_for_reading
         super().__init__(args, teacher)
         if args.packing and args.packing_strategy != "bfd" or args.truncation_mode != "keep_start":
@@ -65,7 +66,7 @@ class UldTeacher(ModelTeacher):
         return None
 
     def fingerprints(self) -> dict[str, Any]:
-        return {**super().fingerprints(), "tokenizer": tokenizer_fingerprints(self.tokenizer, self.tokenizer)}
+        return {**super().fingerprints(), "tokenizer": describe_tokenizer(self.tokenizer, self.tokenizer)}
 
     def prepare_dataset(
         self, prepare: PrepareRows, dataset: Any, packing: bool, name: str, *, tokenizer: Any, formatting_func: Any
@@ -135,8 +136,8 @@ class UldTeacher(ModelTeacher):
                 "nothing to compare: do both chat templates write the same text for the completions, in as many parts?"
             )
 
-    def collator(self, collator: Any) -> "UldCollator":
-        return UldCollator(collator, self.rows)
+    def collator(self, collator: Any) -> "CrossTokenizerCollator":
+        return CrossTokenizerCollator(collator, self.rows)
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
         """Of the student's own tokens."""
@@ -187,7 +188,7 @@ class TeacherRows:
         return TeacherRow(row[IDS], row[PARTNERS])
 
 
-class UldCollator:
+class CrossTokenizerCollator:
     """TRL's collator, and what the teacher reads: `uld_input_ids` and `uld_attention_mask` (documents, length), padded
     on the right, and `uld_partners`, like the student's input_ids: for each position that predicts a token, the
     teacher's, as an index into documents * length; -1 for none.

@@ -15,16 +15,17 @@ from ..errors import ConfigError, DataError
 from ..losses.multi_teacher import TeacherShare, TeacherShares
 from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
-from .base import Cut, DistillHost, Teacher, TeacherArguments
-from .cache.fingerprints import data_fingerprint, documents, row_key, spans, supervised_tokens
-from .config import TeacherEntry, entries_of
+from .base import Cut, DistillHost, Teacher
+from .config import TeacherConfig, TeacherEntry, entries_of
+from .fingerprints import data_fingerprint
 from .model import ModelTeacher
+from .row_keys import documents, row_key, spans, supervised_tokens
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
 
 
-class SeveralTeachers(Teacher):
+class EnsembleTeacher(Teacher):
     """Teachers by name: those of `args.teachers`, or a dictionary of models and paths that the trainer was given.
 
     With `args.teacher_column` a teacher that has no token in a batch does not read it, unless its weights are sharded.
@@ -36,7 +37,7 @@ class SeveralTeachers(Teacher):
             values.
     """
 
-    def __init__(self, args: TeacherArguments, given: Any):
+    def __init__(self, args: TeacherConfig, given: Any):
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(
                 "args.teachers names several teachers: pass teacher_model as a dictionary of them by name, or leave it "

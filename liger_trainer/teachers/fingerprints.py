@@ -1,11 +1,21 @@
-"""What tokenizers and models are known by in checkpoints."""
+"""Fingerprints of rows, tokenizers, chat templates, configurations and weights, for teacher caches and checkpoints."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
 from ..patching.patcher import base_of
-from .cache.fingerprints import sampled_fingerprint, template_fingerprint, tokenizer_fingerprint
 
 LABEL = "name"  # for people: a dataset or a model may move
 # of a configuration: where and how a model or an adapter was loaded, what trainers set, what it returns
@@ -14,16 +24,176 @@ _NOT_THE_MODEL = frozenset(
     "pad_token_id bos_token_id eos_token_id initializer_range router_aux_loss_coef id2label label2id "
     "base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights".split()
 )
+_CHUNK = 2**26  # bytes of a weight on a GPU that are copied at a time
+_SAMPLE = 1500  # elements of a weight, or up to twice as many
 
 
-def tokenizer_fingerprints(tokenizer: Any, template_of: Any) -> dict[str, Any]:
+def rows_fingerprint(dataset: Dataset) -> str:
+    """Of all columns of the rows in their order, however they lie in memory. Some two seconds a GB."""
+    digest = hashlib.sha256()
+    for table in dataset.with_format("arrow").iter(1000):
+        columns: Any = table
+        for name in sorted(columns.column_names):
+            digest.update(f"{name} {len(columns)}\n".encode())
+            _digest_column(digest, columns[name].combine_chunks())
+    return digest.hexdigest()
+
+
+def _digest_column(digest: Any, array: Any) -> None:
+    if pa.types.is_integer(array.type) and not array.null_count:
+        digest.update(np.ascontiguousarray(array.to_numpy(zero_copy_only=False), dtype="<i8").data)
+    elif (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)) and not array.null_count:
+        digest.update(np.diff(array.offsets.to_numpy()).astype("<i8").data)
+        _digest_column(digest, array.flatten())
+    else:
+        digest.update(json.dumps(array.to_pylist(), sort_keys=True, ensure_ascii=False, default=str).encode())
+
+
+def data_fingerprint(keys: Iterable[bytes]) -> str:
+    """Of a set of rows, in whatever order."""
+    digest = hashlib.sha256()
+    for key in sorted(set(keys)):
+        digest.update(key)
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Vocabulary, merges, added tokens, and how text is split. Not padding and truncation, which calls change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        content = {"vocabulary": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_decoder))}
+    else:
+        content = json.loads(backend.to_str())
+        content.pop("padding", None)
+        content.pop("truncation", None)
+    return _json_sha256(content)
+
+
+def template_fingerprint(tokenizer: Any) -> str | None:
+    """Of the chat template; None without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    return None if template is None else _json_sha256(template)
+
+
+def _json_sha256(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Of a state dict as it is in memory: another dtype gives another one."""
+    return _weights_sha256(sorted(model.state_dict().items()))
+
+
+def sampled_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Of evenly spaced elements of each weight, rounded to bfloat16: milliseconds for any model, on any device, and the
+    same whatever dtype it was loaded in. None where this process does not have the weights, or there are none."""
+    weights = list(weights)
+    if not weights or any(w.is_meta or w.numel() == 0 or isinstance(w, DTensor) for _, w in weights):
+        return None
+    try:
+        return _weights_sha256((f"{name} {tuple(weight.shape)}", _sample(weight)) for name, weight in weights)
+    except NotImplementedError:  # a class of tensors that cannot be cut, as some quantised ones
+        return None
+
+
+def _sample(weight: Tensor) -> Tensor:
+    # no power of two, as widths often are: such a step would see a few columns alone
+    sample = weight.detach().flatten()[:: weight.numel() // _SAMPLE | 1]
+    return sample.to(torch.bfloat16) if sample.is_floating_point() else sample
+
+
+def teacher_fingerprint(teacher: nn.Module | str, args: Any) -> str:
+    """Of a model in memory, or of the files that a name means together with `teacher_model_revision` and, in
+    `teacher_model_init_kwargs`, `gguf_file`."""
+    if not isinstance(teacher, str):
+        return weights_fingerprint(teacher)
+    return files_fingerprint(
+        teacher, args.teacher_model_revision, (args.teacher_model_init_kwargs or {}).get("gguf_file")
+    )
+
+
+def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | None = None) -> str:
+    """Of the weights in a model directory, or of a hub id's files on this machine; however they are cut into files.
+
+    They are read once, at the speed of SHA-256 or of the disk; no model is built and little memory is needed.
+
+    Raises:
+        ConfigError: the weights are not on this machine.
+    """
+    folder = _folder(name, revision)
+    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigError(f"No weights were found in {folder} (safetensors, .bin or .gguf).")
+    if files[0].suffix == ".safetensors":
+        return _weights_sha256(_safetensors(files))
+    if files[0].suffix == ".bin":
+        states = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
+        return _weights_sha256(sorted((name, tensor) for state in states for name, tensor in state.items()))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read weights from, by its order of preference."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if (folder / stem).is_file():
+            return [folder / stem]
+    return next((found for end in ("safetensors", "bin", "gguf") if (found := sorted(folder.glob(f"*.{end}")))), [])
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(f"The weights of {name} are not on this machine, so they cannot be compared.") from None
+
+
+def shortened(value: Any) -> str:
+    """For a message: the beginning of a SHA-256, other values whole."""
+    text = str(value)
+    return f"{text[:12]}..." if len(text) == 64 else text
+
+
+def _safetensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    opened = [safe_open(file, framework="pt") for file in files]
+    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no dictionary
+    for name in sorted(where):
+        yield name, where[name].get_tensor(name)
+
+
+def _weights_sha256(weights: Iterable[tuple[str, Any]]) -> str:
+    """In the order given."""
+    digest = hashlib.sha256()
+    for name, tensor in weights:
+        if not isinstance(tensor, Tensor):
+            continue  # quantised layers may keep settings in their state
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        data = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for chunk in data.split(_CHUNK) if data.numel() else ():
+            digest.update(chunk.cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def describe_tokenizer(tokenizer: Any, template_of: Any) -> dict[str, Any]:
     return {
         "vocabulary": tokenizer_fingerprint(tokenizer),
         "chat template": template_fingerprint(template_of) or "none",
     }
 
 
-def model_fingerprints(model: Any) -> dict[str, Any]:
+def describe_model(model: Any) -> dict[str, Any]:
     """Of a model without its weights."""
     base = base_of(model)
     adapters = getattr(model, "peft_config", {})
@@ -36,9 +206,9 @@ def model_fingerprints(model: Any) -> dict[str, Any]:
     }
 
 
-def frozen_fingerprints(model: Any) -> dict[str, Any]:
+def describe_frozen_model(model: Any) -> dict[str, Any]:
     """Of a model that does not train."""
-    return {**model_fingerprints(model), "weights": sampled_fingerprint(model.named_parameters())}
+    return {**describe_model(model), "weights": sampled_fingerprint(model.named_parameters())}
 
 
 def _settings(config: Mapping[Any, Any]) -> dict[str, Any]:

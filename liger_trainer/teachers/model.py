@@ -9,12 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 
+from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
 from ..losses.spec import Logits
-from ..patching.patcher import announce
-from .base import DistillHost, Teacher, TeacherArguments, without_labels
-from .fingerprints import frozen_fingerprints
-from .in_process import check_apart, patch_layers, teacher_logits
+from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
+from .config import TeacherConfig
+from .fingerprints import describe_frozen_model
 from .placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
@@ -28,7 +28,7 @@ class ModelTeacher(Teacher):
         name: for messages.
     """
 
-    def __init__(self, args: TeacherArguments, teacher: PreTrainedModel | str, name: str = "teacher"):
+    def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, name: str = "teacher"):
         self._args, self._teacher, self._name = args, teacher, name
         self._accelerator: Any = None
         self._carry = Carrier()
@@ -45,7 +45,7 @@ class ModelTeacher(Teacher):
         check_processes(self._args, self._accelerator.num_processes, sharded)
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
-        self._fingerprints = frozen_fingerprints(teacher)  # before its weights are sharded or streamed
+        self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
         if sharded:
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate import cpu_offload
 from accelerate.utils import gather_object, patch_environment
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.trainer.utils import create_model_from_path
 
 from ..common.weights import load_whole
@@ -14,15 +14,13 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module
 from ..losses.spec import Logits
-from .base import TeacherArguments
-from .config import OF_LOADING, placed
-from .in_process import teacher_dtype
+from .config import OF_LOADING, TeacherConfig, placed
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
 
 
-def load_teacher(teacher: PreTrainedModel | str, args: TeacherArguments) -> PreTrainedModel:
+def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrainedModel:
     """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
 
     Raises:
@@ -46,6 +44,11 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherArguments) -> PreT
         raise ConfigError(f"The teacher {teacher} cannot be loaded as asked for: {error}") from error
 
 
+def teacher_dtype(args: TrainingArguments | TeacherConfig) -> str:
+    """That of the run, for a teacher loaded from its path."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
 def check_alike(fingerprints: dict[str, Any], name: str) -> None:
     """Raise ConfigError where the ranks, which are about to shard a teacher, hold different ones."""
     everywhere = gather_object([fingerprints])
@@ -57,7 +60,7 @@ def check_alike(fingerprints: dict[str, Any], name: str) -> None:
         )
 
 
-def _load_kwargs(args: TeacherArguments) -> dict[str, Any]:
+def _load_kwargs(args: TeacherConfig) -> dict[str, Any]:
     assert not isinstance(args.teacher_model_init_kwargs, str)  # transformers parses JSON in its dict fields
     kwargs = dict(args.teacher_model_init_kwargs or {})
     if args.teacher_model_revision is not None:
@@ -81,12 +84,12 @@ def _load_kwargs(args: TeacherArguments) -> dict[str, Any]:
     return kwargs
 
 
-def stays(args: TeacherArguments) -> bool:
+def stays(args: TeacherConfig) -> bool:
     """Whether the trainer leaves the teacher where it was loaded."""
     return any(getattr(args, name) for name in STAYS)
 
 
-def check_processes(args: TeacherArguments, processes: int, sharded: bool) -> None:
+def check_processes(args: TeacherConfig, processes: int, sharded: bool) -> None:
     """Raise ConfigError where a place means something else to each process, or sharding decides about it."""
     if not stays(args):
         return

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..losses.sparse import SparseTeacher, TokenTargets
-from .base import DistillHost, Teacher, TeacherArguments
-from .cache.fingerprints import documents, row_key
-from .completions_client import CompletionsServer, Knowledge, Question, ServerOptions
+from .base import DistillHost, Teacher
+from .completions_client import CompletionsServer, Question, ServerOptions, TopTokens
+from .config import TeacherConfig
+from .row_keys import documents, row_key
 from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
 
 REMEMBERED = 256 * 2**20  # bytes of answers that are kept: an evaluation asks the same rows again
@@ -30,7 +31,7 @@ class ServerTeacher(Teacher):
             what `CompletionsServer` refuses.
     """
 
-    def __init__(self, args: TeacherArguments):
+    def __init__(self, args: TeacherConfig):
         assert args.teacher_server_base_url is not None and args.teacher_server_model is not None
         self.server = CompletionsServer(
             ServerOptions(
@@ -47,7 +48,7 @@ class ServerTeacher(Teacher):
         self._tokenizer = args.teacher_tokenizer_name_or_path
         self._trust_remote_code = args.trust_remote_code
         self._vocabulary: Vocabulary | None = None
-        self._known: dict[bytes, Knowledge] = {}
+        self._known: dict[bytes, TopTokens] = {}
         self._known_bytes = 0
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
@@ -98,7 +99,7 @@ class ServerTeacher(Teacher):
             labels[row, places] = torch.from_numpy(answer.label_log_prob)
         return SparseTeacher(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
 
-    def _ask(self, rows: list[list[np.ndarray]]) -> list[Knowledge]:
+    def _ask(self, rows: list[list[np.ndarray]]) -> list[TopTokens]:
         keys = [row_key(ids, labels) for ids, labels in rows]
         new = {key: _question(*row) for key, row in zip(keys, rows, strict=True) if key not in self._known}
         answers = dict(zip(new, self.server.ask(list(new.values())), strict=True))
@@ -109,7 +110,7 @@ class ServerTeacher(Teacher):
                 self._known[key], self._known_bytes = answer, self._known_bytes + size
         return [answers[key] if key in answers else self._known[key] for key in keys]
 
-    def _check_ids(self, answer: Knowledge) -> None:
+    def _check_ids(self, answer: TopTokens) -> None:
         if answer.ids.size and (answer.ids.max() >= self._vocab_size or answer.ids.min() < 0):
             beyond = answer.ids[(answer.ids >= self._vocab_size) | (answer.ids < 0)][0]
             raise ConfigError(

@@ -20,7 +20,7 @@ UNFINISHED = "\ufffd"  # what a decoder makes of bytes that end within a charact
 
 
 @dataclass(frozen=True)
-class Run:
+class TextRun:
     """Supervised tokens that follow one another.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
         return found
 
 
-def runs(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[Run]:
+def runs(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[TextRun]:
     """Of a row's token ids and labels, -100 where nothing is predicted."""
     found, start = [], None
     for index in range(len(labels) + 1):
@@ -55,7 +55,7 @@ def runs(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> lis
     return found
 
 
-def _run(first: int, ids: Sequence[int], tokenizer: Any) -> Run:
+def _run(first: int, ids: Sequence[int], tokenizer: Any) -> TextRun:
     def decode(some: Sequence[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -68,10 +68,10 @@ def _run(first: int, ids: Sequence[int], tokenizer: Any) -> Run:
             text += whole[len(decode(ids[window:read])) :]
             window, read = read, index + 1
     front = len(text) - len(text.lstrip())
-    return Run(first, text[front:], tuple(None if start is None else max(0, start - front) for start in starts))
+    return TextRun(first, text[front:], tuple(None if start is None else max(0, start - front) for start in starts))
 
 
-def aligned(student: Sequence[Run], teacher: Sequence[Run]) -> dict[int, int]:
+def aligned(student: Sequence[TextRun], teacher: Sequence[TextRun]) -> dict[int, int]:
     """{student's position: teacher's position}; none where the two have different numbers of runs."""
     if len(student) != len(teacher):
         return {}

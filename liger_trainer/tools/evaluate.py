@@ -25,7 +25,7 @@ from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.checkpoints import checkpoints_in
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
-from ..run.metric_rows import DISTILL_ROWS, SFT_ROWS, Row
+from ..run.metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
@@ -39,15 +39,15 @@ from ..run.models import (
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-CALIBRATION = Row("calibration_error", "calibration error (ECE)", better="lower")
+CALIBRATION = MetricRow("calibration_error", "calibration error (ECE)", better="lower")
 ROWS = {
     "sft": (*SFT_ROWS, CALIBRATION),
     "distill": (
         *DISTILL_ROWS[:2],
-        Row("jsd", "JSD (nats/token)", 4, better="lower"),
+        MetricRow("jsd", "JSD (nats/token)", 4, better="lower"),
         *DISTILL_ROWS[2:],
-        Row("entropy", "student entropy (nats/token)"),
-        Row("teacher_entropy", "teacher entropy (nats/token)"),
+        MetricRow("entropy", "student entropy (nats/token)"),
+        MetricRow("teacher_entropy", "teacher entropy (nats/token)"),
         CALIBRATION,
     ),
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels._triton import use_triton
+from ..kernels.runtime import use_triton
 from ..patching.patcher import patch
 from .selfcheck_cases import CHECKS, Check, Draw, Outputs
 

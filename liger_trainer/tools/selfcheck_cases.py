@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._low_rank import Adapter, Projection
 from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.gated_linear import gated_linear
@@ -31,6 +30,7 @@ from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rope, rope_reference
 from ..kernels.swiglu import swiglu
 from ..kernels.tvd import tvd, tvd_reference
+from ..kernels.types import Adapter, Projection
 
 ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # no multiples of the tiles
 HEADS, KEYS, WIDTH = 4, 2, 64

@@ -17,15 +17,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.files import sha256, write_atomically
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..teachers.cache.fingerprints import (
-    data_fingerprint,
-    documents,
-    teacher_fingerprint,
-    template_fingerprint,
-    tokenizer_fingerprint,
-)
 from ..teachers.cache.reader import TeacherReader
 from ..teachers.cache.records import RecordFormat
 from ..teachers.cache.store import (
@@ -39,11 +33,11 @@ from ..teachers.cache.store import (
     check_shards,
     pack_shard,
     read_index,
-    sha256,
-    write_file,
     write_index,
 )
+from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
+from ..teachers.row_keys import documents
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows, prepare_rows
 from .token_ids import check_ids
@@ -54,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """The rows to capture, each once, in the order of their keys."""
 
     rows: PreparedRows
@@ -64,7 +58,7 @@ class Plan:
     shard: np.ndarray  # of each row, ascending without gaps
 
     @classmethod
-    def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "Plan":
+    def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "CapturePlan":
         found: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
         for name, dataset in rows.datasets.items():
             for document in documents(dataset):
@@ -163,7 +157,7 @@ class _Capture:
     """One capture at work."""
 
     path: Path
-    plan: Plan
+    plan: CapturePlan
     reader: TeacherReader
     index: CacheIndex
     batch_size: int
@@ -174,7 +168,7 @@ class _Capture:
         before: CacheIndex | None,
     ) -> "_Capture":  # fmt: skip
         settings = _settings(args, rows.tokenizer)
-        plan = Plan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
+        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
         model = _ready(load_teacher(teacher, args), args)
         _check_vocabulary(model, settings.vocab_size)
         check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
@@ -233,7 +227,7 @@ class _Capture:
         rows = sorted(records)
         name = f"shard-{number:05}.safetensors"
         content = pack_shard([self.plan.keys[row] for row in rows], [records[row] for row in rows])
-        write_file(self.path / name, content)
+        write_atomically(self.path / name, content)
         tokens = sum(map(len, records.values()))
         return Shard(name=name, rows=len(rows), tokens=tokens, bytes=len(content), sha256=sha256(content))
 

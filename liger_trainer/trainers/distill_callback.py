@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from trl.trainer.utils import create_model_from_path
 
+from ..common.console import announce
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
@@ -18,11 +19,12 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions
 from ..losses.terms import distillation_of, final_fields, moved_fields
-from ..patching.patcher import Patched, PatchOptions, announce, base_of, patched_record
-from ..teachers.in_process import check_apart, patch_layers, per_token_values, teacher_dtype, teacher_logits
+from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
+from ..teachers.base import check_apart, patch_layers, teacher_logits
+from ..teachers.placement import teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .evaluation_rows import tokens_that_count
-from .token_metrics import TokenMetrics
+from .token_metrics import TokenMetrics, per_token_values
 
 
 class DistillationCallback(TrainerCallback):

@@ -12,33 +12,23 @@ from typing import Any
 from datasets import Dataset
 from peft import PeftModel, PeftType
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from ..errors import ConfigError
 from ..losses.fused_forward import TokenLossOutput
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched
-from ..teachers.adapters_off import SelfTeacher
-from ..teachers.base import Teacher
-from ..teachers.cached import CachedTeacher
-from ..teachers.cross_tokenizer import UldTeacher
-from ..teachers.ensemble import SeveralTeachers
-from ..teachers.in_process import per_token_values
-from ..teachers.model import ModelTeacher
-from ..teachers.server import ServerTeacher
+from ..teachers.factory import GivenTeacher, make_teacher
 from .chat_rows import check_chats
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, STUDENT, OnPolicy
 from .prepare_rows import rows_for_reading
-from .prompts import check_prompts, prepare_prompts, prompts_alone
+from .rows import check_prompts, prepare_prompts, prompts_alone
 from .sft_trainer import LigerTrainer, kept_length
 from .token_ids import check_ids
-from .token_metrics import TokenMetrics
-
-GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
+from .token_metrics import TokenMetrics, per_token_values
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -93,7 +83,7 @@ class LigerDistillTrainer(LigerTrainer):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
-        self.teaching = teacher_of(args, teacher_model)
+        self.teaching = make_teacher(args, teacher_model, rows_for_reading)
         if args.teacher == "cache" and kwargs.get("data_collator") is not None:
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         self.distillation = args.distillation()
@@ -318,29 +308,3 @@ def _check_prompt_learning(student: Any) -> None:
                 f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
                 "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
             )
-
-
-def teacher_of(args: LigerDistillConfig, teacher_model: GivenTeacher) -> Teacher:
-    """The teacher that `args.teacher` names. Raises ConfigError where it is not given, or its cache does not fit."""
-    if args.teacher_cache_dir is not None and args.teacher != "cache":
-        raise ConfigError(
-            f"teacher_cache_dir has no effect with teacher={args.teacher!r}: set teacher='cache' to learn from the "
-            "cache, or leave it out."
-        )
-    if args.teachers is not None or isinstance(teacher_model, Mapping):
-        return SeveralTeachers(args, teacher_model)
-    if args.teacher_column is not None:
-        raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
-    if args.teacher == "cache":
-        return CachedTeacher(args, teacher_model)
-    if args.teacher != "model" and teacher_model is not None:
-        raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
-    if args.teacher == "self":
-        return SelfTeacher()
-    if args.teacher == "server":
-        return ServerTeacher(args)
-    if teacher_model is None:
-        raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
-    if args.loss_plan().of("uld"):
-        return UldTeacher(args, teacher_model, rows_for_reading)
-    return ModelTeacher(args, teacher_model)

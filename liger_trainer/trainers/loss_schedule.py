@@ -20,7 +20,7 @@ from ..losses.taid import TeacherShare
 from ..losses.terms import final_fields, moved_fields
 from ..patching.patcher import base_of
 
-PROJECTORS, STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
+PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
 
 
 class LossProgress(TrainerCallback):
@@ -120,7 +120,7 @@ class LossProgress(TrainerCallback):
         if not self._trainer.args.should_save:
             return
         if self.share is not None and self.share.taid.adaptive:
-            Path(folder, STATE).write_text(json.dumps({"taid": self.share.state()}), encoding="utf-8")
+            Path(folder, LOSS_STATE).write_text(json.dumps({"taid": self.share.state()}), encoding="utf-8")
         if self.parameters():
             assert self.hidden is not None
             save_file({k: v.contiguous() for k, v in self.hidden.state_dict().items()}, Path(folder, PROJECTORS))
@@ -128,7 +128,7 @@ class LossProgress(TrainerCallback):
     def load(self, folder: str) -> None:
         """Raises ConfigError for a checkpoint without what this loss needs, CorruptError for a damaged one."""
         if self.share is not None and self.share.taid.adaptive:
-            path = _present(folder, STATE, "taid")
+            path = _present(folder, LOSS_STATE, "taid")
             try:
                 self.share.restore(json.loads(path.read_text(encoding="utf-8"))["taid"])
             except (ValueError, KeyError, TypeError) as error:

@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError, DataError
 from .distill_config import LigerDistillConfig
-from .prompts import NO_PROMPT
+from .rows import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
 

@@ -22,13 +22,15 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..common.files import CONFIG, STATE
 from ..errors import ConfigError
 from ..patching.patcher import base_of
-from ..teachers.cache.fingerprints import (
+from ..teachers.fingerprints import (
+    LABEL,
+    describe_model,
+    describe_tokenizer,
     rows_fingerprint,
     sampled_fingerprint,
     shortened,
 )
-from ..teachers.fingerprints import LABEL, model_fingerprints, tokenizer_fingerprints
-from .token_count import NAME
+from .token_metrics import TRAINER_STATE
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # beside num_tokens in trainer_state.json
@@ -45,7 +47,7 @@ def student_fingerprints(model: Any) -> dict[str, Any]:
     embeddings = {id(weight) for module in ends if module is not None for weight in module.parameters()}
     weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
     frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
-    found = {**model_fingerprints(model), "frozen weights": sampled_fingerprint(frozen)}
+    found = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
     if isinstance(model, PeftModel) or not base.config._name_or_path:
         return found
     if base not in _AT_FIRST:
@@ -88,7 +90,7 @@ class ResumeCheck:
         """For a checkpoint of the trainer's state."""
         if self._trainer.is_world_process_zero():
             states: Any = self._trainer.state.stateful_callbacks
-            states.setdefault(NAME, {})[KEY] = self._now()
+            states.setdefault(TRAINER_STATE, {})[KEY] = self._now()
 
     def _now(self) -> dict[str, Any]:
         """Computed when a checkpoint asks for it, since reading the rows takes seconds for each GB of them."""
@@ -99,7 +101,7 @@ class ResumeCheck:
     def _of_models(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "tokenizer": tokenizer_fingerprints(trainer._tokenizer, trainer.processing_class),
+            "tokenizer": describe_tokenizer(trainer._tokenizer, trainer.processing_class),
             "model": self._student,
             **trainer.teacher_fingerprints(),
         }
@@ -131,7 +133,7 @@ class ResumeCheck:
         """In words, one for each part."""
         file = checkpoint / STATE
         state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        there = state.get("stateful_callbacks", {}).get(NAME, {}).get(KEY)
+        there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
         if there is None:
             warnings.warn(
                 f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "

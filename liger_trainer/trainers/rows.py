@@ -1,13 +1,21 @@
-"""What tokenizing, `max_length` and masks leave of a dataset's rows, counted."""
+"""Rows of a dataset: what tokenizing, `max_length` and masks leave of them, and rows of prompts alone."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from trl.data_utils import is_conversational
 
-from ..teachers.cache.fingerprints import ragged
+from ..errors import DataError
+from ..teachers.row_keys import ragged
+
+NO_PROMPT = (
+    "A row has no prompt to complete: its first token is supervised. On-policy distillation and seq_kd need rows with "
+    "prompt and completion, with a prompt alone, or messages with assistant_only_loss: true."
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,11 @@ def count_each(
     return lengths, before, after
 
 
-Batch = tuple[np.ndarray, np.ndarray]
+RaggedColumn = tuple[np.ndarray, np.ndarray]
 """The values of many rows in one array, and where each row starts, with the end of the last."""
 
 
-def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[Batch]:
+def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[RaggedColumn]:
     """A column of lists, such as labels."""
     tables: Any = dataset.select_columns([name]).with_format("arrow").iter(rows)
     for table in tables:
@@ -83,7 +91,9 @@ def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[Batch]:
         yield column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]], offsets - offsets[0]
 
 
-def _count(batch: Batch, max_length: int | None, truncation_mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _count(
+    batch: RaggedColumn, max_length: int | None, truncation_mode: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     labels, offsets = batch
     starts, ends = offsets[:-1], offsets[1:]
     ahead = np.concatenate([[0], np.cumsum(labels != -100)])  # supervised labels before each position
@@ -95,3 +105,68 @@ def _count(batch: Batch, max_length: int | None, truncation_mode: str) -> tuple[
     cut = lengths if max_length is None else np.minimum(lengths, max_length)
     first, last = (ends - cut, ends) if truncation_mode == "keep_end" else (starts, starts + cut)
     return lengths, predicted(starts, ends), predicted(first, last)
+
+
+def prompts_alone(dataset: Any) -> bool:
+    """Whether the rows are prompts without completions, not tokenized yet."""
+    columns = set(next(iter(dataset)))
+    return "prompt" in columns and columns.isdisjoint({"completion", "input_ids"})
+
+
+def prepare_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str | None, name: str) -> Any:
+    """Rows of prompts as rows without any supervised token: `input_ids` and `labels`, which are all -100.
+
+    Args:
+        dataset: rows with `prompt`, text or messages; and, for messages, perhaps `tools` and `chat_template_kwargs`.
+        args: max_length, shuffle_dataset, seed, dataset_num_proc. Prompts that fill `max_length` are left out.
+        chat_template: instead of the tokenizer's own.
+
+    Returns:
+        The rows, and what was counted; None for a stream.
+
+    Raises:
+        DataError: nothing is left.
+    """
+
+    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+        ids = _ids(row, tokenizer, chat_template)
+        return {"input_ids": ids, "labels": [-100] * len(ids)}
+
+    fixed = isinstance(dataset, Dataset)
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if fixed else {}
+    columns = list(next(iter(dataset)))
+    rows = dataset.map(tokenize, remove_columns=columns, **options)
+    limit = args.max_length
+    kept = rows if limit is None else rows.filter(lambda row: len(row["input_ids"]) < limit, **options)
+    if fixed and not len(kept):
+        raise DataError(f"Every prompt of the {name} dataset has max_length={limit} tokens or more.")
+    facts = _facts(rows, kept) if fixed else None
+    return (kept.shuffle(seed=args.seed) if args.shuffle_dataset else kept), facts
+
+
+def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list[int]:
+    if not is_conversational(row):
+        return tokenizer(row["prompt"])["input_ids"]
+    tools = row.get("tools")
+    return tokenizer.apply_chat_template(
+        row["prompt"], tools=json.loads(tools) if isinstance(tools, str) else tools, add_generation_prompt=True,
+        tokenize=True, return_dict=True, chat_template=chat_template, **(row.get("chat_template_kwargs") or {}),
+    )["input_ids"]  # fmt: skip
+
+
+def _facts(rows: Dataset, kept: Dataset) -> RowFacts:
+    tokens = sum(len(ids) for ids in kept["input_ids"])
+    lost = len(rows) - len(kept)
+    return RowFacts(
+        rows=len(rows), rows_dropped=lost, rows_truncated=0, tokens=tokens, supervised_tokens=0,
+        supervised_tokens_lost=0, sequences=len(kept),
+    )  # fmt: skip
+
+
+def check_prompts(dataset: Any) -> None:
+    """Raise DataError where a prepared row begins with a supervised token. Streams show it when they are read."""
+    if not isinstance(dataset, Dataset):
+        return
+    for batch in dataset.select_columns(["labels"]).iter(4096):
+        if any(labels[0] != -100 for labels in batch["labels"]):  # pyright: ignore[reportArgumentType, reportCallIssue]
+            raise DataError(NO_PROMPT)

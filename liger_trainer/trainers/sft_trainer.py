@@ -17,20 +17,20 @@ from trl.trainer import sft_trainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import create_model_from_path
 
+from ..common.console import announce
 from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError, DataError
 from ..losses.fused_forward import TokenLossOutput
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..losses.spec import LossOptions
-from ..patching.patcher import Patched, PatchOptions, announce, base_of, patched_record
+from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from .chat_rows import check_chats, datasets_in_messages
 from .evaluation_rows import EvaluationOfEachRow
 from .resume_check import ResumeCheck
 from .rows import RowFacts, count_rows
-from .token_count import TokenCount, remember_tokens
 from .token_ids import LargestIds, check_ids
-from .token_metrics import TokenMetrics
+from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
 
 class LigerTrainer(EvaluationOfEachRow):

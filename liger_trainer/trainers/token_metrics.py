@@ -1,10 +1,16 @@
-"""Averages over tokens, kept on the device until they are logged."""
+"""Averages over tokens, kept on the device until they are logged, and the count of tokens through checkpoints."""
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback, TrainerState
+
+from ..losses.fused_forward import TokenLossOutput
+
+TRAINER_STATE = "LigerTrainer"  # among the states in trainer_state.json
 
 
 class TokenMetrics:
@@ -47,3 +53,48 @@ def _of_kinds(means: dict[str, float]) -> dict[str, float]:
         if share:
             result[name] = mean / share
     return result
+
+
+def tokens_before(state: TrainerState) -> int:
+    """Tokens up to where `state` stands, at the begin of a training or as read from a checkpoint. A checkpoint without
+    the count, such as SFTTrainer's, knows those up to its last log."""
+    states: Any = state.stateful_callbacks
+    stored = states.get(TRAINER_STATE)
+    if stored is not None:
+        return stored["num_tokens"]
+    logged = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+    return int(logged[-1]) if logged else 0
+
+
+def remember_tokens(state: TrainerState, tokens: int) -> None:
+    """For a checkpoint of this state."""
+    states: Any = state.stateful_callbacks
+    states.setdefault(TRAINER_STATE, {})["num_tokens"] = tokens
+
+
+class TokenCount(TrainerCallback):
+    """Has a trainer's `num_tokens` begin where its training does: at 0, or at what the checkpoint had."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._trainer.begin_counting(tokens_before(state))
+
+
+def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
+    """What distillation logs, to be averaged over tokens; without what the teacher does not determine."""
+    values = {
+        "kd_loss": outputs.divergence,
+        "ce_loss": -outputs.log_probs,
+        "forward_kl": outputs.forward_kl,
+        "reverse_kl": outputs.reverse_kl,
+        "agreement_at_1": outputs.agrees,
+        "student_perplexity": -outputs.log_probs,
+        "teacher_perplexity": None if outputs.teacher_log_probs is None else -outputs.teacher_log_probs,
+        "teacher_entropy": outputs.teacher_entropy,
+        "jsd": outputs.jsd,
+        **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
+        **(outputs.by_teacher or {}),
+    }
+    return {name: value for name, value in values.items() if value is not None}

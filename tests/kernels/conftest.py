@@ -7,7 +7,7 @@ pytest.register_assert_rewrite("kernel_checks")
 
 from kernel_checks import PATHS, Place, set_path  # noqa: E402 (found through the path above)
 
-from liger_trainer.kernels import _chunks, _head  # noqa: E402
+from liger_trainer.kernels import _chunking, _head  # noqa: E402
 
 
 def _place(request, monkeypatch) -> Place:
@@ -41,8 +41,8 @@ def tiled(monkeypatch) -> Callable[[str], None]:
 
     def of_path(path: str) -> None:
         set_path(monkeypatch, path, block=4)
-        monkeypatch.setattr(_chunks, "TILE_ROWS", 4)
-        monkeypatch.setattr(_chunks, "CHUNK_ROWS", (2, 4))
+        monkeypatch.setattr(_chunking, "TILE_ROWS", 4)
+        monkeypatch.setattr(_chunking, "CHUNK_ROWS", (2, 4))
 
     return of_path
 

@@ -20,7 +20,7 @@ if "nvidia" not in triton.backends.backends:
 SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Whose tensors have dtypes of their own, whatever the op's.
-OF_ONE_DTYPE = {("_selection", "_find_kernel"), ("_low_rank", "_split_kernel")}
+OF_ONE_DTYPE = {("_labelled_rows", "_find_kernel"), ("_low_rank", "_split_kernel")}
 IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
@@ -58,7 +58,7 @@ def test_every_launch_compiles(compiled):
 def test_every_kernel_is_compiled(compiled, dtype):
     """A kernel is launched by the script at least once with a tensor of that dtype."""
     known = launched_kernels()
-    assert ("rms_norm", "_backward_kernel") in known and ("_rows", "fold") not in known
+    assert ("rms_norm", "_backward_kernel") in known and ("_logits", "fold") not in known
     lines = [x for x in compiled if x["dtype"] == dtype and ("error" in x or IN_TRITON[dtype] in x["types"].values())]
     missing = known - OF_ONE_DTYPE - {(x["file"], x["kernel"]) for x in lines}
     assert {(x["file"], x["kernel"]) for x in compiled} >= OF_ONE_DTYPE

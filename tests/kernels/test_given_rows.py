@@ -6,7 +6,7 @@ import pytest
 import torch
 from given_checks import BOTH, FORMS, REDUCTIONS, check_form, in_backward, short_blocks, sides, some_labels
 
-from liger_trainer.kernels import _given_kernels, _given_rows
+from liger_trainer.kernels import _unfused_divergence, _unfused_divergence_kernels
 
 LAYOUTS = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -166,7 +166,7 @@ def test_second_derivatives_are_refused(fp32, form):
 def test_launch_configurations_as_shipped(place, form, monkeypatch):
     monkeypatch.undo()
     if place.path == "triton":
-        monkeypatch.setattr(_given_rows, "use_triton", lambda x: True)
+        monkeypatch.setattr(_unfused_divergence, "use_triton", lambda x: True)
     for shape in [(2, 700), (1, 5), (2, 5000)]:
         check_form(form, sides(form, *shape, **like(place)))
 
@@ -174,7 +174,7 @@ def test_launch_configurations_as_shipped(place, form, monkeypatch):
 def test_gradients_are_written_in_the_forward_where_that_is_cheaper():
     def early(vocab, dtype=torch.float32, **options):
         x = torch.empty(2, vocab, dtype=dtype)
-        return _given_rows._early(x, x, _given_kernels.Call("jsd", **options))
+        return _unfused_divergence._early(x, x, _unfused_divergence_kernels.Call("jsd", **options))
 
     given: dict[str, Any] = {"from_logits": False}
     logits: dict[str, Any] = {"from_logits": True}

@@ -6,7 +6,7 @@ from kernel_checks import LEAVES, check_divergence, evaluate, fields, random_inp
 
 from liger_trainer.kernels import _divergence_rows, _head
 from liger_trainer.kernels import linear_divergence as module
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import (
     divergence_reference,

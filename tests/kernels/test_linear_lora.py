@@ -10,7 +10,7 @@ from kernel_checks import LEAVES, PATHS, Place, check, evaluate, random_inputs, 
 from torch import Tensor
 
 from liger_trainer.kernels import _head
-from liger_trainer.kernels._chunks import Rows
+from liger_trainer.kernels._chunking import Rows
 from liger_trainer.kernels._head import LinearHead, Lora, linear_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference

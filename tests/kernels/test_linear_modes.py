@@ -10,10 +10,10 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
-from liger_trainer.kernels import _chunks, _head
+from liger_trainer.kernels import _chunking, _head
 from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
 from liger_trainer.kernels import linear_divergence as divergence_module
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 
 MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
 TINY = 1e-4  # MiB: tiles of 4 columns and chunks of 2 or 4 rows, see `tiled`
@@ -368,7 +368,7 @@ def test_fp32_accumulation(loss, tiled, recompute, monkeypatch):
     truth = evaluate(loss.reference, {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()})
     errors = []
     for accumulate_dtype, roundings in ((None, 10**6), (torch.float32, 10**6), (None, 16)):
-        monkeypatch.setattr(_chunks, "ROUNDINGS", roundings)
+        monkeypatch.setattr(_chunking, "ROUNDINGS", roundings)
         got = evaluate(loss.op, tensors, recompute=recompute, accumulate_dtype=accumulate_dtype, workspace_mb=4 * TINY)
         assert got["d_weight"].dtype == torch.bfloat16
         errors.append((got["d_weight"].double() - truth["d_weight"]).norm())

@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _chunks, _head, _sparse_rows
+from liger_trainer.kernels import _chunking, _head, _sparse_rows
 from liger_trainer.kernels import linear_sparse_divergence as module
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
 from liger_trainer.kernels.linear_sparse_divergence import (
@@ -535,7 +535,7 @@ def test_gradient_over_hidden(fp32, ignored):
 def test_accumulated_in_fp32(monkeypatch):
     """40 chunks of one row: the weight's gradient is rounded once instead of 40 times."""
     set_path(monkeypatch, "torch")
-    monkeypatch.setattr(_chunks, "ROUNDINGS", 40)  # which by default are summed so too
+    monkeypatch.setattr(_chunking, "ROUNDINGS", 40)  # which by default are summed so too
     tensors = random_sparse(40, 16, 50, 4, dtype=torch.bfloat16)
     truth = evaluate(linear_sparse_divergence_reference, double(tensors))["d_weight"]
     narrow, wide = (

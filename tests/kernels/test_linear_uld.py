@@ -6,7 +6,7 @@ import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs
 
 from liger_trainer.kernels import linear_uld as module
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels._head import Lora
 from liger_trainer.kernels.linear_uld import linear_uld, linear_uld_reference, uld_reference
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check, random_inputs, random_pair
 
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels._head import Lora
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference

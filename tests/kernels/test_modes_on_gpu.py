@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import check, check_cross_entropy, check_divergence, random_inputs, random_pair
 
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence

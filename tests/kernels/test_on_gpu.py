@@ -7,7 +7,7 @@ import torch
 from kernel_checks import check_cross_entropy, check_divergence, evaluate, random_inputs, random_pair
 
 from liger_trainer.kernels import _cross_entropy_rows, _divergence_rows
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, PATHS, evaluate, random_inputs, random_pair
 
-from liger_trainer.kernels import _chunks
+from liger_trainer.kernels import _chunking
 from liger_trainer.kernels._head import Lora
 from liger_trainer.kernels._triton import INTERPRETED
 from liger_trainer.kernels.cross_entropy import cross_entropy_reference
@@ -29,7 +29,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy_refe
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence_reference
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence_reference
 
-KERNELS = Path(_chunks.__file__).resolve().parent
+KERNELS = Path(_chunking.__file__).resolve().parent
 REFERENCES = {
     "cross_entropy": cross_entropy_reference,
     "linear_cross_entropy": linear_cross_entropy_reference,
@@ -38,8 +38,8 @@ REFERENCES = {
 }
 FUNCTIONS = {
     "triton": {
-        "_chunks": ["_rescale_kernel"],
-        "_rows": ["load_logits", "load_label_logit"],
+        "_chunking": ["_rescale_kernel"],
+        "_logits": ["load_logits", "load_label_logit"],
         "_cross_entropy_rows": [
             "_rounded", "_statistics", "_write_gradient", "_label_weights", "_whole_rows_kernel", "_write_zeros",
             "_tile_statistics_kernel", "_tile_gradient_kernel", "_scalars", "whole_rows", "tile_statistics",
@@ -49,17 +49,17 @@ FUNCTIONS = {
             "_base_two", "load", "load_label", "load_both", "fold", "entropy", "probabilities", "log_ratios",
             "_mixture", "skew", "skew_reverse", "sign", "head_floor",
         ],
-        "_divergence_kernel": ["divergence_kernel"],
+        "_divergence_kernels": ["divergence_kernel"],
         "_divergence_rows": ["_rows_triton", "_wanted", "DivergenceOptions"],
     },
     "torch": {
-        "_selection": ["Rows", "token_count"],
-        "_chunks": ["put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
+        "_labelled_rows": ["Rows", "token_count"],
+        "_chunking": ["put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
         "_head": [
             "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
         ],
-        "_linear_loss": ["LinearLoss", "walk", "with_gradients", "Recomputed"],
-        "_rows": ["transform"],
+        "_fused_linear": ["LinearLoss", "walk", "with_gradients", "Recomputed"],
+        "_logits": ["transform"],
         "_cross_entropy_rows": [
             "new_carry", "finish", "_weighted", "_of_label", "_known", "_whole_rows_torch", "_tile_statistics_torch",
             "_tile_gradient_torch", "gradient_factor",
@@ -69,7 +69,7 @@ FUNCTIONS = {
             "_rows_torch", "_divergence_torch", "_cross_entropy_torch", "DivergenceOptions",
         ],
         "_divergence_reference": ["named_terms", "likeliest_half"],
-        "_divergence_kinds": ["parts", "divergence_weights"],
+        "divergence_kinds": ["parts", "divergence_weights"],
         "linear_cross_entropy": ["LinearCrossEntropy"],
         "linear_divergence": ["LinearPair", "_pair"],
         "linear_sparse_divergence": ["LinearSparse", "_sparse"],
@@ -307,7 +307,7 @@ def load(name: str, file: str, planted: ast.Module | None, folder: Path, path: s
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x: path == "triton"
     rows, divergence_rows, chunks = (
-        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunks")
+        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunking")
     )
     rows.BLOCK, divergence_rows.LANES, chunks.TILE_ROWS, chunks.CHUNK_ROWS, chunks.RESCALED = 8, 2, 4, (2,), 4096
     return ops

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import check, evaluate, random_inputs
 
-from liger_trainer.kernels._chunks import RowSelection
+from liger_trainer.kernels._chunking import RowSelection
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import liger_trainer
 from liger_trainer import DistillationCallback, patch
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
-from liger_trainer.kernels._selection import RowSelection
+from liger_trainer.kernels.types import RowSelection
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.sparse import SparseTeacher, TokenTargets

@@ -22,7 +22,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
-from liger_trainer.kernels._divergence_kinds import KINDS
+from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.losses.batch_loss import batch_loss
 from liger_trainer.losses.plan import plan_of
 from liger_trainer.losses.sparse import SparseTeacher, TokenTargets

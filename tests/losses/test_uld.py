@@ -21,7 +21,7 @@ from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
-from liger_trainer.teachers.cross_tokenizer import UldTeacher
+from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -360,14 +360,14 @@ def test_a_row_that_was_not_prepared(teacher):
 
 def test_rows_that_the_teacher_makes_nothing_of(teacher, monkeypatch):
     """They have cross-entropy alone; the others keep their own partners, in whatever order they come back."""
-    rows, read = completions(8), UldTeacher._read_by_teacher
+    rows, read = completions(8), CrossTokenizerTeacher._read_by_teacher
     common = {"losses": MIXED, "learning_rate": 0.0}
     want = make(teacher, rows.select([0, 2, 3, 4, 5, 6]), **common, per_device_train_batch_size=6)
 
     def some(self, raw, formatting_func):
         return read(self, raw, formatting_func).select([6, 5, 4, 3, 2, 0])
 
-    monkeypatch.setattr(UldTeacher, "_read_by_teacher", some)
+    monkeypatch.setattr(CrossTokenizerTeacher, "_read_by_teacher", some)
     got = make(teacher, rows, **common, per_device_train_batch_size=8)
     tokens = []
     for trainer in (got, want):

@@ -21,7 +21,7 @@ import typer
 from stand_ins import StandIns
 
 from liger_trainer.cli import app as cli
-from liger_trainer.cli.convert import Origin
+from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.convert import convert
 from liger_trainer.config.run_config import load_run_config
@@ -115,7 +115,7 @@ COMMANDS = {
     "liger-trainer cache verify outputs/smollm2/teacher_cache": Played(captured),
     "liger-trainer cat smollm2/sft_lora": Played(),
     "liger-trainer config my.yaml --diff": Played(my_yaml()),
-    **{f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml": Played(foreign(tool)) for tool in Origin},
+    **{f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml": Played(foreign(tool)) for tool in ForeignTool},
     "liger-trainer cp smollm2/sft_lora my.yaml": Played(),
     "liger-trainer doctor path/to/model": Played(model_directory),
     "liger-trainer env": Played(),
@@ -265,7 +265,7 @@ def test_python_compiles_and_its_imports_from_here_are_there(page):
                 exec(compile(ast.unparse(node), str(page), "exec"), {})
 
 
-@pytest.mark.parametrize("tool", Origin)
+@pytest.mark.parametrize("tool", ForeignTool)
 def test_a_file_of_another_tool_becomes_what_is_shown(tool):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"

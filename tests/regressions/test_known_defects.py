@@ -26,7 +26,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.spec import LossOptions
 from liger_trainer.losses.types import LOSS_TYPES
-from liger_trainer.teachers.in_process import teacher_logits
+from liger_trainer.teachers.base import teacher_logits
 
 # where they are given
 pytestmark = pytest.mark.filterwarnings("ignore::liger_trainer.MaterializedLogitsWarning")

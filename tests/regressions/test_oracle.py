@@ -18,10 +18,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from liger_trainer.kernels.linear_divergence import linear_divergence
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence
 from liger_trainer.losses.deferred_logits import DeferredLogits
-from liger_trainer.teachers.cache.fingerprints import row_key
+from liger_trainer.teachers.base import teacher_logits
 from liger_trainer.teachers.cache.reader import TeacherReader
 from liger_trainer.teachers.cache.records import RecordFormat
-from liger_trainer.teachers.in_process import teacher_logits
+from liger_trainer.teachers.row_keys import row_key
 
 V, LENGTH, BATCH, SEEDS = 32, 18, 16, 4
 FLAT = 0.3  # of the mass lies evenly on all tokens, so a few entries lack much of it

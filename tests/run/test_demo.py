@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.run.data import demo_model as demo
-from liger_trainer.run.data.demo_model import DemoModel, demo_dataset, demo_model_dir, resolve_model, shorten
+from liger_trainer.run.data.demo_dataset import DemoDataset, demo_dataset, shorten
+from liger_trainer.run.data.demo_model import DemoModel, demo_model_dir, resolve_model
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HIDDEN, MLP, HEADS, CONTEXT = 2, 32, 64, 2, 256
@@ -335,7 +336,7 @@ def test_the_real_model(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def docstrings() -> demo.DemoDataset:
+def docstrings() -> DemoDataset:
     return demo_dataset("python_docstrings")
 
 
@@ -375,7 +376,7 @@ def test_licence_and_checksum(docstrings):
 
 
 def test_the_same_rows_in_another_process(docstrings):
-    script = "from liger_trainer.run.data.demo_model import demo_dataset; print(demo_dataset().sha256)"
+    script = "from liger_trainer.run.data.demo_dataset import demo_dataset; print(demo_dataset().sha256)"
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.stdout.strip() == docstrings.sha256, run.stderr

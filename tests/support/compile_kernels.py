@@ -33,7 +33,7 @@ from liger_trainer.kernels import _triton
 
 _triton.use_triton = lambda x: True  # before the ops import it
 
-from liger_trainer.kernels import _selection  # noqa: E402
+from liger_trainer.kernels import _labelled_rows  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
@@ -52,7 +52,7 @@ from liger_trainer.kernels.rope import rope  # noqa: E402
 from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
 from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
-_selection.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
+_labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 V = 32003  # longer than any kernel's block, and no multiple of one
 N = 32
@@ -240,7 +240,7 @@ def heads(dtype: torch.dtype) -> None:
     hidden, weight, bias = leaf(N, 16, dtype=dtype), leaf(V, 16, dtype=dtype), leaf(V, dtype=dtype)
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
-        _selection._find_triton(labels, num_items, -100)
+        _labelled_rows._find_triton(labels, num_items, -100)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
     divergence = partial(step, loss_of(linear_divergence), hidden, weight, *teacher)

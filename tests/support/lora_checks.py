@@ -7,7 +7,7 @@ import torch
 from gated_checks import normal
 from torch import Tensor
 
-from liger_trainer.kernels._low_rank import Adapter, Projection
+from liger_trainer.kernels.types import Adapter, Projection
 
 SCALES = (2.0, 0.7, 1.3)  # of the adapters in turn; not all powers of two
 

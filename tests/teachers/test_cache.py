@@ -35,16 +35,11 @@ from liger_trainer.errors import ConfigError, CorruptError, DataError, LigerTrai
 from liger_trainer.losses.sparse import TokenTargets
 from liger_trainer.teachers.cache import reader as teacher_reader
 from liger_trainer.teachers.cache import store as teacher_cache
-from liger_trainer.teachers.cache.fingerprints import (
-    documents,
-    files_fingerprint,
-    model_fingerprint,
-    row_key,
-    tokenizer_fingerprint,
-)
 from liger_trainer.teachers.cache.records import COARSE, FINE, Draws, RecordFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
 from liger_trainer.teachers.cached import RECORDS, CacheCollator
+from liger_trainer.teachers.fingerprints import files_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from liger_trainer.teachers.row_keys import documents, row_key
 from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.prepare_rows import prepare_rows
@@ -861,11 +856,11 @@ def test_fingerprints_tell_apart_what_matters():
     tokenizer(["w1 w2", "w1"], padding=True, truncation=True, max_length=3)  # changes the state, not the tokenizer
     assert tokenizer_fingerprint(tokenizer) == before != tokenizer_fingerprint(other_tokenizer())
     model = tiny_model()
-    before = model_fingerprint(model)
-    assert model_fingerprint(tiny_model()) == before != model_fingerprint(tiny_model(seed=1))
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(tiny_model()) == before != weights_fingerprint(tiny_model(seed=1))
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-6
-    assert model_fingerprint(model) != before
+    assert weights_fingerprint(model) != before
 
 
 def test_files_are_known_in_every_format(tmp_path):

@@ -10,7 +10,7 @@ from trl import SFTConfig
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.kernels._head import Lora
+from liger_trainer.kernels.types import Lora
 from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
 from liger_trainer.losses.model_parts import Head
 from liger_trainer.run.samples import Prompt, complete

@@ -23,10 +23,10 @@ from liger_trainer.cli import main
 from liger_trainer.common.files import STATE
 from liger_trainer.errors import ConfigError
 from liger_trainer.run.checkpoints import checkpoints_in
-from liger_trainer.teachers.cache.fingerprints import rows_fingerprint, sampled_fingerprint
+from liger_trainer.teachers.fingerprints import rows_fingerprint, sampled_fingerprint
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.resume_check import KEY
-from liger_trainer.trainers.token_count import NAME
+from liger_trainer.trainers.token_metrics import TRAINER_STATE
 
 RUN = """
 model_name_or_path: student
@@ -181,7 +181,7 @@ def test_what_is_untouched_goes_on_to_the_same_weights(place, runs, run):
     name = "adapter_model.safetensors" if run == "lora" else "model.safetensors"
     assert (place / run / name).read_bytes() == (runs / run / name).read_bytes()
     states = [json.loads((folder / run / "checkpoint-4" / STATE).read_text()) for folder in (place, runs)]
-    assert states[0]["stateful_callbacks"][NAME] == states[1]["stateful_callbacks"][NAME]
+    assert states[0]["stateful_callbacks"][TRAINER_STATE] == states[1]["stateful_callbacks"][TRAINER_STATE]
 
 
 def test_what_may_change_is_no_difference(place, capsys):
@@ -202,7 +202,7 @@ def test_force_needs_something_to_resume(place, capsys):
 def test_a_checkpoint_from_before_goes_on_with_one_warning(place, capsys):
     file = place / "full" / "checkpoint-2" / STATE
     state = json.loads(file.read_text())
-    del state["stateful_callbacks"][NAME][KEY]
+    del state["stateful_callbacks"][TRAINER_STATE][KEY]
     file.write_text(json.dumps(state))
     reverse()
     with warnings.catch_warnings(record=True) as caught:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
 from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, in_messages, split_last
-from .sources import Source, kind_of, load_source
+from .sources import LoadedDataset, kind_of, load_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -106,7 +106,7 @@ def load_run_datasets(config: "RunConfig") -> RunData:
     return RunData(train, test, facts, place)
 
 
-def _split(config: "RunConfig", source: Source) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:
+def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:
     """Training rows, held-out rows, how those were chosen, and where row i of either stands."""
     train_name, test_name = config["dataset_train_split"], config["dataset_test_split"]
     train = _pick(config, source, "dataset_train_split")
@@ -132,7 +132,7 @@ def _split(config: "RunConfig", source: Source) -> tuple["Dataset", "Dataset", s
     return train, test, held_out, lambda split, i: source.place(names[split], rows[split][i])
 
 
-def _pick(config: "RunConfig", source: Source, key: str) -> "Dataset":
+def _pick(config: "RunConfig", source: LoadedDataset, key: str) -> "Dataset":
     split = config[key]
     if split not in source.splits:
         raise _no_such_split(config, source, key)
@@ -141,7 +141,7 @@ def _pick(config: "RunConfig", source: Source, key: str) -> "Dataset":
     return source.splits[split]
 
 
-def _no_such_split(config: "RunConfig", source: Source, key: str) -> ConfigError:
+def _no_such_split(config: "RunConfig", source: LoadedDataset, key: str) -> ConfigError:
     return config.error(key, f"no split {config[key]!r}; the dataset has {', '.join(map(repr, source.splits))}.")
 
 

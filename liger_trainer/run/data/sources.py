@@ -20,7 +20,7 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
 @dataclass(frozen=True)
-class Source:
+class LoadedDataset:
     """A dataset as it came: its splits, and how to say where row i of a split stands."""
 
     splits: dict[str, "Dataset"]
@@ -30,7 +30,7 @@ class Source:
     blank_lines: int = 0
 
 
-def load_source(config: "RunConfig") -> Source:
+def load_source(config: "RunConfig") -> LoadedDataset:
     """The dataset that `dataset_name` or `datasets` names.
 
     Raises:
@@ -62,18 +62,18 @@ def _row_of(split: str, index: int) -> str:
     return f"row {index} of the {split} rows"
 
 
-def _load_demo(config: "RunConfig") -> Source:
-    from .demo_model import demo_dataset
+def _load_demo(config: "RunConfig") -> LoadedDataset:
+    from .demo_dataset import demo_dataset
 
     try:
         demo = demo_dataset(config["dataset_name"].removeprefix("demo:"))
     except ConfigError as error:
         raise config.error("dataset_name", str(error)) from None
     held_out = f"{len(demo.held_out_modules)} whole modules: {', '.join(demo.held_out_modules)}"
-    return Source({"train": demo.train, "test": demo.test}, _row_of, demo.licence, held_out)
+    return LoadedDataset({"train": demo.train, "test": demo.test}, _row_of, demo.licence, held_out)
 
 
-def _load_hub(config: "RunConfig") -> Source:
+def _load_hub(config: "RunConfig") -> LoadedDataset:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -90,10 +90,10 @@ def _load_hub(config: "RunConfig") -> Source:
         raise config.error("dataset_config", str(error)) from None
     assert isinstance(loaded, datasets.DatasetDict)
     licences = {split.info.license for split in loaded.values() if split.info.license}
-    return Source(_by_name(loaded), _row_of, ", ".join(sorted(licences)) or None)
+    return LoadedDataset(_by_name(loaded), _row_of, ", ".join(sorted(licences)) or None)
 
 
-def _load_mixture(config: "RunConfig") -> Source:
+def _load_mixture(config: "RunConfig") -> LoadedDataset:
     from trl import get_dataset
 
     try:
@@ -101,17 +101,19 @@ def _load_mixture(config: "RunConfig") -> Source:
     except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
         raise config.error("datasets", f"the mixture could not be loaded: {error}") from None
     share = config["test_split_size"]
-    return Source(_by_name(loaded), _row_of, held_out=f"{share:.0%} of the rows, drawn by TRL" if share else None)
+    return LoadedDataset(
+        _by_name(loaded), _row_of, held_out=f"{share:.0%} of the rows, drawn by TRL" if share else None
+    )
 
 
-def _load_directory(config: "RunConfig", path: Path) -> Source:
+def _load_directory(config: "RunConfig", path: Path) -> LoadedDataset:
     import datasets
 
     try:
         if (path / "dataset_dict.json").is_file():
-            return Source(_by_name(datasets.DatasetDict.load_from_disk(str(path))), _row_of)
+            return LoadedDataset(_by_name(datasets.DatasetDict.load_from_disk(str(path))), _row_of)
         if (path / "state.json").is_file():
-            return Source({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
+            return LoadedDataset({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
     except Exception as error:  # json, pyarrow and datasets each have their own
         raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
     found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
@@ -132,7 +134,7 @@ def _load_directory(config: "RunConfig", path: Path) -> Source:
     return _load_files(config, files)
 
 
-def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> Source:
+def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedDataset:
     """Each split from its files, with the line of each row of JSON lines remembered."""
     import datasets
 
@@ -157,7 +159,7 @@ def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> Source:
             index -= length
         raise AssertionError(f"row {index} of {split} is in no file")
 
-    return Source(splits, place, blank_lines=blank)
+    return LoadedDataset(splits, place, blank_lines=blank)
 
 
 def _read_file(config: "RunConfig", path: Path) -> tuple["Dataset", list[int] | None, int]:

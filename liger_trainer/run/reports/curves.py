@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..metric_rows import said_already
-from .read_run import Run, number
+from .read_run import RunRecord, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ class Drawing:
     png: bytes
 
 
-def points(run: Run, metric: str) -> tuple[list[float], list[float]]:
+def points(run: RunRecord, metric: str) -> tuple[list[float], list[float]]:
     """Steps and values of a metric in the logs; of a step that was logged twice, as a resumed run may, the later."""
     found: dict[float, float] = {}
     for entry in run.log_history:
@@ -102,7 +102,7 @@ def points(run: Run, metric: str) -> tuple[list[float], list[float]]:
     return sorted(found), [found[step] for step in sorted(found)]
 
 
-def charts_of(runs: Sequence[Run]) -> list[Chart]:
+def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """The charts of which some run has two points or more: the loss, its terms, and last what we know no title of."""
     logged = dict.fromkeys(key for run in runs for entry in run.log_history for key in entry)
     known = {name for chart in CHARTS for name in (chart.metric, chart.teacher)} | _NO_CURVES
@@ -122,7 +122,7 @@ def _title(key: str) -> str:
     return f"{group.replace('_', ' ').capitalize()}: {title}" if group else title
 
 
-def lines_of(chart: Chart, runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Line]:
+def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Line]:
     """The lines of a chart that have any point: one run's by kind, several runs' by run and kind."""
     found = []
     for index, run in enumerate(runs):
@@ -137,7 +137,7 @@ def lines_of(chart: Chart, runs: Sequence[Run], labels: Sequence[str] = ()) -> l
     return found
 
 
-def _series(chart: Chart, run: Run) -> Iterator[tuple[str, str]]:
+def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "train", chart.metric
     yield "eval", f"eval_{chart.metric}"
     if chart.teacher:
@@ -145,7 +145,7 @@ def _series(chart: Chart, run: Run) -> Iterator[tuple[str, str]]:
         yield "teacher", f"eval_{chart.teacher}" if on_held_out else chart.teacher
 
 
-def draw(runs: Sequence[Run], labels: Sequence[str] = ()) -> list[Drawing]:
+def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]:
     """Every chart of these runs, several runs overlaid. Imports matplotlib."""
     import matplotlib
     from matplotlib.backends import backend_agg, backend_svg  # noqa: F401  loaded before rc_context, not in it
@@ -235,7 +235,7 @@ def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
     axes.plot(line.steps, _running_mean(line.values, max(3, len(line.values) // 40)), **style)
 
 
-def reading(runs: Sequence[Run]) -> str:
+def reading(runs: Sequence[RunRecord]) -> str:
     """How the lines of the charts of these runs are to be read."""
     lines = [line for chart in charts_of(runs) for line in lines_of(chart, runs)]
     kinds = {line.kind for line in lines}

@@ -11,7 +11,7 @@ from typing import Any
 from ... import __version__
 from .curves import SERIES, Drawing, draw, reading
 from .format import change, count, duration, figure, memory, parameters, teacher_told
-from .read_run import Run, Sample, names
+from .read_run import RunRecord, Sample, names
 from .tables import (
     Grid,
     before_and_after,
@@ -50,7 +50,7 @@ class Section:
     files: list[File] = field(default_factory=list)
 
 
-def write_report(runs: Sequence[Run], output: Path) -> Path:
+def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
     """Write the report and, beside it, the curves: `plots/`, or `NAME_plots/` of a report called NAME.html.
 
     Raises:
@@ -68,7 +68,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
     return output
 
 
-def render(runs: Sequence[Run], drawings: Sequence[Drawing]) -> str:
+def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
     """The page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -90,7 +90,7 @@ def render(runs: Sequence[Run], drawings: Sequence[Drawing]) -> str:
     )
 
 
-def _header(run: Run, label: str, index: int) -> dict[str, Any]:
+def _header(run: RunRecord, label: str, index: int) -> dict[str, Any]:
     state = {"text": "finished", "tone": ""}
     if not run.finished:
         of = f" of {run.max_steps:,}" if run.max_steps else ""
@@ -108,7 +108,7 @@ def _header(run: Run, label: str, index: int) -> dict[str, Any]:
     }
 
 
-def _notes(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+def _notes(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
     """What a reader of the numbers should know first; what holds of several runs is said once."""
     told: dict[str, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -120,7 +120,7 @@ def _notes(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
     return notes
 
 
-def _notes_on(run: Run) -> Iterator[str]:
+def _notes_on(run: RunRecord) -> Iterator[str]:
     data = run.data
     if not run.finished:
         yield f"Not finished: the curves come from the newest checkpoint, at step {run.steps:,}."
@@ -144,7 +144,7 @@ def _notes_on(run: Run) -> Iterator[str]:
             yield f"{count(dropped)} {name} rows have no supervised token left and were left out."
 
 
-def _cards(run: Run) -> Iterator[dict[str, str]]:
+def _cards(run: RunRecord) -> Iterator[dict[str, str]]:
     after, step = latest(run)
     for row in [row for row in rows_of([run]) if row.better and row.metric in after][:4]:
         old, new = run.before.get(row.metric), after[row.metric]
@@ -160,7 +160,7 @@ def _cards(run: Run) -> Iterator[dict[str, str]]:
     yield from _cost_cards(run)
 
 
-def _cost_cards(run: Run) -> Iterator[dict[str, str]]:
+def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     facts = run.training
 
     def card(name: str, value: str, more: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _cost_cards(run: Run) -> Iterator[dict[str, str]]:
         yield card("Parameters", parameters(facts["parameters"]), f"{trained:,} trained")
 
 
-def _samples(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each prompt once, with what every run says about it; what all runs say alike (teacher, before) is said once."""
     prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.completions)
     for prompt in prompts:
@@ -207,7 +207,7 @@ def _samples(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[dict[str, A
 
 
 def _sections(
-    runs: Sequence[Run], labels: Sequence[str], drawings: Sequence[Drawing], samples: bool
+    runs: Sequence[RunRecord], labels: Sequence[str], drawings: Sequence[Drawing], samples: bool
 ) -> Iterator[Section]:
     one = runs[0] if len(runs) == 1 else None
     if rows_of(runs):
@@ -242,7 +242,7 @@ def _sections(
         yield Section("environment", "Environment", [place])
 
 
-def _configuration(runs: Sequence[Run], labels: Sequence[str]) -> Section:
+def _configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Section:
     tables = [settings(run, "" if len(runs) == 1 else label) for run, label in zip(runs, labels, strict=True)]
     lead = "What differs from the defaults of TRL and liger-trainer."
     if len(runs) > 1:

@@ -14,11 +14,11 @@ from ...errors import ConfigError, CorruptError
 from ..checkpoints import BEFORE, checkpoints_in
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Sample(_Part):
+class Sample(_Record):
     """A held-out prompt and what each model made of it."""
 
     prompt: str
@@ -28,14 +28,14 @@ class Sample(_Part):
     after: str | None = None
 
 
-class SetTo(_Part):
+class SetTo(_Record):
     """A setting that differs from its default."""
 
     value: Any
     set_by: str
 
 
-class Patch(_Part):
+class Patch(_Record):
     """What was swapped in a model: layer -> instances; and left alone: name -> why."""
 
     model: str
@@ -43,7 +43,7 @@ class Patch(_Part):
     left_alone: dict[str, str]
 
 
-class Run(_Part):
+class RunRecord(_Record):
     """A run as it lies on disk. What an older version or an unfinished run does not tell is empty.
 
     KLs, losses and entropies are in nats per token.
@@ -81,7 +81,7 @@ class Run(_Part):
         return self.path.resolve().name
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """`read_run` of each. Raises ConfigError also where a directory is given twice."""
     places = [path.expanduser().resolve() for path in paths]
     twice = next((path for path in places if places.count(path) > 1), None)
@@ -90,7 +90,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [read_run(path.expanduser()) for path in paths]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Read the run whose output directory is `path`.
 
     Raises:
@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
     return _unfinished(path, {"recipe": chosen.get("recipe"), "settings": _set_in_file(chosen), **common})
 
 
-def _unfinished(path: Path, common: dict[str, Any]) -> Run:
+def _unfinished(path: Path, common: dict[str, Any]) -> RunRecord:
     """What the newest checkpoint tells; or `path` itself, where it is a checkpoint or was written by `save_state`."""
     found = [folder for folder in [*checkpoints_in(path), path] if (folder / STATE).is_file()]
     if not found:
@@ -138,9 +138,9 @@ def _unfinished(path: Path, common: dict[str, Any]) -> Run:
     )
 
 
-def _run(source: Path, content: dict[str, Any]) -> Run:
+def _run(source: Path, content: dict[str, Any]) -> RunRecord:
     try:
-        return Run.model_validate(content)
+        return RunRecord.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -178,7 +178,7 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[RunRecord]) -> list[str]:
     """A name for each run that no other has: the directory's, with as much of the path as it takes."""
     parts = [run.path.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):

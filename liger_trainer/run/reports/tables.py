@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, Row, said_already
+from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, said_already
 from .format import change, count, duration, figure, memory, shown
-from .read_run import Run, number
+from .read_run import RunRecord, number
 
 MORE_ROWS = (
-    Row("kd_loss", "distillation loss", better="lower"),
-    Row("ce_loss", "cross-entropy (nats/token)", better="lower"),
-    Row("teacher_entropy", "teacher's entropy (nats/token)"),
+    MetricRow("kd_loss", "distillation loss", better="lower"),
+    MetricRow("ce_loss", "cross-entropy (nats/token)", better="lower"),
+    MetricRow("teacher_entropy", "teacher's entropy (nats/token)"),
 )
 OF_THE_PLACE = {"output_dir", "run_name", "logging_dir"}
 """Keys that differ between any two runs and change nothing."""
@@ -45,7 +45,7 @@ class Grid:
     numbers: bool = False
 
 
-def latest(run: Run) -> tuple[dict[str, float], int | None]:
+def latest(run: RunRecord) -> tuple[dict[str, float], int | None]:
     """The metrics after training; of an unfinished run those of its newest evaluation, with the step it was at."""
     if run.finished:
         return run.after, None
@@ -56,12 +56,12 @@ def latest(run: Run) -> tuple[dict[str, float], int | None]:
     return {}, None
 
 
-def distills(runs: Sequence[Run]) -> bool:
+def distills(runs: Sequence[RunRecord]) -> bool:
     """Whether any run has a teacher."""
     return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
 
 
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+def rows_of(runs: Sequence[RunRecord]) -> list[MetricRow]:
     """The metrics that any of the runs has, those first that it was about."""
     order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
     known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
@@ -70,14 +70,14 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return [row for row in shown if any(row.metric in metrics for metrics in measured)]
 
 
-def tone(row: Row, old: float | None, new: float | None) -> str:
+def tone(row: MetricRow, old: float | None, new: float | None) -> str:
     """Whether a change is for the better."""
     if row.better is None or old is None or new is None or old == new or math.isnan(old) or math.isnan(new):
         return ""
     return "good" if (new < old) == (row.better == "lower") else "bad"
 
 
-def before_and_after(run: Run) -> Grid:
+def before_and_after(run: RunRecord) -> Grid:
     """One run's held-out metrics, and how they changed."""
     after, step = latest(run)
     rows = []
@@ -88,7 +88,7 @@ def before_and_after(run: Run) -> Grid:
     return Grid(rows, ["metric", "before", "after" if step is None else f"at step {step}", "change"], numbers=True)
 
 
-def side_by_side(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     """The held-out metrics of several runs after training, with what they were before; the best of each row."""
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
@@ -105,7 +105,7 @@ def side_by_side(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
     return Grid(rows, ["metric", *columns], numbers=True)
 
 
-def _best(row: Row, values: Sequence[float | None]) -> float | None:
+def _best(row: MetricRow, values: Sequence[float | None]) -> float | None:
     """The best of a row's values; None where neither direction is better, or all are equal."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if row.better is None or len(set(finite)) < 2:
@@ -113,15 +113,15 @@ def _best(row: Row, values: Sequence[float | None]) -> float | None:
     return min(finite) if row.better == "lower" else max(finite)
 
 
-def of_the_same_rows(runs: Sequence[Run]) -> bool:
+def of_the_same_rows(runs: Sequence[RunRecord]) -> bool:
     """As far as is known: an unfinished run does not tell its rows."""
     return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
 
 
 def facts(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     labels: Sequence[str],
-    of: Callable[[Run], dict[str, str]],
+    of: Callable[[RunRecord], dict[str, str]],
     title: str = "",
     numbers: bool = False,
 ) -> Grid:
@@ -132,17 +132,17 @@ def facts(
     return Grid(rows, ["", *told] if len(runs) > 1 else [], title, numbers)
 
 
-def training_facts(run: Run) -> dict[str, str]:
+def training_facts(run: RunRecord) -> dict[str, str]:
     known: dict[str, Callable[[Any], str]] = {"seconds": duration, "peak_memory_mib": memory}
     names = {"seconds": "time", "peak_memory_mib": "peak memory", "peak_memory_of": "peak memory of"}
     return {names.get(key, key.replace("_", " ")): known.get(key, count)(value) for key, value in run.training.items()}
 
 
-def data_facts(run: Run) -> dict[str, str]:
+def data_facts(run: RunRecord) -> dict[str, str]:
     return {key.replace("_", " ").replace("sha256", "SHA-256"): count(value) for key, value in run.data.items()}
 
 
-def environment_facts(run: Run) -> dict[str, str]:
+def environment_facts(run: RunRecord) -> dict[str, str]:
     place = dict(run.environment)
     gpus = place.pop("gpus", None) or []
     told = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
@@ -154,11 +154,11 @@ def environment_facts(run: Run) -> dict[str, str]:
     return {key: value for key, value in {**told, **run.versions}.items() if value}
 
 
-def parts_of_the_time(run: Run) -> dict[str, str]:
+def parts_of_the_time(run: RunRecord) -> dict[str, str]:
     return {key.replace("_", " "): duration(seconds) for key, seconds in run.seconds.items()}
 
 
-def prepared_rows(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+def prepared_rows(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     """What tokenizing and max_length made of the rows of each split; a column for each split of each run."""
     columns = [
         (f"{label}: {split}" if len(runs) > 1 else split, counts)
@@ -173,13 +173,13 @@ def prepared_rows(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
     return Grid(rows, ["rows, tokenized", *(name for name, _ in columns)], numbers=True)
 
 
-def settings(run: Run, title: str = "") -> Grid:
+def settings(run: RunRecord, title: str = "") -> Grid:
     """What differs from the defaults, and where each was set."""
     rows = [TableRow(key, [Cell(shown(to.value)), Cell(to.set_by)]) for key, to in run.settings.items()]
     return Grid(rows, ["setting", "value", "set by"], title)
 
 
-def differences(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
+def differences(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     """The keys whose values differ between the runs, defaults included."""
     keys = dict.fromkeys(key for run in runs for key in run.effective)
     missing = object()
@@ -191,7 +191,7 @@ def differences(runs: Sequence[Run], labels: Sequence[str]) -> Grid:
     return Grid(rows, ["setting", *labels])
 
 
-def patches(runs: Sequence[Run], labels: Sequence[str]) -> Iterable[Grid]:
+def patches(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[Grid]:
     """What was swapped in each model of each run, and what was left alone. Runs that agree are told once."""
     told: dict[tuple, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):

@@ -8,7 +8,6 @@ every shard and is finished when it says so; each file is written beside its nam
 there is the old one or the new one at every moment.
 """
 
-import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -23,8 +22,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.files import sha256, write_atomically
 from ...errors import ConfigError, CorruptError
-from .fingerprints import KEY_BYTES, documents, shortened, template_fingerprint, tokenizer_fingerprint
+from ..fingerprints import shortened, template_fingerprint, tokenizer_fingerprint
+from ..row_keys import KEY_BYTES, documents
 from .records import RecordFormat
 
 VERSION = 1
@@ -56,7 +57,7 @@ class CacheSettings(_Part):
 
 
 class Fingerprints(_Part):
-    """What was captured from. See cache_fingerprints.py."""
+    """What was captured from. See teachers/fingerprints.py."""
 
     teacher: str
     teacher_from: Literal["files", "memory"]
@@ -137,26 +138,7 @@ def read_index(path: Path) -> CacheIndex:
 def write_index(path: Path, index: CacheIndex) -> None:
     content = index.model_dump(mode="json")
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
-    write_file(path / INDEX, text.encode())
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """All of it or nothing, also when the machine stops."""
-    staged = path.with_name(f".{path.name}.tmp")
-    with staged.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    write_atomically(path / INDEX, text)
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -324,10 +306,8 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
         size = file.stat().st_size
         if size != shard.bytes:
             raise CorruptError(f"{file} has {size:,} bytes, and should have {shard.bytes:,}.")
-        if contents:
-            with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
-                    raise CorruptError(f"{file} is damaged: its content does not have the checksum of {INDEX}.")
+        if contents and sha256(file) != shard.sha256:
+            raise CorruptError(f"{file} is damaged: its content does not have the checksum of {INDEX}.")
         yield shard
 
 

@@ -25,7 +25,7 @@ from ...errors import ConfigError
 from ...losses.spec import LossOptions
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
-from ...teachers.in_process import teacher_logits
+from ...teachers.base import teacher_logits
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 

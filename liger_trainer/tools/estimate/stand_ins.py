@@ -16,9 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
-from ...kernels import _head, _low_rank
-from ...kernels._selection import Rows, RowSelection
-from ...kernels._triton import without_launches
+from ...kernels.runtime import without_data
 from ...modules import gated_mlp
 from ...patching import lora as patch_lora
 
@@ -32,20 +30,14 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
         num_items: what the loss is divided by.
     """
     replaced = Replacements()
-    replaced.set(RowSelection, "wait", lambda selection: Rows(selection._index[:count], count, num_items))
-    # products of bf16 matrices into fp32, which the CPU does not have
-    replaced.set(_head, "addmm_into", lambda out, a, b, *, beta, alpha: None)
-    replaced.set(_head, "project", lambda x, w, out: out)
-    replaced.set(_low_rank, "_has_wide_results", lambda x: torch.version.hip is None)
     # on the CPU it keeps what it multiplies by in the dtype of its input
     replaced.set(F, "dropout", _dropout)
     replaced.set(gated_mlp, "WEIGHTS", (*gated_mlp.WEIGHTS, FakeTensor))
     for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # of transformers' mixtures of experts
         if hasattr(place, name):
             replaced.set(place, name, grouped_mm)
-    replaced.set(_low_rank, "_wide_product", lambda m, n: m.new_empty(len(m), n.shape[1], dtype=torch.float32))
     try:
-        with without_launches():
+        with without_data(count, num_items):
             yield
     finally:
         replaced.undo()

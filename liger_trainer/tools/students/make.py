@@ -8,15 +8,13 @@ import copy
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from ...common.files import staged_folder
 from ...config.conflicts import is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
@@ -76,7 +74,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
     files = open_model(config, "model_name_or_path")
     check_student(config, files, data)
     _check_sizes(config, files)
-    with _staged(output_dir) as staged:
+    with staged_folder(output_dir) as staged:
         args = _arguments(config, staged)
         with config.refusals("init-student"):
             original = load_original(config, files)
@@ -140,21 +138,6 @@ def _check_sizes(config: "RunConfig", files: ModelFiles) -> None:
         there = getattr(text, attribute, None)
         if config[key] is not None and isinstance(there, int) and config[key] >= there:
             raise config.error(key, f"expected less than {there}, which {files.path} has, got {config[key]}.")
-
-
-@contextmanager
-def _staged(output_dir: Path) -> Iterator[Path]:
-    """A directory beside, which takes the name at the end; after an error nothing is left."""
-    staged = output_dir.absolute().with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    try:
-        yield staged
-        if output_dir.exists():
-            output_dir.rmdir()  # empty, or this fails
-        os.replace(staged, output_dir)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _arguments(config: "RunConfig", staged: Path) -> Any:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ._autograd import empty, first_order, vector
-from ._chunks import rescale, stats_dtype
-from ._given_kernels import Call, Tensors, launch_given, launch_logits, value_programs
+from ._chunking import rescale, stats_dtype
 from ._triton import use_triton
+from ._unfused_divergence_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 
 EARLY_ROW_BYTES = 128 * 1024  # of both sides: 132 SMs with two such rows each fit into an H100's L2 cache
 

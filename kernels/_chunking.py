@@ -1,8 +1,8 @@
 """What the fused linear losses share: which rows count, how many at a time, and what becomes of their gradients.
 
-The losses walk over the labelled rows in chunks (_linear_loss.py). A chunk's logits live in one reused workspace; a row
-kernel turns them into their own gradient in place; two matrix products then carry that gradient to the hidden states
-and to the weight (_head.py).
+The losses walk over the labelled rows in chunks (_fused_linear.py). The logits of a chunk live in one reused workspace;
+a row kernel turns them into their own gradient in place; two matrix products then carry that gradient to the hidden
+states and to the weight (_head.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import graph_is_kept
-from ._selection import HostCopy, Rows, RowSelection
+from ._labelled_rows import HostCopy, Rows, RowSelection
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._rows import fold
+from ._logits import fold
 from ._triton import Launch, remembered, tl, triton
 
 GIVEN_BLOCK, GIVEN_WARPS = 4096, 8  # entries of one row a program, where entries stand alone

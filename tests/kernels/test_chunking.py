@@ -5,8 +5,8 @@ import pytest
 import torch
 from kernel_checks import PATHS, TRITON_DEVICE
 
-from liger_trainer.kernels import _chunks, _selection
-from liger_trainer.kernels._chunks import (
+from liger_trainer.kernels import _chunking, _labelled_rows
+from liger_trainer.kernels._chunking import (
     TILE_ROWS,
     Execution,
     Needs,
@@ -21,7 +21,7 @@ from liger_trainer.kernels._chunks import (
     workspace,
 )
 from liger_trainer.kernels._head import addmm_into, project
-from liger_trainer.kernels._selection import HostCopy
+from liger_trainer.kernels._labelled_rows import HostCopy
 from liger_trainer.kernels._triton import use_triton
 
 
@@ -86,11 +86,11 @@ def test_workspace_rows_are_aligned(vocab, dtype):
 @pytest.fixture(params=PATHS)
 def selecting(request, monkeypatch):
     """Triton's way and torch's, the former in blocks so short that a small batch takes several."""
-    monkeypatch.setattr(_selection, "use_triton", lambda x: request.param == "triton")
-    monkeypatch.setattr(_selection, "BLOCK", 2)
-    _selection._launch.cache_clear()
+    monkeypatch.setattr(_labelled_rows, "use_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(_labelled_rows, "BLOCK", 2)
+    _labelled_rows._launch.cache_clear()
     yield TRITON_DEVICE if request.param == "triton" else "cpu"
-    _selection._launch.cache_clear()
+    _labelled_rows._launch.cache_clear()
 
 
 @pytest.mark.parametrize("labels", [[5, -100, 2, -100, -100, 0], [-100] * 3, [1, 2], [-100, 7], [3, -100], []], ids=str)
@@ -185,7 +185,7 @@ def test_project(dtype, out_dtype):
 
 def test_path_of_a_tensor():
     """On CPU tensors: Triton under the interpreter alone, and not for what numpy lacks or the kernels would narrow."""
-    interpreted = _chunks.use_triton(torch.zeros(1))
+    interpreted = _chunking.use_triton(torch.zeros(1))
     for dtype in (torch.float16, torch.float32):
         assert use_triton(torch.zeros(1, dtype=dtype)) == interpreted
     for dtype in (torch.bfloat16, torch.float64):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._chunks import Execution, Needs, Plan, Rows, put, rescale, row_plan, stats_dtype, take, upstream_rows, workspace
+from ._chunking import Execution, Needs, Plan, Rows, put, rescale, row_plan, stats_dtype, take, upstream_rows, workspace
 from ._head import HeadGradients, LinearHead
 
 # logits (n, V), bias (V,) or None, the rows they are of, their values (fields, n), their gradient (n, V) or None, which

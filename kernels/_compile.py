@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import first_order
-from ._chunks import RowSelection, stats_dtype
+from ._chunking import RowSelection, stats_dtype
 
 # The host waits for the number of labels, which no CUDA graph can hold: Inductor leaves the ops out of those.
 TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()

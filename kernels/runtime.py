@@ -1,0 +1,52 @@
+"""How the kernels run on this machine, and what memory they would take on a GPU."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import _head, _low_rank, _triton
+from ._labelled_rows import Rows, RowSelection
+from ._triton import INSTALLED, use_triton, without_launches
+
+__all__ = ["INSTALLED", "is_interpreted", "use_triton", "without_data"]
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    return _triton.INTERPRETED
+
+
+@contextlib.contextmanager
+def without_data(count: int, num_items: float) -> Iterator[None]:
+    """Have ops on CPU tensors without data make the memory that they make on a GPU, and compute nothing.
+
+    Args:
+        count: the labelled rows of a batch, a number that the ops would read out of it.
+        num_items: what the loss is divided by.
+    """
+    with (
+        without_launches(),
+        _replaced(RowSelection, wait=lambda selection: Rows(selection._index[:count], count, num_items)),
+        # The CPU has no products of bf16 matrices into fp32.
+        _replaced(_head, addmm_into=lambda out, a, b, *, beta, alpha: None, project=lambda x, w, out: out),
+        _replaced(
+            _low_rank,
+            _has_wide_results=lambda x: torch.version.hip is None,
+            _wide_product=lambda m, n: m.new_empty(len(m), n.shape[1], dtype=torch.float32),
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -1,0 +1,12 @@
+"""What other rooms take from this folder beside the ops: types of their arguments, and pieces that fit between them."""
+
+from ._chunking import put, stats_dtype, take
+from ._head import Lora
+from ._labelled_rows import HostCopy, RowSelection, token_count
+from ._logits import LogitTransform, transform
+from ._low_rank import Adapter, Projection
+
+__all__ = [
+    "Adapter", "HostCopy", "LogitTransform", "Lora", "Projection", "RowSelection", "put", "stats_dtype", "take",
+    "token_count", "transform",
+]  # fmt: skip

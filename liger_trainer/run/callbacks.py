@@ -1,0 +1,133 @@
+"""Callbacks of a run: a progress bar, two reasons to stop, and tokens per second with peak memory in every log."""
+
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+
+from ..errors import NonFiniteError
+from ..trainers.token_metrics import tokens_before
+from .checkpoints import checkpoints_in, step_of
+
+SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
+
+
+class ProgressBar(ProgressCallback):
+    """Trainer's bar with the latest metrics beside it, instead of a printed dictionary a log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            shown = {name: f"{logs[name]:.4g}" for name in SHOWN if isinstance(logs.get(name), float)}
+            if shown:
+                self.training_bar.set_postfix(shown)
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGINT or SIGTERM ends training after the step at hand, with a checkpoint; a second one ends it at once.
+
+    With several processes the signals keep their usual meaning: the ranks could stop at different steps, and the
+    one that goes on would wait for the others.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the two signals; the handlers from before are put back."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        print("\nStopping after this step and saving a checkpoint; again to stop at once.", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.received is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+
+class StopOnNonFinite(TrainerCallback):
+    """A logged loss that is NaN or infinite ends the run, before a checkpoint of such weights is saved."""
+
+    def __init__(self) -> None:
+        self.last_finite = 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        loss = (logs or {}).get("loss")
+        if not isinstance(loss, float):
+            return
+        if math.isfinite(loss):
+            self.last_finite = state.global_step
+            return
+        before = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
+        advice = f"liger-trainer resume {args.output_dir} --checkpoint {before[-1].name}" if before else ""
+        raise NonFiniteError(
+            f"the loss up to step {state.global_step} is {loss}; it was finite up to step {self.last_finite}. Training "
+            f"stopped. {f'The last checkpoint before: {advice}' if before else 'No checkpoint was saved before.'} "
+            "A smaller learning_rate, warmup_steps or max_grad_norm may help; so may bf16 instead of fp16."
+        )
+
+
+class Pace(TrainerCallback):
+    """Adds `tokens_per_second` and `peak_memory_mib` to every training log.
+
+    The clock runs in steps, not in the evaluations and saves between them. Memory is the peak since training began.
+    """
+
+    def __init__(self) -> None:
+        self.start = self.end = self.paused = 0.0
+        self.tokens, self.elsewhere = 0.0, True
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.tokens = tokens_before(state)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self.start == 0.0:
+            self.start = now
+        elif self.elsewhere:
+            self.paused += now - self.end
+        self.elsewhere = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.end = time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.elsewhere = True
+
+    on_save = on_evaluate
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "loss" not in logs or "num_tokens" not in logs:
+            return
+        now = self.end = time.perf_counter()  # the losses were read, so the device has done its steps
+        tokens, seconds = logs["num_tokens"] - self.tokens, now - self.start - self.paused
+        facts = {"tokens_per_second": round(tokens / seconds, 1), "peak_memory_mib": round(peak_memory_mib(args), 1)}
+        logs.update(facts)  # for the trackers
+        state.log_history[-1].update(facts)
+        self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
+
+
+def peak_memory_mib(args: TrainingArguments) -> float:
+    """Of the GPU, allocated since training began; on a CPU, the resident memory of the process."""
+    if args.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere

@@ -1,0 +1,52 @@
+"""Which class teaches: the one place that knows every kind of teacher."""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError
+from .adapters_off import SelfTeacher
+from .base import Teacher
+from .cached import CachedTeacher
+from .config import TeacherConfig
+from .cross_tokenizer import CrossTokenizerTeacher, RowsForReading
+from .ensemble import EnsembleTeacher
+from .model import ModelTeacher
+from .server import ServerTeacher
+
+GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
+
+
+def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: RowsForReading) -> Teacher:
+    """Make the teacher that `args.teacher` names.
+
+    Args:
+        args: a `LigerDistillConfig`.
+        teacher_model: what the trainer was given as its teacher.
+        rows_for_reading: prepares rows for a teacher with another tokenizer.
+
+    Raises:
+        ConfigError: no teacher was given, or its cache belongs to other settings.
+    """
+    if args.teacher_cache_dir is not None and args.teacher != "cache":
+        raise ConfigError(
+            f"teacher_cache_dir has no effect with teacher={args.teacher!r}: set teacher='cache' to learn from the "
+            "cache, or leave it out."
+        )
+    if args.teachers is not None or isinstance(teacher_model, Mapping):
+        return EnsembleTeacher(args, teacher_model)
+    if args.teacher_column is not None:
+        raise ConfigError("teacher_column chooses among several teachers: name them in teachers, or leave it out.")
+    if args.teacher == "cache":
+        return CachedTeacher(args, teacher_model)
+    if args.teacher != "model" and teacher_model is not None:
+        raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
+    if args.teacher == "self":
+        return SelfTeacher()
+    if args.teacher == "server":
+        return ServerTeacher(args)
+    if teacher_model is None:
+        raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
+    if args.loss_plan().of("uld"):
+        return CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
+    return ModelTeacher(args, teacher_model)

@@ -1,0 +1,78 @@
+"""The key of a row: a digest of its tokens and labels.
+
+A row is known by its content alone, so it is found again after shuffling, in batches of another size, and inside a
+packed row, whose `seq_lengths` say where one document ends and the next begins.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+
+KEY_BYTES = 16
+
+
+class Document(NamedTuple):
+    """A stretch of one row of a prepared dataset over which the model reads on: the row, or a part of a packed one."""
+
+    row: int
+    start: int
+    input_ids: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def key(self) -> bytes:
+        return row_key(self.input_ids, self.labels)
+
+    @property
+    def tokens(self) -> int:
+        """Those with something to predict."""
+        return supervised_tokens(self.labels)
+
+
+def row_key(input_ids: Any, labels: Any) -> bytes:
+    """Of a row's token ids and labels, sequences of integers. The first label is never predicted, so it is left out."""
+    digest = hashlib.blake2b(len(input_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
+    digest.update(np.ascontiguousarray(input_ids, dtype="<i4").data)
+    digest.update(np.ascontiguousarray(labels, dtype="<i4")[1:].data)
+    return digest.digest()
+
+
+def supervised_tokens(labels: Any) -> int:
+    return int((np.asarray(labels)[1:] != -100).sum())
+
+
+def documents(dataset: Dataset) -> Iterator[Document]:
+    """Of a dataset as the trainer prepared it: columns input_ids, labels, and seq_lengths if it is packed."""
+    row = 0
+    for table in dataset.with_format("arrow").iter(1000):
+        columns: Any = table
+        ids, labels = _lists(columns["input_ids"]), _lists(columns["labels"])
+        lengths = _lists(columns["seq_lengths"]) if "seq_lengths" in columns.column_names else None
+        for place, (row_ids, row_labels) in enumerate(zip(ids, labels, strict=True)):
+            for start, end in spans(len(row_ids), None if lengths is None else lengths[place]):
+                yield Document(row, start, row_ids[start:end], row_labels[start:end])
+            row += 1
+
+
+def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int]]:
+    """Where the documents of a row begin and end."""
+    if seq_lengths is None:
+        return [(0, length)]
+    ends = np.cumsum(np.asarray(seq_lengths, dtype=np.int64)).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def ragged(array: Any) -> Any:
+    """A column of lists of one length as one of any length, whose values lie between offsets."""
+    fixed = pa.types.is_fixed_size_list(array.type)
+    return array.cast(pa.list_(array.type.value_type)) if fixed else array
+
+
+def _lists(column: Any) -> list[np.ndarray]:
+    array = ragged(column.combine_chunks())
+    offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
+    return [values[offsets[i] : offsets[i + 1]] for i in range(len(array))]
