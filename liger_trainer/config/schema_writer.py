@@ -18,8 +18,8 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from ..common.options import limits_of
 from ..common.value_rules import LIMIT_NAMES, Rule
+from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
-from ..losses.types import entry_rule
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
 from ..trainers.sampling_config import SamplingConfig

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..errors import MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
@@ -74,6 +75,14 @@ class DeferredLogits:
 
     def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
+
+    def operands(self, prefix: str = "") -> dict[str, Any]:
+        """Return hidden states, head and transform as the fused ops' arguments, one row a position."""
+        values = {
+            "hidden": self.hidden.flatten(0, -2), "weight": self.head.weight, "bias": self.head.bias,
+            "lora": self.head.lora, "scale": self.scale, "softcap": self.softcap,
+        }  # fmt: skip
+        return {prefix + name: value for name, value in values.items()}
 
     def _with(self, **changes: Any) -> "DeferredLogits":
         return dataclasses.replace(self, **changes)
@@ -251,3 +260,56 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False
+
+
+# What describes a tensor without reading it. `.T`, `.data` and the like are views, and come to __torch_dispatch__.
+_DESCRIBES = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__,
+}  # fmt: skip
+
+
+class LazyLogits(Tensor):
+    """(..., V) logits with the shape, dtype and device that they will have. Any operation computes them first."""
+
+    _real: functools.partial
+
+    @staticmethod
+    @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
+    def of(deferred: DeferredLogits) -> "LazyLogits":
+        """Logits to be computed as they would have been now: without gradient, under the autocast of this moment."""
+        lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)
+        kind = deferred.device.type
+        autocast = functools.partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
+        lazy._real = functools.partial(_compute, deferred, autocast)
+        return lazy
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _DESCRIBES or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            with torch._C.DisableTorchFunctionSubclass():  # whose result is not made a LazyLogits again
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.float:  # mixed precision casts what a model returns, read or not
+            return args[0] if args[0].dtype == torch.float32 else args[0]._as_float()
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+    def _as_float(self) -> "LazyLogits":
+        deferred, autocast = self._real.args
+        lazy = LazyLogits.of(deferred.float())
+        lazy._real = functools.partial(_compute, deferred.float(), autocast)
+        return lazy
+
+
+def _compute(deferred: DeferredLogits, autocast: Any) -> Tensor:
+    with torch.no_grad(), autocast():
+        return deferred.compute().to(deferred.dtype)
+
+
+def _real(value: Any) -> Any:
+    return value._real() if isinstance(value, LazyLogits) else value

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..kernels.types import put, stats_dtype, take
 from .model_parts import decoder_layers
+from .plan import LossTerm
 from .spec import Distillation, Targets
-from .types import LossTerm
+from .teacher_answer import BatchLoss
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class HiddenPass:
     def recording(self) -> contextlib.AbstractContextManager:
         return self._losses.recording(self._student)
 
-    def added_to(self, result: Any, targets: Targets, how: Distillation, partners: Tensor | None = None) -> Any:
+    def added_to(
+        self, result: BatchLoss, targets: Targets, how: Distillation, partners: Tensor | None = None
+    ) -> BatchLoss:  # fmt: skip
         """The result of a batch with these terms in it.
 
         Args:
@@ -152,7 +155,7 @@ class HiddenPass:
             loss = loss + how.hidden_weights[kind] * value.sum() * rows.alpha
         total = targets.labels.numel()
         per_token = {kind: put(value.detach(), rows, total) for kind, value in values.items()}
-        return result._replace(loss=loss.to(result.loss.dtype), terms={**result.terms, **per_token})
+        return result._replace(loss=loss.to(result.loss.dtype), terms={**(result.terms or {}), **per_token})
 
 
 def _blocks(model: Any) -> nn.ModuleList:

@@ -11,97 +11,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_loss import batch_loss
-from .deferred_logits import DeferredLogits
-from .sparse import SparseTeacher
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
+from .dense import answer_of
+from .spec import IGNORE_INDEX, Logits, LossOptions, Targets, check_lengths
+from .teacher_answer import BatchLoss, TeacherAnswer
 
 OF_STUDENT = ("log_prob", "entropy", "is_top1")
 SUMMED = ("loss", "divergence")  # weighted in the parts already
 
 
 @dataclass(frozen=True)
-class TeacherShare:
-    """One teacher's knowledge of a batch.
+class WeightedAnswer:
+    """One teacher's answer among several.
 
     Attributes:
         taught: (batch, length) bool, the positions at which it teaches, which predict a token; None for all.
     """
 
     name: str
-    logits: Logits | SparseTeacher
+    answer: Logits | TeacherAnswer
     weight: float
     taught: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class TeacherShares:
-    """What several teachers know of a batch: of those that teach in it, at least one. `names` are all there are.
+class SeveralAnswers(TeacherAnswer):
+    """The answers of the teachers that teach in a batch, at least one.
 
-    Routed shares teach different tokens; others teach all tokens, each.
+    Routed answers are about different tokens; others are about all tokens, each.
+
+    Attributes:
+        names: those of all teachers.
+        part_targets: one for each part, made by `for_targets`.
     """
 
-    shares: Sequence[TeacherShare]
+    parts: Sequence[WeightedAnswer]
     names: tuple[str, ...]
     routed: bool
+    part_targets: tuple[Targets, ...] = ()
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.parts[0].answer.shape
 
-@dataclass(frozen=True)
-class SharedLoss:
-    """The parts put together: fields of one loss's result, and {"name/forward_kl", "name/share": per-token values}.
+    def for_targets(self, targets: Targets) -> "SeveralAnswers":
+        own = (targets if part.taught is None else targets.only(part.taught) for part in self.parts)
+        return replace(self, part_targets=tuple(own))
 
-    Values about a teacher are those of each token's teacher, or else the mean over teachers by weight.
-    """
+    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+        """Return the parts put together.
 
-    result: Any
-    by_teacher: Mapping[str, Tensor]
-
-
-class SeveralTargets:
-    """The targets of each share. Made before the backbone runs, as `Targets` are."""
-
-    def __init__(self, targets: Targets, given: TeacherShares):
-        self.given = given
-        self._of_share = [targets if s.taught is None else targets.only(s.taught) for s in given.shares]
-
-    def loss(self, student: Logits, options: LossOptions) -> SharedLoss:
-        """Of the student's logits (batch, length, V)."""
+        Values about a teacher are those of each token's teacher, or else the mean over teachers by weight.
+        """
         results = []
-        for i, (share, targets) in enumerate(zip(self.given.shares, self._of_share, strict=True)):
-            counts_ce = self.given.routed or i == 0
-            own = _options(options, share.weight, counts_ce)
-            results.append(batch_loss(student, targets.to(_device(student)), own, share.logits))
-        merged = _routed(results) if self.given.routed else _weighted(results, [s.weight for s in self.given.shares])
-        return SharedLoss(results[0]._replace(**merged), self._by_teacher(results))
+        for i, (part, own) in enumerate(zip(self.parts, self.part_targets, strict=True)):
+            answer, own = answer_of(part.answer), own.to(student.device)
+            check_lengths(own, answer)
+            counts_ce = self.routed or i == 0  # the cross-entropy of a token is added once
+            results.append(answer.loss(student, own, _part_options(options, part.weight, counts_ce)))
+        merged = _routed(results) if self.routed else _weighted(results, [part.weight for part in self.parts])
+        return BatchLoss(**{**merged, "by_teacher": self._by_teacher(results)})
 
-    def _by_teacher(self, results: Sequence[Any]) -> dict[str, Tensor]:
-        """Zeros of the teachers that had nothing to teach: each process has the same names."""
+    def _by_teacher(self, results: Sequence[BatchLoss]) -> dict[str, Tensor]:
+        """Return zeros for teachers that had nothing to teach, since each process must log the same names."""
+        index = {part.name: i for i, part in enumerate(self.parts)}
         values: dict[str, Tensor] = {}
-        for name in self.given.names:
-            i = next((i for i, share in enumerate(self.given.shares) if share.name == name), None)
-            kl = torch.zeros_like(results[0].forward_kl) if i is None else results[i].forward_kl
+        for name in self.names:
+            i = index.get(name)
+            kl: Any = torch.zeros_like(results[0].log_prob) if i is None else results[i].forward_kl
             values[f"{name}/forward_kl"] = kl
-            if self.given.routed:
-                taught = torch.zeros_like(kl) if i is None else self._of_share[i].labels != IGNORE_INDEX
+            if self.routed:
+                taught = torch.zeros_like(kl) if i is None else self.part_targets[i].labels != IGNORE_INDEX
                 values[f"{name}/share"] = taught.to(kl)
         return values
 
 
-def _options(options: LossOptions, weight: float, counts_ce: bool) -> LossOptions:
-    how = options.distillation
-    assert how is not None
+def _part_options(options: LossOptions, weight: float, counts_ce: bool) -> LossOptions:
+    how = options.for_teacher()
     weights = {kind: weight * w for kind, w in how.weights.items()}
     return replace(options, distillation=replace(how, weights=weights, ce_weight=how.ce_weight if counts_ce else 0.0))
 
 
-def _routed(results: Sequence[Any]) -> dict[str, Any]:
-    """Every token is of one part, and 0 in the others."""
-    return {name: _sum([getattr(result, name) for result in results]) for name in results[0]._fields}
+def _routed(results: Sequence[BatchLoss]) -> dict[str, Any]:
+    """Add the parts: every token is of one part, and 0 in the others."""
+    return {name: _sum([getattr(result, name) for result in results]) for name in BatchLoss._fields}
 
 
-def _weighted(results: Sequence[Any], weights: Sequence[float]) -> dict[str, Any]:
+def _weighted(results: Sequence[BatchLoss], weights: Sequence[float]) -> dict[str, Any]:
     merged = {}
-    for name in results[0]._fields:
+    for name in BatchLoss._fields:
         values = [getattr(result, name) for result in results]
         if name in OF_STUDENT:
             merged[name] = values[0]
@@ -125,7 +122,3 @@ def _times(value: Any, factor: float) -> Any:
     if isinstance(value, Mapping):
         return {name: _times(x, factor) for name, x in value.items()}
     return None if value is None else value.to(torch.promote_types(value.dtype, torch.float32)) * factor
-
-
-def _device(logits: Logits) -> torch.device:
-    return logits.hidden.device if isinstance(logits, DeferredLogits) else logits.device

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.value_rules import Rule, complaints, did_you_mean, read
-from .types import BELOW_ONE, NUMBER, SHARE
+from ..common.value_rules import BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 
 CURVES = ("linear", "cosine", "constant")
 _STEPS: Rule = {"type": "number", "exclusiveMinimum": 0}

@@ -4,7 +4,6 @@ Formulas: kernels/linear_sparse_divergence.py.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from ..kernels.linear_sparse_divergence import (
 )
 from ..kernels.types import token_count
 from .deferred_logits import DeferredLogits
-from .spec import Distillation, Logits, Targets
+from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
+from .teacher_answer import BatchLoss, TeacherAnswer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TokenTargets:
 
 
 @dataclass(frozen=True)
-class SparseTeacher:
+class SparseAnswer(TeacherAnswer):
     """What is known of a teacher at the positions of a batch: `targets` are (batch, length, K) or (batch, length)."""
 
     targets: TokenTargets
@@ -44,62 +44,41 @@ class SparseTeacher:
     def shape(self) -> torch.Size:
         return self.targets.log_probs.shape
 
-
-class SparseDistillation(NamedTuple):
-    """The loss of a batch and its per-token values, (batch * length,), 0 where ignored and without gradient."""
-
-    loss: Tensor
-    divergence: Tensor  # weighted, at the loss's temperature
-    log_prob: Tensor
-    entropy: Tensor
-    is_top1: Tensor
-    agrees: Tensor
-    forward_kl: Tensor | None  # at temperature 1; None where the cache is of another
-    teacher_log_prob: Tensor
-    teacher_entropy: Tensor | None  # None where it is not known
-    terms: dict[str, Tensor]  # the divergence, by name and without its weight
-
-
-def sparse_distillation(
-    student: Logits, teacher: SparseTeacher, targets: Targets, distillation: Distillation
-) -> SparseDistillation:
-    """weight * forward KL + ce_weight * CE, where `distillation.weights` has a weight for the forward KL alone."""
-    weight = distillation.weights["forward_kl"]
-    of = teacher.targets
-    common = {
-        "tail": teacher.tail, "labels": targets.labels, "ce_weight": distillation.ce_weight / weight,
-        "temperature": distillation.temperature, "top_ids": of.top_ids.flatten(),
-        "scale_by_temperature_squared": distillation.scale_by_temperature_squared,
-    }  # fmt: skip
-    ids, log_probs = of.ids.flatten(0, -2), of.log_probs.flatten(0, -2)
-    if isinstance(student, DeferredLogits):
-        result = linear_sparse_divergence(
-            student.hidden.flatten(0, -2), student.head.weight, ids, log_probs, bias=student.head.bias,
-            scale=student.scale, softcap=student.softcap, vocab_size=teacher.vocab_size,
-            lora=student.head.lora, **targets.for_ops(), **common,
-        )  # fmt: skip
-    else:
-        logits = student.flatten(0, -2)[:, : teacher.vocab_size]
-        result = _of_logits(logits, ids, log_probs, num_items=targets.num_items, **common)
-    keep = targets.labels != -100
-    forward_kl = None
-    if distillation.temperature == 1.0:
-        forward_kl = result.divergence + of.unnamed.flatten() * keep
-    return SparseDistillation(
-        loss=result.loss if weight == 1.0 else result.loss * weight,
-        divergence=result.divergence * weight,
-        log_prob=result.log_prob,
-        entropy=result.entropy,
-        is_top1=result.is_top1,
-        agrees=result.agrees,
-        forward_kl=forward_kl,
-        teacher_log_prob=of.label_log_prob.flatten() * keep,
-        teacher_entropy=None if of.entropy is None else of.entropy.flatten() * keep,
-        terms={"forward_kl": result.divergence},
-    )
+    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+        """Return weight * forward KL + ce_weight * CE. `weights` has the forward KL alone."""
+        how, known = options.for_teacher(), self.targets
+        weight = how.weights["forward_kl"]
+        common = {
+            "ids": known.ids.flatten(0, -2), "log_probs": known.log_probs.flatten(0, -2),
+            "tail": self.tail, "labels": targets.labels, "ce_weight": how.ce_weight / weight,
+            "temperature": how.temperature, "top_ids": known.top_ids.flatten(),
+            "scale_by_temperature_squared": how.scale_by_temperature_squared,
+        }  # fmt: skip
+        if isinstance(student, DeferredLogits):
+            result = linear_sparse_divergence(
+                **student.operands(), vocab_size=self.vocab_size, **targets.for_ops(), **common
+            )
+        else:
+            logits = student.flatten(0, -2)[:, : self.vocab_size]
+            result = _loss_of_stored(logits, num_items=targets.num_items, **common)
+        keep = targets.labels != IGNORE_INDEX
+        # the cache's probabilities are those at the loss's temperature, so only this one gives the KL at temperature 1
+        at_one = how.temperature == 1.0
+        return BatchLoss(
+            loss=result.loss if weight == 1.0 else result.loss * weight,
+            divergence=result.divergence * weight,
+            log_prob=result.log_prob,
+            entropy=result.entropy,
+            is_top1=result.is_top1,
+            agrees=result.agrees,
+            forward_kl=result.divergence + known.unnamed.flatten() * keep if at_one else None,
+            teacher_log_prob=known.label_log_prob.flatten() * keep,
+            teacher_entropy=None if known.entropy is None else known.entropy.flatten() * keep,
+            terms={"forward_kl": result.divergence},
+        )
 
 
-def _of_logits(
+def _loss_of_stored(
     logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str, labels: Tensor, ce_weight: float, temperature: float,
     top_ids: Tensor, scale_by_temperature_squared: bool, num_items: float | Tensor | None,
 ) -> LinearSparseDivergence:  # fmt: skip

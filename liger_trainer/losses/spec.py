@@ -1,4 +1,7 @@
-"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `Targets`."""
+"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `Targets`.
+
+A configuration's `LossPlan` becomes a `Distillation` here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,10 +14,10 @@ from torch.nn.functional import pad
 
 from ..kernels.types import RowSelection
 from .deferred_logits import DeferredLogits
+from .plan import LossPlan
 
 Logits = DeferredLogits | Tensor
 IGNORE_INDEX = -100
-MEASURED_JSD = "measured_jsd"  # among a result's terms: the JSD at temperature 1 and beta 0.5
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class LossOptions:
     label_smoothing: float = 0.0
     dft: bool = False
     distillation: Distillation | None = None
+
+    def for_teacher(self) -> Distillation:
+        """Return the part about a teacher. Raises ValueError where the loss has none."""
+        if self.distillation is None:
+            raise ValueError("Teacher logits were given to a model whose loss has no distillation part.")
+        return self.distillation
 
 
 @dataclass
@@ -101,5 +110,56 @@ class Targets:
         return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
 
 
+def check_lengths(targets: Targets, *sides: Any) -> None:
+    """Raise ValueError where logits or a teacher's answer have other positions than the labels."""
+    for side in sides:
+        if side.shape[: len(targets.shape)] != targets.shape:
+            raise ValueError(
+                f"Logits are {tuple(side.shape)}, but labels are {tuple(targets.shape)}: lengths must agree."
+            )
+
+
 def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection | None:
     return None if torch.compiler.is_compiling() else RowSelection(labels, num_items, IGNORE_INDEX)
+
+
+def distillation_of(plan: LossPlan, scale_by_temperature_squared: bool) -> Distillation:
+    """The loss as configured, before any schedule."""
+    return Distillation(
+        scale_by_temperature_squared=scale_by_temperature_squared,
+        terms=tuple(term.type for term in plan.terms),
+        **distillation_fields(plan, {}),
+    )
+
+
+def distillation_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `Distillation` that scalars decide: those of the plan, with `moved` in the place of some."""
+    scalars = {**plan.scalars, **moved}
+
+    def weights(family: str) -> dict[str, float]:
+        return {term.type: scalars[f"{term.type}_weight"] for term in plan.of(family)}
+
+    return {
+        "weights": weights("divergence"),
+        "ce_weight": weights("ce").get("ce", 0.0),
+        "uld_weight": weights("uld").get("uld", 0.0),
+        "hidden_weights": weights("hidden"),
+        **{name: scalars[name] for name in ("temperature", "beta", "skew_alpha")},
+    }
+
+
+_FIELD_OF = {"divergence": "weights", "ce": "ce_weight", "uld": "uld_weight", "hidden": "hidden_weights"}
+
+
+def moved_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `Distillation` that `moved` scalars change, and no others."""
+    fields = distillation_fields(plan, moved)
+    of_weights = {f"{term.type}_weight": _FIELD_OF[term.family] for term in plan.terms}
+    names = [of_weights.get(name, name) for name in moved]
+    return {name: fields[name] for name in names if name in fields}
+
+
+def final_fields(plan: LossPlan) -> dict[str, Any]:
+    """What evaluations change of the loss: scheduled scalars have their final values, whatever the step."""
+    share = {} if plan.taid is None else {"teacher_share": plan.taid.end}
+    return {**moved_fields(plan, plan.final()), **share, "measure_jsd": True}

@@ -21,7 +21,7 @@ from .schedules import Taid
 LATE = 1  # steps whose loss is still on its way
 
 
-class TeacherShare:
+class TaidShare:
     """t over the steps of a training. `at` is called before each step, `add` for each micro-batch, `close` after it."""
 
     def __init__(self, taid: Taid):

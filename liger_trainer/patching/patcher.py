@@ -19,7 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head, stored_logits_loss
+from ..losses.cross_entropy import stored_logits_loss
+from ..losses.fused_forward import FusedLoss, check_loss, has_trl_head
 from ..losses.model_parts import output_module
 from ..losses.spec import LossOptions
 from .attention import patch_attention

@@ -16,10 +16,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.console import announce
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, deferred_logits
-from ..losses.fused_forward import Knowledge
-from ..patching.patcher import NothingToPatch, Patched, PatchOptions, announce, base_of, patched_record
+from ..losses.spec import Logits
+from ..losses.teacher_answer import TeacherAnswer
+from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -92,7 +94,7 @@ class Teacher(ABC):
         """Take the place beside the student. Returns the size of the vocabulary that both share."""
 
     @abstractmethod
-    def answer(self, inputs: dict[str, Any]) -> Knowledge:
+    def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ..common.files import sha256
 from ..errors import ConfigError, DataError
-from ..losses.sparse import SparseTeacher
+from ..losses.sparse import SparseAnswer
 from .base import DistillHost, Teacher
 from .cache.store import TeacherCache
 from .config import TeacherConfig
@@ -77,10 +77,10 @@ class CachedTeacher(Teacher):
     def collator(self, collator: Any) -> "CacheCollator":
         return CacheCollator(collator, self.cache)
 
-    def answer(self, inputs: dict[str, Any]) -> SparseTeacher:
+    def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
         """The teacher at the positions of a batch, whose records are taken out of `inputs`. On their device."""
         form = self.cache.format
-        return SparseTeacher(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)
+        return SparseAnswer(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)
 
 
 class CacheCollator:

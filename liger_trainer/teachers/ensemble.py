@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..errors import ConfigError, DataError
-from ..losses.multi_teacher import TeacherShare, TeacherShares
+from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
 from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
 from .base import Cut, DistillHost, Teacher
@@ -127,7 +127,7 @@ class EnsembleTeacher(Teacher):
         self.unshared = frozenset().union(*(each.unshared for each in self.teachers.values()))
         return min(sizes)
 
-    def answer(self, inputs: dict[str, Any]) -> TeacherShares:
+    def answer(self, inputs: dict[str, Any]) -> SeveralAnswers:
         routes, present = inputs.pop(ROUTES, None), inputs.pop(PRESENT, None)
         shares = []
         for i, (name, teacher) in enumerate(self.teachers.items()):
@@ -135,8 +135,8 @@ class EnsembleTeacher(Teacher):
             if reads:
                 taught = None if routes is None else routes == i
                 known: Any = teacher.answer(dict(inputs))
-                shares.append(TeacherShare(name, known, self.entries[name].weight, taught))
-        return TeacherShares(shares, tuple(self.teachers), routed=routes is not None)
+                shares.append(WeightedAnswer(name, known, self.entries[name].weight, taught))
+        return SeveralAnswers(shares, tuple(self.teachers), routed=routes is not None)
 
     @contextmanager
     def live(self) -> Iterator[dict[str, Any]]:

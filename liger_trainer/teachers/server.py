@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..losses.sparse import SparseTeacher, TokenTargets
+from ..losses.sparse import SparseAnswer, TokenTargets
 from .base import DistillHost, Teacher
 from .completions_client import CompletionsServer, Question, ServerOptions, TopTokens
 from .config import TeacherConfig
@@ -84,7 +84,7 @@ class ServerTeacher(Teacher):
         assert self._vocabulary is not None
         return self._vocabulary.size
 
-    def answer(self, inputs: dict[str, Any]) -> SparseTeacher:
+    def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
         ids = inputs["input_ids"]
         stretches = _documents(inputs)
         known = self._ask([list(row) for _, *row in stretches])
@@ -97,7 +97,7 @@ class ServerTeacher(Teacher):
             tokens[row, places] = torch.from_numpy(answer.ids)
             log_probs[row, places] = torch.from_numpy(answer.log_probs)
             labels[row, places] = torch.from_numpy(answer.label_log_prob)
-        return SparseTeacher(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
+        return SparseAnswer(_targets(tokens, log_probs, labels, ids.device), "bucket", self._vocab_size)
 
     def _ask(self, rows: list[list[np.ndarray]]) -> list[TopTokens]:
         keys = [row_key(ids, labels) for ids, labels in rows]

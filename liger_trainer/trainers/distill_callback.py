@@ -14,11 +14,11 @@ from trl.trainer.utils import create_model_from_path
 from ..common.console import announce
 from ..common.weights import load_whole
 from ..errors import ConfigError
-from ..losses.fused_forward import FusedLoss, LossOfOneForward, TokenLossOutput, token_output
+from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
-from ..losses.spec import Logits, LossOptions
-from ..losses.terms import distillation_of, final_fields, moved_fields
+from ..losses.spec import Logits, LossOptions, distillation_of, final_fields, moved_fields
+from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.placement import teacher_dtype
@@ -198,7 +198,7 @@ class _DistillationLoss(FusedLoss):
         super().__init__(model, options)
         self._ask_teacher, self._record, self._hidden = ask_teacher, record, hidden
 
-    def _forward(self, model, *args, labels=None, shift_labels=None, fused_lm_head=False, skip_logits=None, **kwargs):
+    def forward(self, model, *args, labels=None, shift_labels=None, fused_lm_head=False, skip_logits=None, **kwargs):
         num_items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         if labels is None and shift_labels is None:
             if model.training and torch.is_grad_enabled():
@@ -207,7 +207,7 @@ class _DistillationLoss(FusedLoss):
                     "compute_loss_func or a trainer's own, and would not be distilled. Leave that out, or use "
                     "LigerDistillTrainer."
                 )
-            return self._own_forward(model, *args, **num_items, **kwargs)
+            return self.own_forward(model)(*args, **num_items, **kwargs)
         if fused_lm_head and num_items:
             raise ConfigError(
                 "DistillationCallback is for transformers.Trainer and trl.SFTTrainer. This trainer, such as "
@@ -215,7 +215,7 @@ class _DistillationLoss(FusedLoss):
             )
         with contextlib.nullcontext() if self._hidden is None else self._hidden.of_teacher() as hidden_pass:
             logits = self._ask_teacher(*args, **kwargs)
-        outputs = super()._forward(
+        outputs = super().forward(
             model, *args, labels=labels, shift_labels=shift_labels, teacher_logits=logits, hidden_pass=hidden_pass,
             fused_lm_head=fused_lm_head, skip_logits=skip_logits, **num_items, **kwargs,
         )  # fmt: skip
@@ -225,8 +225,8 @@ class _DistillationLoss(FusedLoss):
             outputs.log_probs = -outputs.token_loss * outputs.label_mask
         return outputs
 
-    def _seen(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
-        self._record("train" if model.training else "eval", token_output(model, outputs, loss))
+    def seen(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
+        self._record("train" if model.training else "eval", loss.token_output(outputs))
 
 
 def refuse(args: TrainingArguments, distributed: DistributedType) -> None:

@@ -9,8 +9,7 @@ from ..common.options import OptionValues, check_options, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.config import LossConfig
 from ..losses.plan import LossPlan, plan_of, without_effect
-from ..losses.spec import Distillation
-from ..losses.terms import distillation_of
+from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .sampling_config import SamplingConfig
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trl.trainer.utils import disable_dropout_in_model
 
 from ..errors import ConfigError
-from ..losses.fused_forward import TokenLossOutput
 from ..losses.spec import LossOptions
+from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
 from .chat_rows import check_chats

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from ..errors import ConfigError, CorruptError
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import LossPlan
-from ..losses.taid import TeacherShare
-from ..losses.terms import final_fields, moved_fields
+from ..losses.spec import final_fields, moved_fields
+from ..losses.taid import TaidShare
 from ..patching.patcher import base_of
 
 PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
@@ -40,7 +40,7 @@ class LossProgress(TrainerCallback):
     def __init__(self, trainer: Any, plan: LossPlan):
         self._trainer, self._plan = trainer, plan
         self.final, self.logged = final_fields(plan), dict[str, float]()
-        self.share = None if plan.taid is None else TeacherShare(plan.taid)
+        self.share = None if plan.taid is None else TaidShare(plan.taid)
         self.hidden: HiddenLosses | None = None
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
@@ -52,7 +52,7 @@ class LossProgress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0 and self._plan.taid is not None:
-            self.share = TeacherShare(self._plan.taid)
+            self.share = TaidShare(self._plan.taid)
         if self.hidden is not None:
             self.hidden.zero_grad()  # of a training that was interrupted
         self._set_lmbda(state)

@@ -21,9 +21,9 @@ from ..common.console import announce
 from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError, DataError
-from ..losses.fused_forward import TokenLossOutput
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..losses.spec import LossOptions
+from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from .chat_rows import check_chats, datasets_in_messages
 from .evaluation_rows import EvaluationOfEachRow

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from ..losses.fused_forward import TokenLossOutput
+from ..losses.token_output import TokenLossOutput
 
 TRAINER_STATE = "LigerTrainer"  # among the states in trainer_state.json
 

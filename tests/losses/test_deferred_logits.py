@@ -18,9 +18,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
-from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
-from liger_trainer.losses.lazy_logits import LazyLogits
 from liger_trainer.losses.model_parts import Head
 
 B, T, H, V = 2, 4, 8, 13

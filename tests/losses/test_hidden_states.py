@@ -27,7 +27,7 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.errors import ConfigError, CorruptError
 from liger_trainer.losses.hidden_states import HiddenLosses, _recorded
 from liger_trainer.losses.model_parts import decoder_layers
-from liger_trainer.losses.types import LossTerm
+from liger_trainer.losses.plan import LossTerm
 from liger_trainer.teachers.cached import CachedTeacher
 from liger_trainer.trainers.loss_schedule import LossProgress
 

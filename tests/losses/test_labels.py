@@ -16,7 +16,7 @@ from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels.types import RowSelection
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
-from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import Distillation, LossOptions
 from liger_trainer.patching.patcher import NothingToPatch, patched_record
 
@@ -276,7 +276,7 @@ def cached(labels):
         ids=ids, log_probs=torch.full(ids.shape, 0.3).log(), unnamed=of_token, top_ids=ids[..., 0],
         label_log_prob=of_token, entropy=of_token,
     )  # fmt: skip
-    return SparseTeacher(targets, "bucket", VOCAB)
+    return SparseAnswer(targets, "bucket", VOCAB)
 
 
 class Moving(LlamaForCausalLM):

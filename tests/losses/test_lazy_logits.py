@@ -8,8 +8,7 @@ import torch
 from accelerate.utils.operations import convert_to_fp32, pad_across_processes
 from torch import nn
 
-from liger_trainer.losses.deferred_logits import DeferredLogits, Forward
-from liger_trainer.losses.lazy_logits import LazyLogits
+from liger_trainer.losses.deferred_logits import DeferredLogits, Forward, LazyLogits
 from liger_trainer.losses.model_parts import Head
 
 SHAPE = (2, 3, 16)

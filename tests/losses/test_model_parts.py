@@ -16,7 +16,7 @@ from liger_trainer.kernels.linear_sparse_divergence import sparse_divergence_ref
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss
 from liger_trainer.losses.model_parts import Head, output_module
-from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = [
@@ -210,7 +210,7 @@ def test_distillation_from_a_cache():
         ids=ids.view(n, length, 4), log_probs=torch.full((n, length, 4), 0.2).log(), unnamed=of_token,
         top_ids=ids[:, 0].view(n, length), label_log_prob=of_token, entropy=of_token,
     )  # fmt: skip
-    teacher = SparseTeacher(targets, "bucket", VOCAB)
+    teacher = SparseAnswer(targets, "bucket", VOCAB)
     logits = truth(**{k: x for k, x in batch.items() if k != "labels"}).logits.flatten(0, 1)
     keep = shift_labels_of(batch["labels"]).flatten() != -100
     want = sparse_divergence_reference(logits, ids, targets.log_probs.flatten(0, 1))[keep].mean()

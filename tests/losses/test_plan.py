@@ -23,11 +23,9 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.divergence_kinds import KINDS
-from liger_trainer.losses.batch_loss import batch_loss
-from liger_trainer.losses.plan import plan_of
-from liger_trainer.losses.sparse import SparseTeacher, TokenTargets
+from liger_trainer.losses.plan import LOSS_TYPES, entry_rule, plan_of
+from liger_trainer.losses.sparse import SparseAnswer, TokenTargets
 from liger_trainer.losses.spec import LossOptions, Targets
-from liger_trainer.losses.types import LOSS_TYPES, entry_rule
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 EVERY = [{"type": kind, "weight": 0.2 + 0.1 * i} for i, kind in enumerate(KINDS)] + [{"type": "ce", "weight": 0.3}]
@@ -220,12 +218,8 @@ def test_a_cache_has_its_term_too():
     fields = {name: torch.zeros(1, 4) for name in ("unnamed", "label_log_prob", "entropy")}
     targets = TokenTargets(ids=teacher.indices, log_probs=teacher.values, top_ids=teacher.indices[..., 0], **fields)
     distillation = train_args(LigerDistillConfig, losses=[{"type": "forward_kl", "weight": 0.5}]).distillation()
-    result = batch_loss(
-        logits,
-        Targets.of(None, labels, None),
-        LossOptions(distillation=distillation),
-        SparseTeacher(targets, "bucket", 10),
-    )
+    answer = SparseAnswer(targets, "bucket", 10)
+    result = answer.loss(logits, Targets.of(None, labels, None), LossOptions(distillation=distillation))
     assert torch.allclose(result.terms["forward_kl"] * 0.5, result.divergence) and result.divergence.sum() > 0
 
 

@@ -11,7 +11,7 @@ from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistill
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.plan import plan_of
 from liger_trainer.losses.schedules import Schedule, Taid
-from liger_trainer.losses.taid import TeacherShare
+from liger_trainer.losses.taid import TaidShare
 from liger_trainer.trainers.loss_schedule import LossProgress
 
 MIX = [{"type": "jsd", "weight": 0.5, "beta": 0.4}, {"type": "skew_kl"}, {"type": "ce", "weight": 0.25}]
@@ -130,7 +130,7 @@ def share_by_hand(losses, taid, steps):
 @pytest.mark.parametrize("taid", [Taid(), Taid(alpha=0.4, beta=0.5), Taid(0.1, 0.7, alpha=0.9, beta=0.9)])
 def test_the_adaptive_share_follows_the_paper(taid):
     losses = [2.0, 1.5, 1.6, 1.1, 1.0, 0.2, 0.9, 0.8, 0.8, 0.4]
-    share, got = TeacherShare(taid), []
+    share, got = TaidShare(taid), []
     for step, loss in enumerate(losses):
         got.append(share.at(step, len(losses)))
         for tokens, more in ((3.0, 0.5), (5.0, -0.5)):  # two micro-batches, of different means
@@ -156,7 +156,7 @@ def test_taid_in_a_training_follows_its_loss():
 
 
 def test_a_loss_that_is_not_finite_leaves_the_share_as_it_is():
-    share = TeacherShare(Taid(alpha=0.5))
+    share = TaidShare(Taid(alpha=0.5))
     for loss in (1.0, math.nan, 0.5, 1e9, math.inf):
         share.add(torch.tensor(loss), torch.tensor(1.0))
         share.close()

@@ -228,7 +228,7 @@ def test_cross_entropy_takes_memory_for_the_logits_once(monkeypatch):
         seen.append(logits.dtype)
         return cross_entropy(logits, *args, **options)
 
-    monkeypatch.setattr("liger_trainer.losses.fused_forward.cross_entropy", watched)
+    monkeypatch.setattr("liger_trainer.losses.cross_entropy.cross_entropy", watched)
     model = tiny_model("llama").to(torch.bfloat16)
     liger_trainer.apply_liger_kernel_to_llama(cross_entropy=True, model=model)
     model(**masked_batch())

@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.plan import LOSS_TYPES
 from liger_trainer.losses.spec import LossOptions
-from liger_trainer.losses.types import LOSS_TYPES
 from liger_trainer.teachers.base import teacher_logits
 
 # where they are given

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ...losses.plan import plan_of
-from ...losses.types import LOSS_TYPES
+from ...losses.plan import LOSS_TYPES, plan_of
 from ..data.demo_model import DEMO_MODELS
 from ..environment import versions
 from ..metric_rows import DISTILL_ROWS, SFT_ROWS, said_already

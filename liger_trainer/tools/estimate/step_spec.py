@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor
 from trl import get_peft_config
 
 from ...config.settings import Setting
-from ...losses.sparse import SparseTeacher, TokenTargets
+from ...losses.sparse import SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
@@ -193,12 +193,12 @@ class CacheFormat:
 
     of: RecordFormat
 
-    def records(self, rows: int, length: int) -> SparseTeacher:
+    def records(self, rows: int, length: int) -> SparseAnswer:
         """Those of a batch, decoded, without data."""
         ids = torch.empty(rows, length, self.of.entries + self.of.tail_draws, dtype=torch.int32)
         values = (torch.empty(rows, length) for _ in range(3))
         targets = TokenTargets(ids, torch.empty(ids.shape), ids[..., 0], *values)
-        return SparseTeacher(targets, self.of.tail, self.of.vocab_size)
+        return SparseAnswer(targets, self.of.tail, self.of.vocab_size)
 
 
 def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
