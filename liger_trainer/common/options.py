@@ -82,7 +82,10 @@ def has_entry(key: str, entry: str) -> Fact:
 
     def holds(options: OptionValues) -> bool:
         value = options[key]
-        value = json.loads(value) if isinstance(value, str) else value
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:  # another complaint's
+            return False
         return isinstance(value, Mapping) and entry in value
 
     return Fact((key,), holds, {"required": [key], "properties": {key: {"type": "object", "required": [entry]}}})

@@ -12,6 +12,7 @@ from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
 from .overrides import parse_overrides
+from .places import missing_paths, variables_that_run_code
 from .run_options import RECIPES
 from .schema import Schema
 from .settings import DROPPED, Finding, Setting
@@ -33,8 +34,14 @@ class Checked:
     notices: list[Finding]
 
 
-def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Checked:
+def check(
+    text: str, label: str, overrides: Sequence[str], schema: Schema, allow_env: bool = False, paths: bool = False
+) -> Checked:
     """Check the YAML `text`, called `label` in messages, with the command line's `overrides`.
+
+    Args:
+        allow_env: let `env` set what makes programs run other code.
+        paths: also look whether the files and folders are there that it names.
 
     Raises:
         ConfigError: `text` is not valid YAML or no mapping.
@@ -63,6 +70,10 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
         problems += _no_loss(values, settings, label)
     for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
+    if "env" in known and not allow_env:
+        problems += variables_that_run_code(known["env"])
+    if paths:
+        problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
     if "report_to" not in wrong:
         problems += _no_trackers(settings)
     if not problems:

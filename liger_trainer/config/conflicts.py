@@ -94,6 +94,11 @@ _FOUR_BITS = given("load_in_4bit", words="`load_in_4bit: true`")
 _OWN_TEACHER = Fact(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
 _DROPS_LAYERS = on("keep_every_nth_layer") | on("keep_layers")
 
+_EVALUATES = equals("eval_strategy", "steps", "epoch")
+_SAVES_WHEN_EVALUATING = (equals("eval_strategy", "steps") & ~equals("save_strategy", "no", "epoch", "best")) | (
+    equals("eval_strategy", "epoch") & equals("save_strategy", "epoch")
+)
+
 # Conflicts of keys that are TRL's, and of ours with these. Ours among themselves are declared with each option.
 _OF_TRL = (
     *(without(key, _PEFT) for key in _LORA),
@@ -134,6 +139,33 @@ _OF_TRL = (
         "without packing it does not enforce max_length; set `max_length: null`.",
     ),
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
+    # transformers refuses these too, but only when it builds its arguments, after seconds of imports
+    Conflict(
+        "dataloader_prefetch_factor",
+        given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
+        "has no effect without workers; set dataloader_num_workers to 1 or more.",
+    ),
+    Conflict(
+        "lr_scheduler_type",
+        equals("lr_scheduler_type", "reduce_lr_on_plateau", "greedy") & ~_EVALUATES,
+        "{value} follows the evaluations; set eval_strategy to steps or epoch.",
+    ),
+    Conflict(
+        "load_best_model_at_end",
+        on("load_best_model_at_end") & ~_SAVES_WHEN_EVALUATING & ~equals("save_strategy", "best"),
+        "needs checkpoints where evaluations are; set save_strategy and eval_strategy to the same.",
+    ),
+    *(
+        Conflict(
+            f"{what}_steps",
+            equals(f"{what}_steps", 0) & when,
+            f"expected a number above 0 with `{what}_strategy: steps`, got 0.",
+        )
+        for what, when in (
+            ("logging", ~equals("logging_strategy", "no", "epoch")),
+            ("save", ~equals("save_strategy", "no", "epoch", "best")),
+        )
+    ),
     *(
         Conflict(
             key,

@@ -30,9 +30,12 @@ from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipp
 OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
-    "dataset_num_proc save_total_limit"
+    "dataset_num_proc save_total_limit torch_empty_cache_steps"
 )
-_NOT_NEGATIVE = "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers seed"
+_NOT_NEGATIVE = (
+    "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers seed logging_steps eval_steps "
+    "save_steps eval_delay eval_accumulation_steps"
+)
 LIMITS: dict[str, dict[str, float]] = {
     **{name: {"ge": 1} for name in _AT_LEAST_ONE.split()},
     **{name: {"ge": 0} for name in _NOT_NEGATIVE.split()},
