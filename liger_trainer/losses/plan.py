@@ -226,8 +226,8 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
     used = {term.type for term in plan.of("divergence") if term.weight}
     if used != {"forward_kl"}:
         raise ValueError(
-            f"{'losses' if 'losses' in values else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with or "
-            f"without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
+            f"{'losses' if 'losses' in values else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with "
+            f"or without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
             "losses with forward_kl and ce."
         )
     if "temperature" in plan.schedules:
