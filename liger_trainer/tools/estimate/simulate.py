@@ -113,10 +113,10 @@ def simulate(spec: StepSpec) -> StepMemory:
         with fake:
             for model in (student, teacher) if teacher is not None else (student,):
                 _allocate(model)
-        run = _Run(spec, student, teacher, tracker)
+        step = _TrainerSteps(spec, student, teacher, tracker)
         try:
             with fake, tracker, on_a_gpu(spec.labelled, float(spec.labelled)):
-                run.steps()
+                step.run()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
@@ -125,14 +125,14 @@ def simulate(spec: StepSpec) -> StepMemory:
     return StepMemory(
         peaks=tracker.peaks,
         parameters=_numbers(student),
-        trainable=sum(p.numel() for p in run.trained),
-        trained_bytes=sum(p.nbytes for p in run.trained),
+        trainable=sum(p.numel() for p in step.trained),
+        trained_bytes=sum(p.nbytes for p in step.trained),
         layer_bytes=_largest_layer(student),
         teacher_parameters=0 if teacher is None else _numbers(teacher),
     )
 
 
-class _Run:
+class _TrainerSteps:
     """The highest moments of a Trainer's steps, each once.
 
     A micro-batch is at its highest as the last of its step, beside the gradients of those before it, and the optimizer
@@ -160,7 +160,7 @@ class _Run:
         self.used.add(parameter)
         self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
 
-    def steps(self) -> None:
+    def run(self) -> None:
         tracker = self.tracker
         if self.spec.accumulation > 1:
             for parameter in self.trained:
