@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration: every mistake at once, with its line. Loads no model, no data and no torch."""
+    """Check a configuration and the paths in it: every mistake at once, with its line. Loads no model and no data."""
     from ..config.run_config import load_run_config
 
-    checked = load_run_config(config, overrides or [])
+    checked = load_run_config(config, overrides or [], paths=True)
     show_notices(checked)
     given = sum(checked.given(key) for key in checked.settings)
     typer.echo(f"{checked.source} is valid: recipe {checked.recipe}, {given} settings.")

@@ -1,8 +1,8 @@
 """Rules for configuration values, as JSON Schema writes them: how text is read, and what is wrong with a value.
 
 A rule is the part of JSON Schema that the keys need: type, enum, minimum, maximum and their exclusive forms, items,
-properties, required, additionalProperties. We use no library because values are also read (`"2e-4"` is a number, `yes`
-is true), integers are strict (2.0 is not one), and a complaint says what to write instead.
+properties, required, additionalProperties, pattern. We use no library because values are also read (`"2e-4"` is a
+number, `yes` is true), integers are strict (2.0 is not one), and a complaint says what to write instead.
 """
 
 import difflib
@@ -33,6 +33,7 @@ _ITEMS = {
     "object": "mappings",
     "boolean": "true and false",
 }
+LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _BOUNDS = (
     ("minimum", "of at least", float.__ge__),
     ("exclusiveMinimum", "above", float.__gt__),
@@ -52,7 +53,11 @@ def kinds(rule: Rule) -> tuple[str, ...]:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+    if value is None:
+        return "null"
+    exact = _KINDS.get(type(value))  # bool is an int for isinstance
+    near = (name for kind, name in _KINDS.items() if isinstance(value, kind))  # np.float64 is a float
+    return exact or next(near, type(value).__name__)
 
 
 def words(rule: Rule) -> str:
@@ -114,6 +119,8 @@ def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple
             yield from complaints(item, rule.get("items", {}), (*path, index))
     elif kind == "object":
         yield from _inside_mapping(value, rule, path)
+    elif kind == "string" and not re.search(rule.get("pattern", ""), value):
+        yield path, f"expected {rule['patternErrorMessage']}, got {value!r}."
     elif kind == "string" and "object" in allowed and value.lstrip().startswith("{"):
         try:
             json.loads(value)

@@ -7,6 +7,8 @@ from typing import Any
 from ..common.value_rules import did_you_mean
 from ..errors import ConfigError
 
+MAX_BYTES = 100_000
+
 
 def built_in_configs() -> dict[str, Any]:
     """Name ("smollm2/distill_layerdrop") -> readable resource of every configuration shipped with the package."""
@@ -27,6 +29,8 @@ def find_config(name: str) -> tuple[str, str]:
     """
     path = Path(name).expanduser()
     if path.is_file():
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{name}: larger than {MAX_BYTES // 1000} kB, which is no configuration.")
         try:
             return path.read_text(encoding="utf-8"), name
         except (OSError, UnicodeDecodeError) as error:

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
-from .conflicts import CALLED, FORMER, GONE, REFUSED, View, conflicts, is_sharded, notices, renamed
+from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
 from .overrides import parse_overrides
+from .places import missing_paths, variables_that_run_code
+from .run_options import RECIPES
 from .schema import Schema
 from .settings import DROPPED, Finding, Setting
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
-RECIPES = ("sft", "distill")
 RECIPE_DEFAULT = "recipe default"
 
 
@@ -32,8 +34,14 @@ class Checked:
     notices: list[Finding]
 
 
-def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Checked:
+def check(
+    text: str, label: str, overrides: Sequence[str], schema: Schema, allow_env: bool = False, paths: bool = False
+) -> Checked:
     """Check the YAML `text`, called `label` in messages, with the command line's `overrides`.
+
+    Args:
+        allow_env: let `env` set what makes programs run other code.
+        paths: also look whether the files and folders are there that it names.
 
     Raises:
         ConfigError: `text` is not valid YAML or no mapping.
@@ -57,11 +65,15 @@ def check(text: str, label: str, overrides: Sequence[str], schema: Schema) -> Ch
     values["recipe"] = recipe  # also where it is inferred
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
-    view = View(values, known.keys())
+    options = OptionValues(values, known.keys())
     if recipe == "distill" and wrong.isdisjoint(FIELDS):
         problems += _no_loss(values, settings, label)
-    for key, message in conflicts(view, wrong):
+    for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
+    if "env" in known and not allow_env:
+        problems += variables_that_run_code(known["env"])
+    if paths:
+        problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
     if "report_to" not in wrong:
         problems += _no_trackers(settings)
     if not problems:

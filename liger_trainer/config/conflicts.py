@@ -1,13 +1,23 @@
 """Keys beyond their types: names from elsewhere, keys without effect, and keys that do not go together."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from ..teachers.config import FILES, OF_ONE_KIND, PLACEMENT, is_its_own_teacher, teacher_problems
-from ..trainers.sampling_config import ELSEWHERE, without_effect
+from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
+from ..losses.config import LossConfig
+from ..teachers.config import (
+    CACHE,
+    PLACEMENT,
+    SAMPLES,
+    SELF,
+    TeacherConfig,
+    is_its_own_teacher,
+    teacher_problems,
+)
+from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
+from .run_options import RunOptions
 from .schema import Key
 from .settings import Finding, Setting
 
@@ -56,289 +66,181 @@ DEFAULT_LMBDA = "not given: the completions in the rows, `0.0`. TRL's trainer le
 DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would take reverse KL, `beta: 1.0`."
 
 
-@dataclass(frozen=True)
-class View:
-    """Values with defaults filled in, and which keys were given."""
-
-    values: Mapping[str, Any]
-    given: Set[str]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.values[key]
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Settings that are fine alone and wrong, or without effect, together.
-
-    Reported at `key` when `wrong` holds, unless one of the keys in `reads` has been complained about already.
-    """
-
-    key: str
-    reads: tuple[str, ...]
-    wrong: Callable[[View], bool]
-    message: str
+_LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+_LAUNCHED_SHARDED = Fact((), lambda options: any(os.environ.get(name) == "true" for name in _LAUNCHED))
+SHARDED = on("fsdp") | on("deepspeed") | _LAUNCHED_SHARDED
+_FSDP = on("fsdp") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_FSDP") == "true")
 
 
 def is_sharded(values: Mapping[str, Any]) -> bool:
     """Whether each process holds only a part of the weights, by the settings or by the launcher's environment."""
-    launched = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-    return bool(values["fsdp"] or values["deepspeed"] or any(os.environ.get(name) == "true" for name in launched))
+    return SHARDED.holds(OptionValues(values, ()))
 
 
-def _samples(v: View) -> bool:
-    """Whether completions are sampled in training. Nothing else has these keys than a distillation."""
-    return bool(v.values.get("lmbda") or v.values.get("seq_kd")) or "lmbda" in (v.values.get("schedules") or ())
-
-
-def _without(key: str, needed: str, also: str = "") -> Conflict:
-    message = f"has no effect without `{needed}: true`{also}."
-    return Conflict(key, (key, needed), lambda v: key in v.given and needed not in v.given, message)
-
-
-def _unreadable(key: str) -> Conflict:
-    def wrong(v: View) -> bool:
-        value = v[key]
+def _is_missing_file(key: str) -> Fact:
+    def holds(options: OptionValues) -> bool:
+        value = options[key]
         return isinstance(value, str) and not value.lstrip().startswith("{") and not Path(value).is_file()
 
-    return Conflict(key, (key,), wrong, "no such file: {value}")
+    return Fact((key,), holds)
 
 
 _LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type "
     "use_rslora use_dora"
 ).split()
-_BITSANDBYTES = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
-CONFLICTS = (
-    *(_without(key, "use_peft", " (or say `use_peft: false` to ignore it)") for key in _LORA),
+_PEFT = given("use_peft", words="`use_peft: true` (or say `use_peft: false` to ignore it)")
+_FOUR_BITS = given("load_in_4bit", words="`load_in_4bit: true`")
+_OWN_TEACHER = Fact(("teacher", "teachers"), lambda options: is_its_own_teacher(options.values))
+_DROPS_LAYERS = on("keep_every_nth_layer") | on("keep_layers")
+
+_EVALUATES = equals("eval_strategy", "steps", "epoch")
+_SAVES_WHEN_EVALUATING = (equals("eval_strategy", "steps") & ~equals("save_strategy", "no", "epoch", "best")) | (
+    equals("eval_strategy", "epoch") & equals("save_strategy", "epoch")
+)
+
+# Conflicts of keys that are TRL's, and of ours with these. Ours among themselves are declared with each option.
+_OF_TRL = (
+    *(without(key, _PEFT) for key in _LORA),
+    *(without(key, _FOUR_BITS) for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")),
     *(
         Conflict(
             key,
-            (key, "use_peft"),
-            lambda v, key=key: v[key] and not v["use_peft"],
+            on(key) & ~on("use_peft"),
             "quantized weights cannot be trained; add `use_peft: true` to train adapters on them.",
         )
         for key in ("load_in_4bit", "load_in_8bit")
     ),
-    *(_without(key, "load_in_4bit") for key in _BITSANDBYTES),
-    _without("force_resume", "resume_from_checkpoint"),
     Conflict(
         "load_in_8bit",
-        ("load_in_8bit", "load_in_4bit"),
-        lambda v: v["load_in_8bit"] and v["load_in_4bit"],
+        on("load_in_8bit") & on("load_in_4bit"),
         "give either load_in_4bit or load_in_8bit, not both.",
     ),
-    Conflict(
-        "keep_layers",
-        ("keep_layers", "keep_every_nth_layer"),
-        lambda v: v["keep_every_nth_layer"] is not None and v["keep_layers"] is not None,
-        "give either keep_every_nth_layer or keep_layers, not both.",
-    ),
-    Conflict(
-        "student_num_layers",
-        ("student_num_layers", "keep_layers", "keep_every_nth_layer"),
-        lambda v: (
-            v["student_num_layers"] is not None
-            and (v["keep_every_nth_layer"] is not None or v["keep_layers"] is not None)
-        ),
-        "chooses layers by their measured importance; leave keep_every_nth_layer and keep_layers out.",
-    ),
-    Conflict(
-        "datasets",
-        ("datasets", "dataset_name"),
-        lambda v: bool(v["dataset_name"] and v["datasets"]),
-        "give either dataset_name or datasets, not both.",
-    ),
-    Conflict(
-        "holdout_fraction",
-        ("holdout_fraction", "dataset_test_split"),
-        lambda v: {"dataset_test_split", "holdout_fraction"} <= v.given,
-        "has no effect beside dataset_test_split; leave one of them out.",
-    ),
+    Conflict("datasets", on("datasets") & on("dataset_name"), "give either dataset_name or datasets, not both."),
     Conflict(
         "test_split_size",
-        ("test_split_size", "datasets"),
-        lambda v: "test_split_size" in v.given and not v["datasets"],
+        given("test_split_size") & ~on("datasets"),
         "belongs to `datasets`; with dataset_name use holdout_fraction.",
     ),
     Conflict(
         "max_steps",
-        ("max_steps",),
-        lambda v: v["max_steps"] == 0,
+        equals("max_steps", 0),
         "expected a number of at least 1, or -1 for num_train_epochs, got 0. `liger-trainer eval CONFIG` measures a "
         "model without training it.",
     ),
     Conflict(
         "max_length",
-        ("max_length", "packing", "eval_packing"),
-        lambda v: (v["packing"] or v["eval_packing"]) and v["max_length"] is None,
+        (on("packing") | on("eval_packing")) & equals("max_length", None),
         "expected the length of a packed row in tokens, got null with packing on.",
     ),
     Conflict(
         "padding_free",
-        ("padding_free", "packing", "max_length"),
-        lambda v: v["padding_free"] and not v["packing"] and v["max_length"] is not None,
+        on("padding_free") & ~on("packing") & ~equals("max_length", None),
         "without packing it does not enforce max_length; set `max_length: null`.",
     ),
+    Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
+    # transformers refuses these too, but only when it builds its arguments, after seconds of imports
     Conflict(
-        "fp16",
-        ("fp16", "bf16"),
-        lambda v: bool(v["fp16"] and v["bf16"]),
-        "give either bf16 or fp16, not both.",
+        "dataloader_prefetch_factor",
+        given("dataloader_prefetch_factor") & ~on("dataloader_num_workers"),
+        "has no effect without workers; set dataloader_num_workers to 1 or more.",
     ),
     Conflict(
+        "lr_scheduler_type",
+        equals("lr_scheduler_type", "reduce_lr_on_plateau", "greedy") & ~_EVALUATES,
+        "{value} follows the evaluations; set eval_strategy to steps or epoch.",
+    ),
+    Conflict(
+        "load_best_model_at_end",
+        on("load_best_model_at_end") & ~_SAVES_WHEN_EVALUATING & ~equals("save_strategy", "best"),
+        "needs checkpoints where evaluations are; set save_strategy and eval_strategy to the same.",
+    ),
+    *(
+        Conflict(
+            f"{what}_steps",
+            equals(f"{what}_steps", 0) & when,
+            f"expected a number above 0 with `{what}_strategy: steps`, got 0.",
+        )
+        for what, when in (
+            ("logging", ~equals("logging_strategy", "no", "epoch")),
+            ("save", ~equals("save_strategy", "no", "epoch", "best")),
+        )
+    ),
+    *(
+        Conflict(
+            key,
+            on(key) & SAMPLES,
+            "completions are sampled for rows one by one; set it to false, or lmbda to 0.0 and seq_kd to false.",
+        )
+        for key in ("packing", "padding_free")
+    ),
+    *(
+        Conflict(key, _is_missing_file(key), "no such file: {value}")
+        for key in ("deepspeed", "fsdp_config", "accelerator_config")
+    ),
+)
+# Conflicts of our keys that do not hold in Python, where a teacher may be a model in memory.
+_OF_A_FILE = (
+    Conflict(
         "num_sample_completions",
-        ("num_sample_completions", "fsdp", "deepspeed"),
-        lambda v: bool(v["num_sample_completions"] and is_sharded(v.values)),
+        on("num_sample_completions") & SHARDED,
         "expected 0: a sharded model is not sampled from.",
     ),
     Conflict(
         "teacher",
-        ("teacher", "use_peft"),
-        lambda v: v.values.get("teacher") == "self" and not v["use_peft"],
+        SELF & ~on("use_peft"),
         "self is the student without its adapters; add `use_peft: true` to train adapters.",
     ),
     Conflict(
         "teacher",
-        ("teacher", "fsdp", "deepspeed"),
-        lambda v: v.values.get("teacher") == "self" and is_sharded(v.values),
+        SELF & SHARDED,
         "self does not work with FSDP or DeepSpeed; name the base in teacher_model_name_or_path instead.",
     ),
     *(
         Conflict(
             key,
-            (key, "teacher", "teachers"),
-            lambda v, key=key: v[key] is not None and is_its_own_teacher(v.values),
+            on(key) & _OWN_TEACHER,
             "the base that teaches would lack these layers too; leave `teacher: self` out and name the whole model in "
             "teacher_model_name_or_path.",
         )
         for key in ("keep_every_nth_layer", "keep_layers")
     ),
+    without("teacher_cache_dir", CACHE),
+    without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),
     *(
         Conflict(
             key,
-            (key, "teacher"),
-            lambda v, key=key: key in v.given and v["teacher"] in ("self", "server"),
-            "has no effect with `teacher: self` or `server`: nothing is loaded.",
-        )
-        for key in (*FILES[:3], *PLACEMENT)
-    ),
-    Conflict(
-        "teacher_tokenizer_name_or_path",
-        ("teacher_tokenizer_name_or_path", "teacher"),
-        lambda v: "teacher_tokenizer_name_or_path" in v.given and v["teacher"] == "self",
-        "has no effect with `teacher: self`: it is the student's.",
-    ),
-    *(
-        Conflict(
-            key,
-            (key, "teacher"),
-            lambda v, key=key, kind=kind: key in v.given and v["teacher"] != kind,
-            f"has no effect without `teacher: {kind}`.",
-        )
-        for key, kind in {**OF_ONE_KIND, "teacher_cache_dir": "cache"}.items()
-    ),
-    *(
-        Conflict(
-            key,
-            (key, "teacher"),
-            lambda v, key=key: v.values.get("teacher") == "server" and not v[key],
-            "missing; `teacher: server` needs it.",
-        )
-        for key in ("teacher_server_base_url", "teacher_server_model")
-    ),
-    Conflict(
-        "teacher_column",
-        ("teacher_column", "teachers"),
-        lambda v: "teacher_column" in v.given and not v["teachers"],
-        "has no effect without `teachers`, among which it chooses.",
-    ),
-    Conflict(
-        "teachers",
-        ("teachers", "teacher"),
-        lambda v: bool(v.values.get("teachers")) and v["teacher"] != "model",
-        "are models; leave `teacher` out. One of them may be `teacher: self`.",
-    ),
-    Conflict(
-        "teachers",
-        ("teachers", "teacher_model_name_or_path"),
-        lambda v: bool(v.values.get("teachers")) and v["teacher_model_name_or_path"] is not None,
-        "give either teachers or teacher_model_name_or_path, not both.",
-    ),
-    *(
-        Conflict(
-            key,
-            (key, "fsdp", "deepspeed"),
-            lambda v, key=key: bool(v.values.get(key)) and is_sharded(v.values),
+            on(key) & SHARDED,
             "does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.",
         )
         for key in PLACEMENT[1:]
     ),
     Conflict(
-        "teacher",
-        ("teacher", "teacher_cache_dir"),
-        lambda v: v.values.get("teacher") == "cache" and not v["teacher_cache_dir"],
-        "a cache needs teacher_cache_dir, the directory that `liger-trainer cache CONFIG` writes.",
-    ),
-    Conflict(
         "cache_bits",
-        ("cache_bits", "cache_kind"),
-        lambda v: "cache_bits" in v.given and v["cache_kind"] == "sampled",
+        given("cache_bits") & equals("cache_kind", "sampled"),
         "has no effect with `cache_kind: sampled`: draws have no log-probabilities.",
     ),
     Conflict(
-        "cache_tail_draws",
-        ("cache_tail_draws", "cache_kind"),
-        lambda v: "cache_tail_draws" in v.given and v["cache_kind"] == "sampled",
-        "are of `cache_kind: topk`, beyond its likeliest tokens; with `sampled`, cache_entries are drawn.",
-    ),
-    Conflict(
-        "cache_tail_draws",
-        ("cache_entries", "cache_tail_draws"),
-        lambda v: bool(v.values.get("cache_tail_draws")) and (v["cache_entries"] or 64) + v["cache_tail_draws"] > 1024,
-        "a cache holds at most 1,024 entries a token, cache_entries and cache_tail_draws together.",
-    ),
-    *(
-        Conflict(
-            key,
-            (key, "lmbda", "seq_kd"),
-            lambda v, key=key: v[key] and _samples(v),
-            "completions are sampled for rows one by one; set it to false, or lmbda to 0.0 and seq_kd to false.",
-        )
-        for key in ("packing", "padding_free")
-    ),
-    Conflict(
-        "teacher",
-        ("teacher", "lmbda", "seq_kd"),
-        lambda v: v.values.get("teacher") == "cache" and _samples(v),
-        "a cache knows the completions in the rows alone; leave lmbda and seq_kd out, or take the teacher itself.",
-    ),
-    Conflict(
         "lmbda",
-        ("lmbda", "seq_kd", "fsdp"),
-        lambda v: _samples(v) and bool(v["fsdp"] or os.environ.get("ACCELERATE_USE_FSDP") == "true"),
+        SAMPLES & _FSDP,
         "a model that FSDP splits is not sampled from; take it and seq_kd out, or train without FSDP.",
     ),
     Conflict(
         "use_vllm",
-        ("use_vllm", "keep_every_nth_layer", "keep_layers"),
-        lambda v: (
-            bool(v.values.get("use_vllm")) and (v["keep_every_nth_layer"] is not None or v["keep_layers"] is not None)
-        ),
+        on("use_vllm") & _DROPS_LAYERS,
         "vLLM would load model_name_or_path with all its layers; make the student with `liger-trainer init-student` "
         "and name its directory.",
     ),
-    *(_unreadable(key) for key in ("deepspeed", "fsdp_config", "accelerator_config")),
 )
+_DECLARED = (RunOptions, LossConfig, SamplingConfig, TeacherConfig)
+CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 
-def conflicts(view: View, wrong: Set[str]) -> Iterator[tuple[str, str]]:
-    """The conflicts in a configuration, as key and message; those that involve a key in `wrong` are left out."""
-    for conflict in CONFLICTS:
-        if wrong.isdisjoint(conflict.reads) and conflict.wrong(view):
-            yield conflict.key, conflict.message.format(value=view[conflict.key])
-    if "teacher" in view.values and wrong.isdisjoint(("teachers", "teacher_column", *PLACEMENT)):
-        yield from teacher_problems(view.values)
+def conflicts(options: OptionValues, wrong: Set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the conflicts in a configuration, as key and message, but those that involve a key in `wrong`."""
+    yield from clashes(options, CONFLICTS, wrong)
+    if "teacher" in options.values and wrong.isdisjoint(("teachers", "teacher_column", *PLACEMENT)):
+        yield from teacher_problems(options.values)
 
 
 def renamed(key: str, setting: Setting) -> tuple[str, Setting, str]:

@@ -19,6 +19,7 @@ import yaml
 from ..errors import ConfigError
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
+from .places import ALLOW_ENV
 from .schema import Schema, shipped_schema
 from .settings import Finding, Setting, in_order
 
@@ -158,22 +159,24 @@ class RunConfig:
         return text + "\n# Defaults in effect:\n" + "".join(f"# {line}\n" for line in defaults.splitlines())
 
 
-def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = False) -> RunConfig:
+def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False) -> RunConfig:
     """Read and check a configuration, and set the variables of its `env`.
 
     Loads no model and no data; instantiates no arguments.
 
     Args:
         name: path of a YAML file, or a built-in name such as "smollm2/distill_layerdrop".
-        overrides: "key=value", or "--key" followed by "value", or "~key" to take a key out of the file.
+        overrides: "key=value", or "--key" followed by "value", or "~key" to take a key out of the file; "--allow-env"
+            lets `env` set what makes programs run other code, such as PYTHONPATH.
         exact: know the keys of the installed TRL and transformers also where they are not the ones the package was
             made with. They are then imported; without `exact` only if something seems wrong.
+        paths: also look whether the files and folders are there that it names.
 
     Raises:
         ConfigError: every problem found, one a line, each as "file:line: key: expected ..., got ...".
     """
     text, label = find_config(name)
-    return check_text(text, label, overrides, exact)
+    return check_text(text, label, overrides, exact, paths)
 
 
 def _installed_schema() -> Schema:
@@ -182,14 +185,17 @@ def _installed_schema() -> Schema:
     return installed_schema()
 
 
-def check_text(text: str, label: str, overrides: Iterable[str] = (), exact: bool = False) -> RunConfig:
+def check_text(
+    text: str, label: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False
+) -> RunConfig:
     """`load_run_config` for a configuration at hand as text; `label` names it in messages."""
     overrides = tuple(overrides)
     shipped = shipped_schema()
     same = shipped.is_of_installed()
-    checked = check(text, label, overrides, shipped if same or not exact else _installed_schema())
+    settings, allow_env = [word for word in overrides if word != ALLOW_ENV], ALLOW_ENV in overrides
+    checked = check(text, label, settings, shipped if same or not exact else _installed_schema(), allow_env, paths)
     if checked.problems and not same and not exact:
-        checked = check(text, label, overrides, _installed_schema())
+        checked = check(text, label, settings, _installed_schema(), allow_env, paths)
     if checked.problems:
         raise _report(label, checked.problems)
     for variable, value in (checked.values["env"] or {}).items():

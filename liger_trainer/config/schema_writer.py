@@ -16,21 +16,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.value_rules import Rule
+from ..common.options import limits_of
+from ..common.value_rules import LIMIT_NAMES, Rule
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
 from ..trainers.sampling_config import SamplingConfig
+from .conflicts import CONFLICTS
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
 OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
-    "dataset_num_proc save_total_limit"
+    "dataset_num_proc save_total_limit torch_empty_cache_steps"
 )
-_NOT_NEGATIVE = "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers seed"
+_NOT_NEGATIVE = (
+    "learning_rate warmup_steps weight_decay max_grad_norm dataloader_num_workers seed logging_steps eval_steps "
+    "save_steps eval_delay eval_accumulation_steps"
+)
 LIMITS: dict[str, dict[str, float]] = {
     **{name: {"ge": 1} for name in _AT_LEAST_ONE.split()},
     **{name: {"ge": 0} for name in _NOT_NEGATIVE.split()},
@@ -39,10 +44,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "lora_dropout": {"ge": 0, "lt": 1},
     "label_smoothing_factor": {"ge": 0, "lt": 1},
     "test_split_size": {"gt": 0, "lt": 1},
-    "temperature": {"gt": 0},
-    "beta": {"ge": 0, "le": 1},
 }
-_LIMIT_NAMES = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 CHOICES = {"lora_task_type": ["CAUSAL_LM"]}
 _ENTRY_TYPES = {
     "name": {"type": "string"},
@@ -91,7 +93,31 @@ def json_schema(descriptions: bool = False) -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
+        **_conflicts(set(properties)),
     }
+
+
+def _conflicts(known: set[str]) -> dict[str, Any]:
+    """The conflicts that an editor can see, as JSON Schema: `dependentRequired`, and `if` and `then`."""
+    needed: dict[str, list[str]] = {}
+    conditions = []
+    for conflict in CONFLICTS:
+        if conflict.when.rule is None or not known.issuperset(conflict.reads):
+            continue
+        if conflict.needs:
+            needed.setdefault(conflict.key, []).append(conflict.needs)
+        elif conflict.missing:
+            conditions.append({"if": conflict.when.rule, "then": {"required": [conflict.key]}})
+        else:
+            refusal: Rule = {"not": {}, "errorMessage": f"{conflict.key}: {conflict.message}"}
+            if _requires(conflict.when.rule, conflict.key):  # an editor then marks this line
+                refusal = {"properties": {conflict.key: refusal}}
+            conditions.append({"if": conflict.when.rule, "then": refusal})
+    return {"dependentRequired": needed, "allOf": conditions}
+
+
+def _requires(rule: Rule, key: str) -> bool:
+    return key in rule.get("required", ()) or any(_requires(part, key) for part in rule.get("allOf", ()))
 
 
 def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
@@ -125,8 +151,7 @@ def _property(item: dataclasses.Field, hint: Any, section: str, described: bool)
     default = item.default if item.default_factory is MISSING else item.default_factory()
     choices = CHOICES.get(item.name) or item.metadata.get("choices") or ()
     rule = dict(RULES.get(item.name) or _rule(hint, choices))
-    limits = item.metadata.get("limits") or LIMITS.get(item.name) or {}
-    rule.update({_LIMIT_NAMES[name]: limit for name, limit in limits.items()})
+    rule |= limits_of(item) or {LIMIT_NAMES[name]: limit for name, limit in LIMITS.get(item.name, {}).items()}
     text = item.metadata.get("help") if described else None
     return {
         **rule,
@@ -182,8 +207,14 @@ def schema_text(document: Mapping[str, Any]) -> str:
     """The document as JSON with a line a key, so that a change of one key is a change of one line."""
     properties = document["properties"]
     lines = [f"    {json.dumps(name)}: {json.dumps(rule, ensure_ascii=False)}" for name, rule in properties.items()]
-    head = json.dumps({k: v for k, v in document.items() if k != "properties"}, indent=2, ensure_ascii=False)
-    return head.removesuffix("\n}") + ',\n  "properties": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+    conditions = [f"    {json.dumps(rule, ensure_ascii=False)}" for rule in document["allOf"]]
+    apart = ("properties", "allOf")
+    head = json.dumps({k: v for k, v in document.items() if k not in apart}, indent=2, ensure_ascii=False)
+    return (
+        head.removesuffix("\n}")
+        + ',\n  "properties": {\n' + ",\n".join(lines)
+        + '\n  },\n  "allOf": [\n' + ",\n".join(conditions) + "\n  ]\n}\n"
+    )  # fmt: skip
 
 
 def markdown() -> str:

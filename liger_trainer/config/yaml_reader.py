@@ -35,9 +35,58 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
+MAX_DEPTH, MAX_VALUES = 50, 10_000
+"""A configuration has far fewer. What has more is an attack or a mistake, and would take hours or the memory."""
+
+
 def parse_yaml(text: str) -> Any:
-    """Return the value that a piece of YAML stands for."""
-    return yaml.load(text, _Loader)
+    """Return the value that a piece of YAML stands for.
+
+    Raises:
+        yaml.YAMLError, ValueError: it is not valid YAML, or too much of it.
+    """
+    loader, node = _compose(text)
+    return None if node is None else loader.construct_document(node)
+
+
+def _compose(text: str) -> tuple[_Loader, yaml.Node | None]:
+    depth = 0
+    for event in yaml.parse(text, _Loader):  # events come one by one, where composing nodes would recurse
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            _refuse_deep(depth, event.start_mark)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is not None:
+        _measure(node, {})
+    return loader, node
+
+
+def _refuse_deep(depth: int, mark: Any) -> None:
+    if depth > MAX_DEPTH:
+        raise yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels inside each other", problem_mark=mark)
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Return how many values a node stands for once its aliases are followed, and how deep they are nested."""
+    if id(node) in known:
+        size = known[id(node)]
+        if size is None:
+            raise yaml.MarkedYAMLError(problem="an alias to what it is in", problem_mark=node.start_mark)
+        return size
+    known[id(node)] = None  # until its children are measured
+    children = node.value if isinstance(node, yaml.SequenceNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+    inside = [_measure(child, known) for child in children]
+    count, depth = 1 + sum(n for n, _ in inside), 1 + max((d for _, d in inside), default=0)
+    if count > MAX_VALUES:
+        raise yaml.MarkedYAMLError(problem=f"more than {MAX_VALUES:,} values", problem_mark=node.start_mark)
+    _refuse_deep(depth - 1, node.start_mark)
+    known[id(node)] = count, depth
+    return count, depth
 
 
 def read_settings(text: str, label: str) -> ParsedSettings:
@@ -50,9 +99,8 @@ def read_settings(text: str, label: str) -> ParsedSettings:
     Raises:
         ConfigError: not valid YAML, or not a mapping.
     """
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        loader, node = _compose(text)
         if node is None:
             return ParsedSettings({}, [])
         if not isinstance(node, yaml.MappingNode):
@@ -63,11 +111,14 @@ def read_settings(text: str, label: str) -> ParsedSettings:
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{label}:{mark.line + 1 if mark else 1}: {error.problem or 'not valid YAML'}.") from None
+        place = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark else f"{label}:1"
+        raise ConfigError(f"{place}: {error.problem or 'not valid YAML'}.") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = f"{label}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        raise ConfigError(f"{place}: the character {chr(error.character)!r} is not allowed in YAML.") from None
     except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"{label}: not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
     settings = {}
     for key, value in values.items():
         where = places[(str(key),)]

@@ -5,13 +5,14 @@ checked without it.
 """
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..common.options import check_values
 from ..common.value_rules import BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import KINDS
+from .config import SKEW_ALPHA, LossConfig
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 LAYERS: Rule = {"type": ["array", "string"], "items": {"type": "array", "items": {"type": "integer"}}}
@@ -112,7 +113,6 @@ def _check_layers(kind: str, layers: Any) -> None:
         )
 
 
-SKEW_ALPHA = 0.1  # the default
 # the keys of a configuration that decide its loss
 FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
 
@@ -180,7 +180,7 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
     if plan.of("uld"):
         _check_uld(plan, values.get("teacher", "model"))
     if values.get("teacher") in ("cache", "server"):
-        _check_sparse(plan, values["teacher"])
+        _check_sparse(plan, values)
     return plan
 
 
@@ -192,7 +192,9 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
-    if fields.get("label_smoothing_factor") and not plan.of("ce"):
+    if fields.get("label_smoothing_factor") and fields.get("teacher") in _SPARSE:
+        yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
+    elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
 
 
@@ -208,8 +210,12 @@ def _check_uld(plan: LossPlan, teacher: str) -> None:
         raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")
 
 
-def _check_sparse(plan: LossPlan, teacher: str) -> None:
-    """Refuse what needs more than a few tokens of the teacher. Teachers refuse other divergences themselves."""
+_SPARSE = {"cache": "a teacher cache", "server": "a teacher's server"}
+
+
+def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
+    """Refuse what a teacher that is known at a few tokens of the vocabulary cannot do."""
+    teacher = values["teacher"]
     if plan.taid is not None:
         raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
     if plan.of("hidden"):
@@ -217,8 +223,21 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
     unknown = next((term.type for term in plan.of("divergence") if term.type != "forward_kl" and not term.weight), None)
     if unknown:
         raise ValueError(f"losses: {unknown} cannot be measured: teacher: {teacher} determines the forward KL alone.")
+    used = {term.type for term in plan.of("divergence") if term.weight}
+    if used != {"forward_kl"}:
+        raise ValueError(
+            f"{'losses' if 'losses' in values else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with "
+            f"or without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
+            "losses with forward_kl and ce."
+        )
     if "temperature" in plan.schedules:
         raise ValueError(f"schedules: temperature: what teacher: {teacher} answers is of one temperature.")
+    if teacher == "server" and plan.scalars["temperature"] != 1.0:
+        raise ValueError(
+            f"{'kd_temperature' if 'kd_temperature' in values else 'temperature'}: a server's log-probabilities are of "
+            f"temperature 1, the loss is of {plan.scalars['temperature']}: what the tokens beyond its list have at "
+            "another temperature cannot be known. Use temperature 1, or a teacher in this process or in a cache."
+        )
     weight = plan.schedules.get("forward_kl_weight")
     if weight is not None and 0 in (weight.start, weight.end):
         raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
@@ -226,13 +245,7 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     beta, alpha = values.get("beta", 0.0), values.get("skew_alpha", SKEW_ALPHA)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must lie in [0, 1], got {beta}.")
-    for _, message in complaints(alpha, BELOW_ONE):
-        raise ValueError(f"skew_alpha: {message}")
-    for name in ("temperature", "kd_temperature"):
-        if not 0 < values.get(name, 1.0) < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {values[name]}.")
+    check_values(values, LossConfig)
     temperature = values.get("kd_temperature", values.get("temperature", 1.0))
     lmbda = {"lmbda": values["lmbda"]} if "lmbda" in values else {}
     return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}

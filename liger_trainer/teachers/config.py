@@ -7,24 +7,27 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ..losses.spec import Distillation
+from ..common.options import (
+    HTTP,
+    Fact,
+    OptionValues,
+    check_values,
+    clashes,
+    conflicts_of,
+    equals,
+    has_entry,
+    on,
+    option,
+)
 
 KINDS = ("model", "cache", "self", "server")
 PROTOCOLS = ("vllm", "echo")
 DTYPES = ("bfloat16", "float16", "float32", "auto")
-SPARSE = {"cache": "A teacher cache", "server": "A teacher's server"}
 PLACEMENT = ("teacher_dtype", "teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teacher_offload")
-SERVER = tuple(
-    f"teacher_server_{name}"
-    for name in ("base_url", "model", "protocol", "top_k", "api_key_env", "timeout", "retries", "concurrency")
-)
-# {field: the only kind of teacher that reads it}. Not teacher_cache_dir: a capture of any teacher writes there.
-OF_ONE_KIND = {**dict.fromkeys(SERVER, "server"), "verify_teacher_cache": "cache"}
 FILES = (
     "teacher_model_name_or_path",
     "teacher_model_revision",
@@ -34,14 +37,34 @@ FILES = (
 OF_LOADING = ("teacher_model_revision", "teacher_model_init_kwargs")
 OF_ONE_TEACHER = (*FILES, *PLACEMENT)
 ENTRY_KEYS = ("name", "teacher", "weight", "routes", *OF_ONE_TEACHER)
+MAX_ENTRIES = 1024  # of a position in a cache
+
+CACHE, SELF, SERVER = equals("teacher", "cache"), equals("teacher", "self"), equals("teacher", "server")
+SAMPLES = on("lmbda") | on("seq_kd") | has_entry("schedules", "lmbda")
+"""Completions are sampled at some time in training; see SamplingConfig."""
+_TOO_MANY = Fact(
+    ("cache_entries", "cache_tail_draws"),
+    lambda o: bool(o["cache_tail_draws"]) and (o["cache_entries"] or 64) + o["cache_tail_draws"] > MAX_ENTRIES,
+)
 
 
-def _option(default: Any, help: str, **limits: float) -> Any:
-    return field(default=default, metadata={"help": help, "limits": limits})
+_NOTHING_LOADED = "has no effect with `teacher: self` or `server`: nothing is loaded."
 
 
-def _choice(default: Any, help: str, *choices: Any) -> Any:
-    return field(default=default, metadata={"help": help, "choices": list(choices)})
+def _of_loading(key: str, default: Any, help: str, *conflicts: tuple[Fact, str], choices: tuple[str, ...] = ()) -> Any:
+    """Declare an option about loading a teacher, which some kinds of teacher are not."""
+    in_vain = (on(key) & equals("teacher", "self", "server"), _NOTHING_LOADED)
+    return option(default, help, choices=choices, conflicts=(in_vain, *conflicts))
+
+
+def _beside_keyword(key: str, keyword: str) -> tuple[Fact, str]:
+    """The conflict of an option with a keyword of `from_pretrained`."""
+    both = on(key) & has_entry("teacher_model_init_kwargs", keyword)
+    return both, f"give either {key} or {keyword} in teacher_model_init_kwargs, not both."
+
+
+def _beside_offload(key: str, why: str) -> tuple[Fact, str]:
+    return on("teacher_offload") & on(key), f"does not go with {key}: {why}."
 
 
 @dataclass
@@ -55,6 +78,17 @@ class TeacherConfig:
             trainer is given a model of that name) or `teacher: self`. Each may have `weight` (default 1), `routes`, and
             fields of its own: `teacher_model_revision`, `teacher_model_init_kwargs`, `teacher_tokenizer_name_or_path`,
             and those about placement.
+        teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
+            a cache: the one it must have been captured from, if named.
+        teacher_model_revision: its branch, tag or commit.
+        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
+            with `bf16`, float16 with `fp16`, else float32.
+        teacher_cache_dir: the directory of a cache. `liger-trainer cache` writes it.
+        verify_teacher_cache: read the whole cache and compare its checksums before training.
+        cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
+            tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
+            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
+            8 or 16; MiB of a shard. Training reads them out of the cache.
         teacher_column: the column that names the teacher of each row. Without it every teacher teaches every row, and
             the divergences are added up, each times its weight.
         teacher_tokenizer_name_or_path: where the teacher's tokenizer is, if not beside the teacher.
@@ -70,87 +104,151 @@ class TeacherConfig:
         teacher_server_timeout: seconds that one request may take to connect, or without a byte of the answer.
         teacher_server_retries: further attempts after one that failed for a reason that may pass.
         teacher_server_concurrency: requests under way at a time.
-        teacher_cache_dir: the directory of that cache. `liger-trainer cache` writes it.
-        verify_teacher_cache: read the whole cache and compare its checksums before training.
-        cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
-            tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
-            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
-            8 or 16; MiB of a shard. Training reads them out of the cache.
-        teacher_model_name_or_path: the teacher, when it is not given to the trainer: a model directory or hub id. With
-            a cache: the one it must have been captured from, if named.
-        teacher_model_revision: its branch, tag or commit.
-        teacher_model_init_kwargs: keywords for its `from_pretrained`. dtype defaults to that of the run: bfloat16
-            with `bf16`, float16 with `fp16`, else float32.
     """
 
-    teacher: str = _choice(
-        "model", "model: in this process; cache: teacher_cache_dir; self: adapters off; server: over HTTP.", *KINDS
+    teacher: str = option(
+        "model",
+        "model: in this process; cache: teacher_cache_dir; self: adapters off; server: over HTTP.",
+        choices=KINDS,
+        conflicts=[
+            (
+                CACHE & SAMPLES,
+                "a cache knows the completions in the rows alone; leave lmbda and seq_kd out, or take the teacher "
+                "itself.",
+            )
+        ],
     )
-    teachers: list[dict[str, Any]] | str | None = _option(
-        None, "Several teachers, e.g. [{name: math, teacher_model_name_or_path: ..., weight: 0.7}, ...]."
+    teachers: list[dict[str, Any]] | str | None = option(
+        None,
+        "Several teachers, e.g. [{name: math, teacher_model_name_or_path: ..., weight: 0.7}, ...].",
+        conflicts=[
+            (
+                on("teachers") & equals("teacher", "cache", "self", "server"),
+                "are models; leave `teacher` out. One of them may be `teacher: self`.",
+            ),
+            (
+                on("teachers") & on("teacher_model_name_or_path"),
+                "give either teachers or teacher_model_name_or_path, not both.",
+            ),
+        ],
     )
-    teacher_column: str | None = _option(None, "Column of the rows that names the one of `teachers` that teaches them.")
-    teacher_tokenizer_name_or_path: str | None = _option(
-        None, "The teacher's tokenizer, if it is not in the teacher's own directory."
+    teacher_column: str | None = option(None, "Column of the rows that names the one of `teachers` that teaches them.")
+    teacher_model_name_or_path: str | None = _of_loading(
+        "teacher_model_name_or_path", None, "The teacher: a model directory or hub id."
     )
-    teacher_dtype: str | None = _choice(None, "dtype of the teacher's weights; default: that of the run.", *DTYPES)
-    teacher_load_in_4bit: bool = _option(False, "Quantise the teacher's weights to 4 bits (bitsandbytes).")
-    teacher_load_in_8bit: bool = _option(False, "Quantise the teacher's weights to 8 bits (bitsandbytes).")
-    teacher_device: str | None = _option(None, "Device of the teacher, such as cuda:1 or cpu; default: the student's.")
-    teacher_offload: bool = _option(False, "Keep the teacher's weights in CPU memory, streamed layer by layer.")
-    teacher_server_base_url: str | None = _option(None, "The teacher's server, such as http://localhost:8000/v1.")
-    teacher_server_model: str | None = _option(None, "Name of the teacher's model on its server.")
-    teacher_server_protocol: str = _choice("vllm", "vllm: prompt_logprobs; echo: echo and logprobs.", *PROTOCOLS)
-    teacher_server_top_k: int = _option(64, "Likeliest tokens that the server is asked for.", ge=1, le=1024)
-    teacher_server_api_key_env: str | None = _option(None, "Environment variable that holds the server's API key.")
-    teacher_server_timeout: float = _option(60.0, "Seconds that the server may be silent.", gt=0)
-    teacher_server_retries: int = _option(5, "Further attempts where a request failed for a passing reason.", ge=0)
-    teacher_server_concurrency: int = _option(16, "Requests to the server at a time.", ge=1, le=256)
-
-    teacher_cache_dir: str | None = _option(None, "Directory of the teacher cache that `liger-trainer cache` writes.")
-    verify_teacher_cache: bool = _option(False, "Compare the checksums of the whole cache before training.")
-    cache_kind: str = _choice(
-        "topk", "Captured: the likeliest tokens and the rest's mass, or draws.", "topk", "sampled"
+    teacher_model_revision: str | None = _of_loading(
+        "teacher_model_revision", None, "Branch, tag or commit of the teacher."
     )
-    cache_entries: int | None = _option(None, "Tokens captured a position: 64 likeliest, or 12 draws.", ge=1, le=1024)
-    cache_tail_draws: int | None = _option(
-        None, "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.", ge=0, le=1023
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _of_loading(
+        "teacher_model_init_kwargs", None, "Keywords for the teacher's `from_pretrained`, such as dtype."
     )
-    cache_bits: int = _choice(8, "Bits of a captured log-probability.", 8, 16)
-    cache_shard_mb: int = _option(64, "MiB of a shard of the cache.", ge=1)
-    teacher_model_name_or_path: str | None = _option(None, "The teacher: a model directory or hub id.")
-    teacher_model_revision: str | None = _option(None, "Branch, tag or commit of the teacher.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = _option(
-        None, "Keywords for the teacher's `from_pretrained`, such as dtype."
+    teacher_tokenizer_name_or_path: str | None = option(
+        None,
+        "The teacher's tokenizer, if it is not in the teacher's own directory.",
+        conflicts=[
+            (on("teacher_tokenizer_name_or_path") & SELF, "has no effect with `teacher: self`: it is the student's.")
+        ],
     )
+    teacher_dtype: str | None = _of_loading(
+        "teacher_dtype",
+        None,
+        "dtype of the teacher's weights; default: that of the run.",
+        _beside_keyword("teacher_dtype", "dtype"),
+        choices=DTYPES,
+    )
+    teacher_load_in_4bit: bool = _of_loading(
+        "teacher_load_in_4bit",
+        False,
+        "Quantise the teacher's weights to 4 bits (bitsandbytes).",
+        _beside_keyword("teacher_load_in_4bit", "quantization_config"),
+        _beside_keyword("teacher_load_in_4bit", "device_map"),
+        (
+            on("teacher_load_in_4bit") & on("teacher_load_in_8bit"),
+            "give either teacher_load_in_4bit or teacher_load_in_8bit, not both.",
+        ),
+    )
+    teacher_load_in_8bit: bool = _of_loading(
+        "teacher_load_in_8bit",
+        False,
+        "Quantise the teacher's weights to 8 bits (bitsandbytes).",
+        _beside_keyword("teacher_load_in_8bit", "quantization_config"),
+        _beside_keyword("teacher_load_in_8bit", "device_map"),
+    )
+    teacher_device: str | None = _of_loading(
+        "teacher_device",
+        None,
+        "Device of the teacher, such as cuda:1 or cpu; default: the student's.",
+        _beside_keyword("teacher_device", "device_map"),
+    )
+    teacher_offload: bool = _of_loading(
+        "teacher_offload",
+        False,
+        "Keep the teacher's weights in CPU memory, streamed layer by layer.",
+        _beside_keyword("teacher_offload", "device_map"),
+        _beside_offload("teacher_load_in_4bit", "packed weights cannot be streamed"),
+        _beside_offload("teacher_load_in_8bit", "packed weights cannot be streamed"),
+        _beside_offload("teacher_device", "weights are streamed to the student's device"),
+    )
+    teacher_server_base_url: str | None = option(
+        None, "The teacher's server, such as http://localhost:8000/v1.", text=HTTP, needs=SERVER, needed_by=SERVER
+    )
+    teacher_server_model: str | None = option(
+        None, "Name of the teacher's model on its server.", needs=SERVER, needed_by=SERVER
+    )
+    teacher_server_protocol: str = option(
+        "vllm", "vllm: prompt_logprobs; echo: echo and logprobs.", choices=PROTOCOLS, needs=SERVER
+    )
+    teacher_server_top_k: int = option(
+        64, "Likeliest tokens that the server is asked for.", ge=1, le=1024, needs=SERVER
+    )
+    teacher_server_api_key_env: str | None = option(
+        None, "Environment variable that holds the server's API key.", needs=SERVER
+    )
+    teacher_server_timeout: float = option(60.0, "Seconds that the server may be silent.", gt=0, needs=SERVER)
+    teacher_server_retries: int = option(
+        5, "Further attempts where a request failed for a passing reason.", ge=0, needs=SERVER
+    )
+    teacher_server_concurrency: int = option(16, "Requests to the server at a time.", ge=1, le=256, needs=SERVER)
+    teacher_cache_dir: str | None = option(
+        None, "Directory of the teacher cache that `liger-trainer cache` writes.", needed_by=CACHE
+    )
+    verify_teacher_cache: bool = option(False, "Compare the checksums of the whole cache before training.", needs=CACHE)
+    cache_kind: str = option(
+        "topk", "Captured: the likeliest tokens and the rest's mass, or draws.", choices=["topk", "sampled"]
+    )
+    cache_entries: int | None = option(
+        None, "Tokens captured a position: 64 likeliest, or 12 draws.", ge=1, le=MAX_ENTRIES
+    )
+    cache_tail_draws: int | None = option(
+        None,
+        "Of topk: tokens drawn from the rest, default 32; 0: its mass alone.",
+        ge=0,
+        le=MAX_ENTRIES - 1,
+        conflicts=[
+            (
+                on("cache_tail_draws") & equals("cache_kind", "sampled"),
+                "are of `cache_kind: topk`, beyond its likeliest tokens; with `sampled`, cache_entries are drawn.",
+            ),
+            (
+                _TOO_MANY,
+                "a cache holds at most 1,024 entries a token, cache_entries and cache_tail_draws together.",
+            ),
+        ],
+    )
+    cache_bits: int = option(8, "Bits of a captured log-probability.", choices=[8, 16])
+    cache_shard_mb: int = option(64, "MiB of a shard of the cache.", ge=1)
 
     if TYPE_CHECKING:  # the fields of SFTConfig, which stands beside this class in LigerDistillConfig
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def check_teacher(self, distillation: "Distillation") -> None:
-        """Raise ValueError for what does not go together."""
+    def check_teachers(self) -> None:
+        """Raise ValueError for an entry of `teachers` that is wrong."""
         if isinstance(self.teachers, str):
             self.teachers = json.loads(self.teachers)
-        _one_of(self, "teacher", KINDS)
-        _one_of(self, "teacher_server_protocol", PROTOCOLS)
         if self.teachers is not None:
-            self._check_teachers()
-        check_placement(self)
+            entries_of(self)
         self._keep_to_one_gpu()
-        in_vain = placed(self) or next((name for name in OF_LOADING if getattr(self, name, None)), None)
-        if self.teacher in ("self", "server") and in_vain:
-            raise ValueError(f"{in_vain} has no effect with teacher={self.teacher!r}: it loads no weights.")
-        if self.teacher == "self" and self.teacher_tokenizer_name_or_path is not None:
-            raise ValueError("teacher_tokenizer_name_or_path has no effect with teacher='self': it is the student's.")
-        defaults = {item.name: item.default for item in fields(self)}
-        for name, kind in OF_ONE_KIND.items():
-            if self.teacher != kind and getattr(self, name) != defaults[name]:
-                raise ValueError(f"{name} has no effect without teacher={kind!r}.")
-        if self.teacher == "server":
-            self._check_server(distillation)
-        if self.teacher in SPARSE:
-            self._check_sparse(SPARSE[self.teacher], distillation)
 
     def _keep_to_one_gpu(self) -> None:
         """Keep the student off the teacher's GPU: transformers would spread one process over all GPUs it sees."""
@@ -158,44 +256,6 @@ class TeacherConfig:
         devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
         if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
             self._n_gpu = 1
-
-    def _check_teachers(self) -> None:
-        if self.teacher != "model":
-            raise ValueError(f"teachers are models: leave teacher={self.teacher!r} out.")
-        if getattr(self, "teacher_model_name_or_path", None) is not None:
-            raise ValueError("Give either teachers or teacher_model_name_or_path, not both.")
-        entries_of(self)
-
-    def _check_server(self, distillation: "Distillation") -> None:
-        for name in ("teacher_server_base_url", "teacher_server_model"):
-            if not getattr(self, name):
-                raise ValueError(f"teacher='server' needs {name}.")
-        url = str(self.teacher_server_base_url)
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher_server_base_url must begin with http:// or https://, got {url!r}.")
-        for name, least in (("retries", 0), ("concurrency", 1), ("top_k", 1)):
-            if getattr(self, f"teacher_server_{name}") < least:
-                raise ValueError(f"teacher_server_{name} must be at least {least}.")
-        if self.teacher_server_top_k > 1024 or not self.teacher_server_timeout > 0:
-            raise ValueError("teacher_server_top_k must be at most 1024, and teacher_server_timeout above 0.")
-        if distillation.temperature != 1.0:
-            raise ValueError(
-                f"A server's log-probabilities are of temperature 1, the loss is of {distillation.temperature}: what "
-                "the tokens beyond its list have at another temperature cannot be known. Use temperature 1, or a "
-                "teacher in this process or in a cache."
-            )
-
-    def _check_sparse(self, who: str, distillation: "Distillation") -> None:
-        used = {kind for kind, weight in distillation.weights.items() if weight}
-        if used != {"forward_kl"}:
-            raise ValueError(
-                f"{who} determines the forward KL alone, with or without ce beside it; the loss asks for "
-                f"{', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or losses with forward_kl and ce."
-            )
-        if getattr(self, "label_smoothing_factor", 0.0):
-            raise ValueError(
-                f"label_smoothing_factor is not part of the loss against {who[0].lower()}{who[1:]}: leave it at 0."
-            )
 
 
 @dataclass(frozen=True)
@@ -251,18 +311,16 @@ def _entry(args: Any, entry: Any) -> TeacherEntry:
     for key in OF_ONE_TEACHER:
         if key in entry:
             setattr(entry_args, key, entry[key])
-    check_placement(entry_args)
+    _check_placement(entry_args)
     return TeacherEntry(name, float(weight), tuple(str(value) for value in routes or [name]), entry_args)
 
 
 def teacher_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for what is wrong with the teachers of a configuration, beyond types."""
-    args = SimpleNamespace(**values)
-    for key, check in (("teachers", _check_loaded), ("teacher_load_in_4bit", check_placement)):
-        try:
-            check(args)
-        except ValueError as error:
-            yield next((name for name in PLACEMENT if key != "teachers" and getattr(args, name)), key), str(error)
+    """Yield what is wrong with the entries of `teachers` beyond types, as key and message."""
+    try:
+        _check_loaded(SimpleNamespace(**values))
+    except ValueError as error:
+        yield "teachers", str(error).removeprefix("teachers: ")
 
 
 def is_its_own_teacher(values: Mapping[str, Any]) -> bool:
@@ -292,27 +350,12 @@ def placed(args: Any) -> str | None:
     return next((name for name in PLACEMENT if getattr(args, name)), None)
 
 
-def check_placement(args: Any) -> None:
-    """Raise ValueError for placements that exclude each other."""
-    kwargs = getattr(args, "teacher_model_init_kwargs", None)
-    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
-    quantised = next((n for n in ("teacher_load_in_4bit", "teacher_load_in_8bit") if getattr(args, n)), None)
-    if args.teacher_dtype is not None:
-        _one_of(args, "teacher_dtype", DTYPES)
-    if args.teacher_load_in_4bit and args.teacher_load_in_8bit:
-        raise ValueError("Give either teacher_load_in_4bit or teacher_load_in_8bit, not both.")
-    for name, theirs in (("teacher_dtype", "dtype"), (quantised, "quantization_config")):
-        if name and getattr(args, name) and theirs in kwargs:
-            raise ValueError(f"Give either {name} or {theirs} in teacher_model_init_kwargs, not both.")
-    if args.teacher_offload and (quantised or args.teacher_device):
-        other = quantised or "teacher_device"
-        why = "packed weights cannot be streamed" if quantised else "weights are streamed to the student's device"
-        raise ValueError(f"teacher_offload does not go with {other}: {why}.")
-    where = next((n for n in (quantised, "teacher_device", "teacher_offload") if n and getattr(args, n)), None)
-    if where and "device_map" in kwargs:
-        raise ValueError(f"Give either {where} or device_map in teacher_model_init_kwargs, not both.")
+_KEPT_BY = {*PLACEMENT, "teacher_model_init_kwargs"}
+_PLACEMENT_CONFLICTS = [conflict for conflict in conflicts_of(TeacherConfig) if set(conflict.reads) <= _KEPT_BY]
 
 
-def _one_of(args: Any, name: str, choices: tuple[str, ...]) -> None:
-    if getattr(args, name) not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(args, name)!r}.")
+def _check_placement(args: Any) -> None:
+    """Raise ValueError for ways of keeping a teacher that exclude each other."""
+    check_values({"teacher_dtype": args.teacher_dtype}, TeacherConfig)
+    for key, message in clashes(OptionValues(vars(args), ()), _PLACEMENT_CONFLICTS):
+        raise ValueError(f"{key}: {message}")

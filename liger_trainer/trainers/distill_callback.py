@@ -64,7 +64,7 @@ class DistillationCallback(TrainerCallback):
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
         for key, message in without_effect(self._plan, {}, () if skew_alpha == SKEW_ALPHA else ("skew_alpha",)):
-            raise ValueError(f"{key} {message}")
+            raise ValueError(f"{key}: {message}")
         if self._plan.of("uld"):
             raise ConfigError(
                 "DistillationCallback: a uld loss needs the text of the rows, for the teacher's tokenizer, and a "

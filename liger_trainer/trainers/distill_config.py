@@ -1,82 +1,43 @@
 """LigerDistillConfig: SFTConfig and what distillation adds, in TRL's field names."""
 
 import json
-import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from trl import SFTConfig
 
+from ..common.options import OptionValues, check_options, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
-from ..losses.plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
+from ..losses.config import LossConfig
+from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
-from ..teachers.config import TeacherConfig
+from ..teachers.config import SAMPLES, TeacherConfig
 from .sampling_config import SamplingConfig
 
 
 @dataclass
-class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
+class LigerDistillConfig(TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
-        teacher, teachers, teacher_*, cache_*, ...: whose distributions are learned; see `TeacherConfig`.
+        teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
+        losses, beta, temperature, schedules, ...: what is minimised; see `LossConfig`.
+        lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
-        beta: 0 is the forward KL, 1 the reverse KL, between lies the generalised JSD, as in TRL's DistillationConfig.
-        losses: replaces `beta` when given: a list such as
-            `[{"type": "forward_kl", "weight": 1.0}, {"type": "ce", "weight": 0.1}]`. Types, and what their entries take
-            beside a weight (default 1): docs/losses.md.
-        skew_alpha: of skew_kl and skew_reverse_kl.
-        schedules: {name: {from, to, kind, warmup_steps, steps}} of temperature, beta, skew_alpha, lmbda or the weight
-            of a loss, `<type>_weight`.
-        taid: the teacher's share in what the student is held against: {start, end, adaptive, alpha, beta}, see
-            `schedules.Taid`; {} for the defaults.
-        temperature: divides both models' logits in the divergences, and the logits that completions are sampled from.
-        kd_temperature: the temperature of the divergences, where it is to be another than that of sampling.
-        scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
         disable_dropout: switch the student's dropout off.
-        lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         logging_nan_inf_filter: transformers', which shows a loss that is NaN as 0.0. Here off by default.
 
     Raises:
-        ValueError: a value out of range, or a loss that is not known.
+        ValueError: a value out of range, or options that do not go together.
     """
 
     _VALID_DICT_FIELDS = [
         *SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "generation_kwargs", "schedules", "taid",
     ]  # fmt: skip
 
-    allow_missing_weights: bool = field(default=False, metadata={"help": ALLOW_MISSING_WEIGHTS})
-    beta: float = field(
-        default=0.0,
-        metadata={"help": "0: forward KL, 1: reverse KL, between: generalised Jensen-Shannon divergence."},
-    )
-    losses: list[dict[str, Any]] | str | None = field(
-        default=None,
-        metadata={"help": "Weighted losses instead of beta, e.g. [{type: forward_kl}, {type: ce, weight: 0.1}]."},
-    )
-    skew_alpha: float = field(
-        default=SKEW_ALPHA,
-        metadata={"limits": {"ge": 0, "lt": 1}, "help": "Share of the other side in the mixture of the skewed KLs."},
-    )
-    schedules: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Scalars of the loss that change, e.g. {temperature: {to: 1.0, kind: cosine}}."}
-    )
-    taid: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Teacher's share, rising with the steps: {start, end, adaptive, alpha, beta}."}
-    )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Divides the logits in the divergences, and those that are sampled from."}
-    )
-    kd_temperature: float | None = field(
-        default=None,
-        metadata={"limits": {"gt": 0}, "help": "Temperature of the divergences; default: temperature."},
-    )
-    scale_loss_by_temperature_squared: bool = field(
-        default=True, metadata={"help": "Multiply the divergences by temperature squared."}
-    )
-    disable_dropout: bool = field(default=False, metadata={"help": "Switch the student's dropout off."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Log a loss that is NaN as 0.0."})
+    allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
+    disable_dropout: bool = option(False, "Switch the student's dropout off.")
+    logging_nan_inf_filter: bool = option(False, "Log a loss that is NaN as 0.0.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,44 +45,17 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature}.")
-        self._check_sampling()
-        self.check_teacher(self.distillation())
+        plan = self.loss_plan()
+        check_options(self, LossConfig, SamplingConfig, TeacherConfig)
+        self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
-        for key, message in without_effect(self.loss_plan(), vars(self), given):
-            raise ValueError(f"{key} {message}")
-        self._check_cache()
-
-    def _check_cache(self) -> None:
-        if self.cache_kind not in ("topk", "sampled"):
-            raise ValueError(f"cache_kind must be one of topk, sampled, got {self.cache_kind!r}.")
-        if self.cache_bits not in (8, 16):
-            raise ValueError(f"cache_bits must be 8 or 16, got {self.cache_bits}.")
-        if self.cache_entries is not None and self.cache_entries < 1:
-            raise ValueError(f"cache_entries must be at least 1, got {self.cache_entries}.")
-        draws = self.cache_tail_draws or 0
-        if draws < 0 or (draws and self.cache_kind == "sampled"):
-            raise ValueError(
-                "cache_tail_draws are drawn beyond the likeliest tokens of cache_kind='topk', 0 or more; got "
-                f"{draws} with {self.cache_kind!r}."
-            )
-        if self.cache_shard_mb < 1:
-            raise ValueError(f"cache_shard_mb must be at least 1, got {self.cache_shard_mb}.")
-        if self.teacher != "cache":
-            return
-        if self.teacher_cache_dir is None:
-            raise ValueError("teacher='cache' needs teacher_cache_dir, the directory of the cache.")
-        if self.samples:
-            raise ValueError(
-                "A teacher cache knows the completions of the dataset alone: set lmbda to 0.0 and seq_kd to false, or "
-                "take the teacher itself, with teacher='model'."
-            )
+        for key, message in without_effect(plan, vars(self), given):
+            raise ValueError(f"{key}: {message}")
 
     @property
     def samples(self) -> bool:
         """Whether completions are sampled at some time in training."""
-        return self.lmbda > 0 or self.seq_kd or "lmbda" in (self.schedules or {})
+        return SAMPLES.holds(OptionValues(vars(self), ()))
 
     @property
     def loss_temperature(self) -> float:

@@ -1,12 +1,10 @@
 """The fields of LigerDistillConfig about completions that are sampled in training, in TRL's names."""
 
-import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-_HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le}
-_WORDS = {"ge": "at least", "gt": "above", "le": "at most"}
+from ..common.options import HTTP, option
 
 NOTHING_SAMPLED = (
     "has no effect: the completions in the rows are distilled, nothing is generated in training. With `lmbda: 1.0` the "
@@ -34,14 +32,6 @@ def without_effect(name: str, sampled: bool, vllm: bool) -> str | None:
     return WITHOUT_VLLM if name.startswith("vllm_") and not vllm else None
 
 
-def _option(default: Any, help: str, **limits: float) -> Any:
-    return field(default=default, metadata={"help": help, "limits": limits})
-
-
-def _choice(default: str, help: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": help, "choices": list(choices)})
-
-
 @dataclass
 class SamplingConfig:
     """Whose completions are distilled, and how they are sampled. See docs/on-policy.md.
@@ -61,45 +51,33 @@ class SamplingConfig:
         use_vllm, vllm_*: as in TRL's DistillationConfig: vLLM samples for the student, through TRL's VLLMGeneration.
     """
 
-    lmbda: float = _option(0.0, "Share of micro-batches whose completions the student samples.", ge=0, le=1)
-    seq_kd: bool = _option(False, "The other micro-batches take completions that the teacher samples.")
-    max_completion_length: int = _option(512, "Most tokens of a completion that is sampled in training.", ge=1)
-    top_p: float = _option(1.0, "Sample from the likeliest tokens that make up this probability.", gt=0, le=1)
-    top_k: int = _option(0, "Sample from so many likeliest tokens; 0: from all.", ge=0)
-    min_p: float | None = _option(None, "Least probability of a token, relative to the likeliest.", ge=0, le=1)
-    repetition_penalty: float = _option(1.0, "Above 1 makes tokens that have occurred less likely.", gt=0)
-    generation_kwargs: dict[str, Any] | str | None = _option(
+    lmbda: float = option(0.0, "Share of micro-batches whose completions the student samples.", ge=0, le=1)
+    seq_kd: bool = option(False, "The other micro-batches take completions that the teacher samples.")
+    max_completion_length: int = option(512, "Most tokens of a completion that is sampled in training.", ge=1)
+    top_p: float = option(1.0, "Sample from the likeliest tokens that make up this probability.", gt=0, le=1)
+    top_k: int = option(0, "Sample from so many likeliest tokens; 0: from all.", ge=0)
+    min_p: float | None = option(None, "Least probability of a token, relative to the likeliest.", ge=0, le=1)
+    repetition_penalty: float = option(1.0, "Above 1 makes tokens that have occurred less likely.", gt=0)
+    generation_kwargs: dict[str, Any] | str | None = option(
         None, "Further fields of GenerationConfig, or of vLLM's SamplingParams."
     )
-    cache_implementation: str | None = _option(None, "transformers' kind of cache for generation.")
-    generation_batch_size: int | None = _option(
+    cache_implementation: str | None = option(None, "transformers' kind of cache for generation.")
+    generation_batch_size: int | None = option(
         None, "Prompts completed at once on a process; default: all of an optimizer step.", ge=1
     )
-    use_vllm: bool = _option(False, "vLLM samples for the student; needs vllm.")
-    vllm_mode: str = _choice("colocate", "In this process, or on a server.", "colocate", "server")
-    vllm_model_impl: str = _option("vllm", "vLLM's implementation of the model: vllm or transformers.")
-    vllm_enable_sleep_mode: bool = _option(False, "vLLM gives its memory back while the student trains.")
-    vllm_structured_outputs_regex: str | None = _option(None, "Completions match this regular expression.")
-    vllm_server_base_url: str | None = _option(None, "Address of the server; host and port are then not read.")
-    vllm_server_host: str = _option("0.0.0.0", "Host of the server.")
-    vllm_server_port: int = _option(8000, "Port of the server.", ge=0)
-    vllm_server_timeout: float = _option(240.0, "Seconds to wait for the server.", gt=0)
-    vllm_group_port: int = _option(51216, "Port over which weights are sent to the server.", ge=0)
-    vllm_gpu_memory_utilization: float = _option(0.3, "Share of the GPU's memory for vLLM.", gt=0, le=1)
-    vllm_max_model_length: int | None = _option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
-    vllm_tensor_parallel_size: int = _option(1, "GPUs that vLLM spreads the student over.", ge=1)
-
-    def _check_sampling(self) -> None:
-        for item in fields(SamplingConfig):
-            value = getattr(self, item.name)
-            if value is None and item.default is None:
-                continue
-            limits, choices = item.metadata.get("limits", {}), item.metadata.get("choices", [value])
-            if value not in choices:
-                raise ValueError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}.")
-            if not all(isinstance(value, (int, float)) and _HOLDS[of](value, limit) for of, limit in limits.items()):
-                words = " and ".join(f"{_WORDS[of]} {limit}" for of, limit in limits.items())
-                raise ValueError(f"{item.name} must be {words}, got {value!r}.")
+    use_vllm: bool = option(False, "vLLM samples for the student; needs vllm.")
+    vllm_mode: str = option("colocate", "In this process, or on a server.", choices=["colocate", "server"])
+    vllm_model_impl: str = option("vllm", "vLLM's implementation of the model: vllm or transformers.")
+    vllm_enable_sleep_mode: bool = option(False, "vLLM gives its memory back while the student trains.")
+    vllm_structured_outputs_regex: str | None = option(None, "Completions match this regular expression.")
+    vllm_server_base_url: str | None = option(None, "Address of the server, in place of host and port.", text=HTTP)
+    vllm_server_host: str = option("0.0.0.0", "Host of the server.")
+    vllm_server_port: int = option(8000, "Port of the server.", ge=0)
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for the server.", gt=0)
+    vllm_group_port: int = option(51216, "Port over which weights are sent to the server.", ge=0)
+    vllm_gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory for vLLM.", gt=0, le=1)
+    vllm_max_model_length: int | None = option(None, "Most tokens of prompt and completion in vLLM.", ge=1)
+    vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM spreads the student over.", ge=1)
 
     def in_vain(self, sampled: bool) -> Iterator[str]:
         """The fields that are set and that nothing reads, each with the reason."""

@@ -9,16 +9,13 @@ from trl import ModelConfig, SFTConfig
 
 from liger_trainer.config import run_config
 from liger_trainer.config.catalogue import built_in_configs
-from liger_trainer.config.overrides import parse_overrides
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
-from liger_trainer.config.settings import DROPPED
 from liger_trainer.errors import ConfigError
 from liger_trainer.trainers.distill_config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
-CACHED = NEEDED + "teacher_model_name_or_path: t\nteacher: cache\nteacher_cache_dir: c\n"
 
 
 @pytest.fixture
@@ -85,27 +82,6 @@ def test_command_line_beats_file_beats_recipe_beats_trl(load):
     assert load(NEEDED)["per_device_train_batch_size"] == 8  # TRL's
 
 
-def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(load):
-    message = refused(
-        load,
-        "model_nam_or_path: x\nmax_length: 2.5\npacking: ture\nlearning_rate: [1]\nmax_steps: 10.0\n",
-        "lr_scheduler_type=cosin",
-    )
-    assert message.splitlines() == [
-        "8 problems in run.yaml:",
-        "  run.yaml:1: model_nam_or_path: unknown key. Did you mean model_name_or_path?",
-        "  run.yaml:2: max_length: expected an integer or null, got 2.5 (a number).",
-        "  run.yaml:3: packing: expected true or false, got 'ture' (text).",
-        "  run.yaml:4: learning_rate: expected a number, got [1] (a list).",
-        "  run.yaml:5: max_steps: expected an integer, got 10.0 (a number). Write 10.",
-        message.splitlines()[6],
-        "  run.yaml: model_name_or_path: missing; expected a model directory, a hub id or a demo: name.",
-        "  run.yaml: dataset_name: missing; expected a file, a directory, a hub id or a demo: name.",
-    ]
-    assert message.splitlines()[6].startswith("  command line: lr_scheduler_type: expected one of linear, cosine")
-    assert message.splitlines()[6].endswith("got 'cosin' (text). Did you mean cosine?")
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -124,6 +100,8 @@ def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(load):
         ("lora_rank: 9", "lora_rank: unknown key. It is called lora_r here."),
         ("max_seq_length: long", "max_length: expected an integer or null, got 'long' (text)."),
         ("quuxification: 9", "run.yaml:3: quuxification: unknown key."),
+        ("save_steps: -5", "save_steps: expected a number of at least 0, got -5."),
+        ("logging_steps: -1", "logging_steps: expected a number of at least 0, got -1."),
         ("datasets: [{path: json, splits: a}]", "datasets: [0].splits: unknown key. Did you mean split?"),
     ],
 )
@@ -148,6 +126,17 @@ def test_one_wrong_value(load, line, complaint):
         ("datasets: [{path: json}]", "give either dataset_name or datasets, not both"),
         ("deepspeed: missing.json", "deepspeed: no such file: missing.json"),
         ("keep_layers: [0]\nkeep_every_nth_layer: 2", "give either keep_every_nth_layer or keep_layers"),
+        ("logging_steps: 0", "logging_steps: expected a number above 0 with `logging_strategy: steps`"),
+        ("load_best_model_at_end: true\neval_strategy: epoch", "load_best_model_at_end: needs checkpoints where eval"),
+        ("lr_scheduler_type: greedy", "lr_scheduler_type: greedy follows the evaluations"),
+        ("dataloader_prefetch_factor: 2", "dataloader_prefetch_factor: has no effect without workers"),
+        (
+            "teacher_model_name_or_path: t\nlmbda: 1.0\nuse_vllm: true\nvllm_server_base_url: http//h",
+            "vllm_server_base_url: expected an address such as http://localhost:8000/v1, got 'http//h'.",
+        ),
+        ("env: {OMP_NUM_THREADS: 1, PYTHONPATH: /x}", "env: PYTHONPATH can make programs run other code"),
+        ("env: {LD_PRELOAD: x.so}", "env: LD_PRELOAD can make"),
+        ("env: {BASH_ENV: x.sh}", "env: BASH_ENV can make"),
         ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect beside dataset_test_split"),
     ],
 )
@@ -165,23 +154,6 @@ def test_a_choice_among_numbers_is_one_of_those_numbers(load):
     assert message.endswith("cache_bits: expected one of 8, 16, got 8.0 (a number). Write 8.")
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ("cache_kind: sampled\ncache_tail_draws: 0\n", "cache_tail_draws: are of `cache_kind: topk`"),
-        ("cache_entries: 1000\ncache_tail_draws: 25\n", "cache_tail_draws: a cache holds at most 1,024"),
-        ("cache_tail_draws: 961\n", "cache_tail_draws: a cache holds at most 1,024"),
-    ],
-)
-def test_draws_from_the_rest_that_a_cache_does_not_hold(load, settings, message):
-    assert message in refused(load, CACHED + settings)
-
-
-def test_as_many_draws_as_a_cache_holds(load):
-    load(CACHED + "cache_entries: 1000\ncache_tail_draws: 24\n")
-    load(CACHED + "cache_entries: 1024\n")
-
-
 def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
     load(NEEDED + "dataset_streaming: false\ndo_train: true\ndo_eval: true\n")
     load(NEEDED + "lora_r: 8\nuse_peft: true\n", "use_peft=false")
@@ -192,59 +164,6 @@ def test_a_distillation_needs_a_teacher(load):
     assert "recipe: expected one of sft, distill, got 'distil' (text). Did you mean distill?" in refused(
         load, NEEDED, "recipe=distil"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("a: 1\nb: [1\nc: 2\n", "run.yaml:3: "),
-        ("a: 1\na: 2\n", "run.yaml:2: the key 'a' is given twice, first on line 1."),
-        ("- a\n", "expected `key: value` lines, got a YAML sequence"),
-        ("1: 2\n", "run.yaml:1: expected a name before the colon, got 1"),
-    ],
-)
-def test_broken_yaml(load, text, complaint):
-    assert complaint in refused(load, text)
-
-
-def test_a_file_that_is_no_text_and_a_name_that_is_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
-        load_run_config("run.yaml")
-    with pytest.raises(ConfigError, match="neither a file nor a built-in configuration. Did you mean smollm2/sft"):
-        load_run_config("smollm2/sft_ful")
-
-
-def test_forms_of_overrides():
-    words = "a=b=c --x 1 --modules q v --flag --neg -1 --rate=2e-4 none=null lora-r=4 x=[1,2] --list u v ~gone".split()
-    parsed = parse_overrides(words)
-    values = {key: setting.value for key, setting in parsed.values.items()}
-    assert parsed.findings == []
-    assert values == {
-        "a": "b=c",
-        "x": [1, 2],  # the last one wins
-        "modules": ["q", "v"],
-        "flag": True,
-        "neg": -1,
-        "rate": 2e-4,
-        "none": None,
-        "lora_r": 4,
-        "list": ["u", "v"],
-        "gone": DROPPED,
-    }
-
-
-@pytest.mark.parametrize(
-    "word, advice",
-    [
-        ("lonely", "expected key=value"), ("=1", "expected key=value"), ("a=[1,", "put it in quotes: 'a=...'"),
-        ("a=@b", "put it in quotes: a='\"...\"'"), ("a={b:1}", "a colon is followed by a space"),
-    ],
-)  # fmt: skip
-def test_arguments_that_are_no_override(word, advice):
-    (finding,) = parse_overrides([word, "b=1"]).findings
-    assert str(finding).startswith("command line: ") and advice in str(finding)
 
 
 def test_checking_instantiates_nothing(load, monkeypatch):
@@ -274,8 +193,8 @@ def test_arguments_are_built_from_the_values(load, tmp_path):
 
 
 def test_what_the_arguments_refuse_is_a_config_error(load):
-    config = load(NEEDED + "load_best_model_at_end: true\nuse_cpu: true\n")
-    with pytest.raises(ConfigError, match="SFTConfig refuses these settings: .*load_best_model_at_end"):
+    config = load(NEEDED + "eval_steps: 2.5\neval_strategy: steps\nuse_cpu: true\n")
+    with pytest.raises(ConfigError, match="SFTConfig refuses these settings: .*eval_steps must be an integer"):
         config.training_args()
 
 
@@ -297,6 +216,27 @@ def test_environment_variables_of_the_file(load, monkeypatch):
     monkeypatch.delenv("LIGER_TEST_VARIABLE", raising=False)
     load(NEEDED + "env: {LIGER_TEST_VARIABLE: 3}\n")
     assert os.environ.pop("LIGER_TEST_VARIABLE") == "3"
+    monkeypatch.delenv("PYTHONSTARTUP", raising=False)
+    load(NEEDED + "env: {PYTHONSTARTUP: x.py}\n", "--allow-env", "max_steps=3")
+    assert os.environ.pop("PYTHONSTARTUP") == "x.py"
+
+
+def test_paths_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").touch()
+    text = (
+        "model_name_or_path: ./nowhere\nteacher_model_name_or_path: owner/name\n"
+        "datasets:\n  - {path: json, data_files: [here.jsonl, gone.jsonl]}\nchat_template_path: ~/none.jinja\n"
+    )
+    (tmp_path / "run.yaml").write_text(text)
+    load_run_config("run.yaml")  # only on demand: another machine may have them
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("run.yaml", paths=True)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "run.yaml:1: model_name_or_path: no such file or folder: ./nowhere",
+        "run.yaml:4: datasets: no such file or folder: gone.jsonl",
+        "run.yaml:5: chat_template_path: no such file or folder: ~/none.jinja",
+    ]
 
 
 @pytest.mark.parametrize("name", list(built_in_configs()))

@@ -279,7 +279,7 @@ def test_packing_that_cuts_documents_is_refused(strategy):
         ({"teachers": [{"name": "a", "teacher": "self", "routes": ["x"]}]}, "no effect without teacher_column"),
         ({"teachers": [{"name": "a", "teacher": "self", "routes": ["b"]}, {"name": "b", "teacher": "self"}],
           "teacher_column": "d"}, "'b' belongs to two of them"),
-        ({"teachers": [{"name": "a", "teacher": "self"}], "teacher": "self"}, "teachers are models"),
+        ({"teachers": [{"name": "a", "teacher": "self"}], "teacher": "self"}, "teachers: are models"),
         ({"teachers": [{"name": "a", "teacher": "self"}], "teacher_model_name_or_path": "x"}, "either teachers or"),
         ({"teachers": '[{"name": "a", "weight": -1}]'}, "a number above 0, got -1"),
     ],
@@ -309,7 +309,7 @@ START = "recipe: distill\nmodel_name_or_path: m\ndataset_name: d.jsonl\n"
         (["teacher_model_name_or_path: t", "teacher_server_model: x"], ["no effect without `teacher: server`"]),
         (["teacher_model_name_or_path: t", "teacher_column: c"], ["teacher_column: has no effect without `teachers`"]),
         (["teacher_model_name_or_path: t", "teacher_offload: true", "teacher_device: cpu"], [
-            "teacher_offload does not go with teacher_device"]),
+            "teacher_offload: does not go with teacher_device"]),
         (["teacher_model_name_or_path: t", "teacher_offload: true", "fsdp: full_shard"], [
             "teacher_offload: does not go with FSDP or DeepSpeed"]),
         (["teachers: [{name: a}]"], ["teachers: a needs teacher_model_name_or_path"]),

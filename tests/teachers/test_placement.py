@@ -161,15 +161,15 @@ def test_a_quantised_teacher_on_the_gpu(tmp_path, bits):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"teacher_dtype": "fp8"}, "teacher_dtype must be one of bfloat16, float16, float32, auto"),
+        ({"teacher_dtype": "fp8"}, "teacher_dtype: expected one of bfloat16, float16, float32, auto"),
         ({"teacher_load_in_4bit": True, "teacher_load_in_8bit": True}, "either teacher_load_in_4bit or"),
-        ({"teacher_load_in_4bit": True, "teacher_offload": True}, "offload does not go with teacher_load_in_4bit"),
-        ({"teacher_device": "cpu", "teacher_offload": True}, "teacher_offload does not go with teacher_device"),
+        ({"teacher_load_in_4bit": True, "teacher_offload": True}, "offload: does not go with teacher_load_in_4bit"),
+        ({"teacher_device": "cpu", "teacher_offload": True}, "teacher_offload: does not go with teacher_device"),
         ({"teacher_dtype": "auto", "teacher_model_init_kwargs": {"dtype": "float32"}}, "either teacher_dtype or dtype"),
         ({"teacher_load_in_8bit": True, "teacher_model_init_kwargs": json.dumps({"quantization_config": {}})},
          "either teacher_load_in_8bit or quantization_config"),
         ({"teacher_device": "cpu", "teacher_model_init_kwargs": {"device_map": "auto"}}, "either teacher_device or"),
-        ({"teacher": "self", "teacher_offload": True}, "teacher_offload has no effect with teacher='self'"),
+        ({"teacher": "self", "teacher_offload": True}, "teacher_offload: has no effect with `teacher: self`"),
     ],
 )  # fmt: skip
 def test_settings_that_are_refused(options, message):

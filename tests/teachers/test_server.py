@@ -284,17 +284,17 @@ def test_a_missing_key(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"teacher_server_base_url": None}, "needs teacher_server_base_url"),
-        ({"teacher_server_model": None}, "needs teacher_server_model"),
-        ({"teacher_server_base_url": "localhost:8000"}, "must begin with http"),
-        ({"teacher_server_protocol": "trl"}, "teacher_server_protocol must be one of vllm, echo"),
-        ({"teacher_server_top_k": 0}, "teacher_server_top_k must be at least 1"),
+        ({"teacher_server_base_url": None}, "teacher_server_base_url: missing; `teacher: server` needs it"),
+        ({"teacher_server_model": None}, "teacher_server_model: missing; `teacher: server` needs it"),
+        ({"teacher_server_base_url": "localhost:8000"}, "expected an address such as http"),
+        ({"teacher_server_protocol": "trl"}, "teacher_server_protocol: expected one of vllm, echo"),
+        ({"teacher_server_top_k": 0}, "teacher_server_top_k: expected a number of at least 1"),
         ({"temperature": 2.0}, "log-probabilities are of temperature 1, the loss is of 2.0"),
-        ({"beta": 1.0}, "A teacher's server determines the forward KL alone"),
+        ({"beta": 1.0}, "a teacher's server determines the forward KL alone"),
         ({"losses": [{"type": "ce"}]}, "the loss asks for no divergence"),
         ({"label_smoothing_factor": 0.1}, "not part of the loss against a teacher's server"),
-        ({"teacher_dtype": "bfloat16"}, "teacher_dtype has no effect with teacher='server'"),
-        ({"teacher_model_revision": "v2"}, "teacher_model_revision has no effect with teacher='server'"),
+        ({"teacher_dtype": "bfloat16"}, "teacher_dtype: has no effect with `teacher: self` or `server`"),
+        ({"teacher_model_revision": "v2"}, "teacher_model_revision: has no effect with `teacher: self` or `server`"),
     ],
 )
 def test_settings_that_are_refused(options, message):

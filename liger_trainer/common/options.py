@@ -1,0 +1,213 @@
+"""Options, each declared once as a dataclass field: range, choices, what it needs and what it does not go with.
+
+Three readers take the same declaration: `check_options` for a configuration in Python, `config.check` for YAML and the
+command line, `config.schema_writer` for the JSON Schema that editors read. Imports no torch.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from .value_rules import LIMIT_NAMES, Rule, complaints
+
+NOTHING = (None, False, 0, "", [], {})
+HTTP: Rule = {
+    "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
+    "patternErrorMessage": "an address such as http://localhost:8000/v1",
+}
+
+
+@dataclass(frozen=True)
+class OptionValues:
+    """Values with defaults filled in, and which of them the user gave."""
+
+    values: Mapping[str, Any]
+    given: Collection[str]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A condition on options, which Python evaluates and JSON Schema writes down.
+
+    Attributes:
+        reads: the options that it looks at.
+        holds: whether it is so.
+        rule: the same for an editor; None where an editor cannot know, as of a file or an environment variable.
+        words: what to write to make it so, for messages.
+    """
+
+    reads: tuple[str, ...]
+    holds: Callable[[OptionValues], bool]
+    rule: Rule | None = None
+    words: str = ""
+
+    def __and__(self, other: "Fact") -> "Fact":
+        rule = {"allOf": [self.rule, other.rule]} if self.rule and other.rule else None
+        return Fact((*self.reads, *other.reads), lambda options: self.holds(options) and other.holds(options), rule)
+
+    def __or__(self, other: "Fact") -> "Fact":
+        rules = [rule for rule in (self.rule, other.rule) if rule]  # an editor sees the half that it can
+        rule = {"anyOf": rules} if rules else None
+        return Fact((*self.reads, *other.reads), lambda options: self.holds(options) or other.holds(options), rule)
+
+    def __invert__(self) -> "Fact":
+        return Fact(self.reads, lambda options: not self.holds(options), {"not": self.rule} if self.rule else None)
+
+
+def given(key: str, words: str = "") -> Fact:
+    """The user gave this option."""
+    return Fact((key,), lambda options: key in options.given, {"required": [key]}, words or f"`{key}`")
+
+
+def on(key: str) -> Fact:
+    """This option is neither false nor 0 nor empty. Its default must be one of these."""
+    rule = {"required": [key], "properties": {key: {"not": {"enum": list(NOTHING)}}}}
+    return Fact((key,), lambda options: bool(options[key]), rule, f"`{key}: true`")
+
+
+def equals(key: str, *values: Any) -> Fact:
+    """This option has one of these values, none of which is its default."""
+    rule = {"required": [key], "properties": {key: {"enum": list(values)}}}
+    words = f"`{key}: {values[0]}`" + "".join(f" or `{value}`" for value in values[1:])
+    return Fact((key,), lambda options: options[key] in values, rule, words)
+
+
+def has_entry(key: str, entry: str) -> Fact:
+    """This option is a mapping, or JSON text of one, with that entry."""
+
+    def holds(options: OptionValues) -> bool:
+        value = options[key]
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:  # another complaint's
+            return False
+        return isinstance(value, Mapping) and entry in value
+
+    return Fact((key,), holds, {"required": [key], "properties": {key: {"type": "object", "required": [entry]}}})
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Options that are fine alone and wrong, or without effect, together: reported at `key` when `when` holds.
+
+    Attributes:
+        message: may contain {value}, the value of `key`.
+        missing: the conflict is that `key` has no value.
+        needs: the option without which `key` must not be given, where that is all.
+    """
+
+    key: str
+    when: Fact
+    message: str
+    missing: bool = False
+    needs: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.key, *self.when.reads)
+
+
+def without(key: str, needed: Fact) -> Conflict:
+    """The conflict that `key` is given where nothing reads it."""
+    only = needed.reads[0] if needed.rule == {"required": [needed.reads[0]]} else None
+    return Conflict(key, given(key) & ~needed, f"has no effect without {needed.words}.", needs=only)
+
+
+def missing(key: str, needed_by: Fact) -> Conflict:
+    """The conflict that `key` has no value where something asks for it."""
+    return Conflict(key, needed_by & ~on(key), f"missing; {needed_by.words} needs it.", missing=True)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] = (),
+    text: Rule | None = None,
+    needs: Fact | None = None,
+    needed_by: Fact | None = None,
+    conflicts: Iterable[tuple[Fact, str]] = (),
+    **limits: float,
+) -> Any:
+    """Declare a dataclass field as an option.
+
+    Args:
+        text: the rule of its text, such as HTTP.
+        needs: the fact without which nothing reads it.
+        needed_by: the fact that asks for a value.
+        conflicts: facts under which it is refused, each with the reason.
+        limits: ge, gt, le, lt.
+    """
+    metadata = {
+        "help": help, "choices": list(choices), "limits": limits, "text": text or {}, "needs": needs,
+        "needed_by": needed_by, "conflicts": tuple(conflicts),
+    }  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+def conflicts_of(cls: type) -> Iterator[Conflict]:
+    """Yield the conflicts that the fields of a dataclass declare."""
+    for item in dataclasses.fields(cls):
+        if item.metadata.get("needed_by"):
+            yield missing(item.name, item.metadata["needed_by"])
+        if item.metadata.get("needs"):
+            yield without(item.name, item.metadata["needs"])
+        for when, message in item.metadata.get("conflicts", ()):
+            yield Conflict(item.name, when, message)
+
+
+def limits_of(item: dataclasses.Field) -> Rule:
+    """What a field's declaration says about its values, beside their type."""
+    limits = {LIMIT_NAMES[name]: limit for name, limit in item.metadata.get("limits", {}).items()}
+    return {**limits, **item.metadata.get("text", {})}
+
+
+def clashes(
+    options: OptionValues, conflicts: Iterable[Conflict], wrong: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield key and message of the conflicts that there are.
+
+    Those that look at a key in `wrong`, or at one that this configuration does not have, are left out.
+    """
+    for conflict in conflicts:
+        if all(key in options.values and key not in wrong for key in conflict.reads) and conflict.when.holds(options):
+            yield conflict.key, conflict.message.format(value=options[conflict.key])
+
+
+def check_values(values: Mapping[str, Any], cls: type) -> None:
+    """Raise ValueError for the first value beyond the limits or choices that the fields of a dataclass declare."""
+    for item in dataclasses.fields(cls):
+        for _, message in complaints(values[item.name], _python_rule(item)) if item.name in values else ():
+            raise ValueError(f"{item.name}: {message}")
+
+
+def check_options(config: Any, *classes: type) -> None:
+    """Check the options of a dataclass instance that these of its base classes declare.
+
+    Raises:
+        ValueError: the first one that is wrong, as "key: what is wrong".
+    """
+    for cls in classes:
+        check_values(vars(config), cls)
+    changed = {item.name for item in dataclasses.fields(config) if getattr(config, item.name) != _default(item)}
+    declared = [conflict for cls in classes for conflict in conflicts_of(cls)]
+    for key, message in clashes(OptionValues(vars(config), changed), declared):
+        raise ValueError(f"{key}: {message}")
+
+
+def _python_rule(item: dataclasses.Field) -> Rule:
+    """The rule of a value in Python: where there are limits or choices, these; else anything, as in a dataclass."""
+    limits, choices = limits_of(item), item.metadata.get("choices")
+    if choices:
+        return {"enum": [*choices, *([None] if item.default is None else [])]}
+    kind = "string" if "pattern" in limits else "number"
+    return {"type": [kind, "null"] if item.default is None else kind, **limits} if limits else {}
+
+
+def _default(item: dataclasses.Field) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default

@@ -1,0 +1,92 @@
+"""One declaration of an option serves Python, YAML and the JSON schema: they refuse the same settings."""
+
+import json
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_trainer.common.options import OptionValues, clashes, conflicts_of
+from liger_trainer.config.catalogue import built_in_configs
+from liger_trainer.config.conflicts import CONFLICTS
+from liger_trainer.config.run_config import check_text
+from liger_trainer.config.schema import shipped_schema, shipped_text
+from liger_trainer.config.yaml_reader import parse_yaml
+from liger_trainer.errors import ConfigError
+from liger_trainer.losses.config import LossConfig
+from liger_trainer.teachers.config import TeacherConfig
+from liger_trainer.trainers.distill_config import LigerDistillConfig
+from liger_trainer.trainers.sampling_config import SamplingConfig
+
+EDITOR = jsonschema.Draft202012Validator(json.loads(shipped_text()))
+NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "recipe": "distill", "teacher_model_name_or_path": "t"}
+# a value other than the default of every key that a conflict looks at
+VALUES = {
+    "boolean": [True, False], "integer": [1, 0], "number": [0.5], "string": ["x"], "array": [[0]], "object": [{"a": 1}],
+    "null": [None],
+}  # fmt: skip
+READ = sorted({key for conflict in CONFLICTS if conflict.when.rule for key in conflict.reads})
+
+
+def values_of(key: str) -> list:
+    rule = shipped_schema().keys[key].rule
+    if "enum" in rule:
+        return rule["enum"]
+    kinds = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+    return [value for kind in kinds for value in VALUES[kind]]
+
+
+def test_the_schema_is_valid_and_accepts_every_built_in_configuration():
+    EDITOR.check_schema(EDITOR.schema)
+    for name, resource in built_in_configs().items():
+        assert not list(EDITOR.iter_errors(parse_yaml(resource.read_text()))), name
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_an_editor_sees_the_conflicts_that_the_check_finds(data):
+    chosen = data.draw(st.lists(st.sampled_from(READ), max_size=6, unique=True))
+    document = {key: data.draw(st.sampled_from(values_of(key))) for key in chosen}
+    defaults = {key: spec.default for key, spec in shipped_schema().keys.items()} | {"num_sample_completions": 0}
+    found = set(clashes(OptionValues({**defaults, **document}, document.keys()), [c for c in CONFLICTS if c.when.rule]))
+    editor = jsonschema.Draft202012Validator({k: EDITOR.schema[k] for k in ("dependentRequired", "allOf")})
+    assert bool(found) == (not editor.is_valid(document)), (document, found)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"teacher_server_top_k": 8}, "teacher_server_top_k: has no effect without `teacher: server`."),
+        ({"teacher": "cache"}, "teacher_cache_dir: missing; `teacher: cache` needs it."),
+        ({"teacher_load_in_4bit": True, "teacher_load_in_8bit": True}, "give either teacher_load_in_4bit or"),
+        ({"lmbda": 1.5}, "lmbda: expected a number of at most 1, got 1.5."),
+        ({"cache_bits": 4}, "cache_bits: expected one of 8, 16, got 4 (an integer)."),
+        ({"vllm_server_base_url": "localhost:1"}, "vllm_server_base_url: expected an address such as http://"),
+        ({"temperature": 2.0, "teacher": "server", "teacher_server_model": "m",
+          "teacher_server_base_url": "http://[::1]:80/v1"}, "temperature: a server's log-probabilities are of temp"),
+        ({"cache_entries": 1000, "cache_tail_draws": 25}, "cache_tail_draws: a cache holds at most 1,024"),
+        ({"cache_kind": "sampled", "cache_tail_draws": 1}, "cache_tail_draws: are of `cache_kind: topk`"),
+    ],
+)  # fmt: skip
+def test_python_and_yaml_refuse_in_the_same_words(options, message):
+    with pytest.raises(ValueError) as python:
+        LigerDistillConfig(use_cpu=True, bf16=False, **options)
+    assert message in str(python.value)
+    named = {**NEEDED, **({"teacher_model_name_or_path": None} if "teacher" in options else {})}
+    with pytest.raises(ConfigError) as file:
+        check_text(yaml.safe_dump({**named, **options}), "run.yaml")
+    assert message in str(file.value)
+
+
+def test_as_many_draws_as_a_cache_holds():
+    for entries, draws in ((1000, 24), (1024, 0)):
+        LigerDistillConfig(use_cpu=True, bf16=False, cache_entries=entries, cache_tail_draws=draws)
+
+
+def test_every_declared_option_is_a_key_with_a_meaning():
+    for cls in (LossConfig, SamplingConfig, TeacherConfig):
+        declared = {conflict.key for conflict in conflicts_of(cls)}
+        assert declared <= shipped_schema().keys.keys()
+        assert all(shipped_schema().keys[name].description for name in cls.__dataclass_fields__)
