@@ -4,49 +4,115 @@ What they do depends on how many labels are in use, so there is nothing in them 
 values and the gradients of the head's tensors; its backward multiplies those by the gradient of the loss.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
-from ._chunking import RowSelection, stats_dtype
+from ._autograd import Needs, first_order, stats_dtype
+from ._chunking import Execution
+from ._fused_linear import GradientsInForward, LinearLoss
+from ._head import LinearHead
+from ._labelled_rows import RowSelection, selected_rows
 
 # The host waits for the number of labels, which no CUDA graph can hold: Inductor leaves the ops out of those.
 TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+SHARED_BY_BUILDERS = 4  # rows, how, head and labels, which an opaque op makes of its own inputs
 
 
 def check_traceable(rows: RowSelection | None, recompute: bool, overwrite_hidden: bool) -> None:
-    """torch.compile sees the fused losses as one opaque op, which selects the rows itself and writes to no input."""
-    given = {"rows": rows is not None, "recompute": recompute, "overwrite_hidden": overwrite_hidden}
-    for name in (name for name, wanted in given.items() if wanted):
+    """Raise ValueError for an option that needs to select the rows outside of the op, or to write to an input."""
+    options = {"rows": rows is not None, "recompute": recompute, "overwrite_hidden": overwrite_hidden}
+    for name in (name for name, wanted in options.items() if wanted):
         raise ValueError(f"{name} has no place under torch.compile: leave it out, or call the loss outside of it.")
 
 
-def traced_outputs(loss: Tensor, per_token: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def opaque_loss(name: str, build: Callable[..., LinearLoss]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Register a fused loss as the op liger_trainer::<name>, and return what calls it.
+
+    build: called with (rows, how, head, labels, *arguments). The schema of the op holds what the first four are made
+    of, and `arguments` with the types that build annotates.
+    """
+    fields = len(inspect.signature(build).return_annotation.fields)
+
+    def run(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
+        dtype: torch.dtype, needs: Sequence[bool], labels: Tensor | None, num_items: Tensor | None, ignore_index: int,
+        workspace_mb: float | None, accumulate_dtype: torch.dtype | None, *arguments: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """dtype: of the products, since autocast is over when this runs."""
+        rows = selected_rows(hidden, labels, None, num_items, ignore_index)
+        head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
+        loss = build(rows, Execution(workspace_mb, accumulate_dtype), head, labels, *arguments)
+        saved = SavedGradients()
+        value, per_token = GradientsInForward.forward(saved, loss, Needs(*needs), "mean", dtype, *head.tensors)
+        return _outputs(value, per_token, saved.gradients)  # pyright: ignore[reportReturnType]
+
+    run.__signature__ = _signature(run, build)
+    op = torch.library.custom_op(f"liger_trainer::{name}", mutates_args=(), tags=TAGS)(run)
+    op.register_fake(lambda *inputs: _fake_outputs(inputs, fields))
+    op.register_autograd(_scaled_gradients, setup_context=_save_gradients)
+
+    def call(
+        head: LinearHead, labels: Tensor | None, num_items: float | Tensor | None, ignore_index: int,
+        workspace_mb: float | None, accumulate_dtype: torch.dtype | None, arguments: Sequence[Any],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(loss, per-token (fields, N))."""
+        value, per_token, *_ = op(
+            *head.tensors, head.dtype, list(Needs.of(*head.tensors)), labels,
+            None if num_items is None else torch.as_tensor(num_items), ignore_index, workspace_mb, accumulate_dtype,
+            *arguments,
+        )  # fmt: skip
+        return value, per_token.detach()
+
+    return call
+
+
+class SavedGradients:
+    """Autograd's context for a forward that runs outside of a graph."""
+
+    gradients: tuple[Tensor | None, ...] = (None,) * 5
+
+    def save_for_backward(self, *gradients: Tensor | None) -> None:
+        self.gradients = gradients
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+
+def _signature(run: Callable, build: Callable) -> inspect.Signature:
+    """What torch reads the op's schema from: run's parameters, with build's own in the place of *arguments."""
+    *inputs, _ = inspect.signature(run).parameters.values()
+    arguments = list(inspect.signature(build).parameters.values())[SHARED_BY_BUILDERS:]
+    return inspect.signature(run).replace(parameters=[*inputs, *arguments])
+
+
+def _outputs(loss: Tensor, per_token: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """What the opaque op returns: contiguous, and nothing in place of None."""
     return loss, per_token.contiguous(), *(per_token.new_empty(0) if x is None else x.contiguous() for x in gradients)
 
 
-def fake_outputs(inputs: Sequence, fields: int) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of `traced_outputs`, from the opaque op's inputs: `LinearHead.tensors`, ..., dtype, needs."""
-    *_, dtype, needs = inputs
-    hidden, stats = inputs[0], stats_dtype(dtype)
+def _fake_outputs(inputs: Sequence, fields: int) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of `_outputs`, from the op's inputs: `LinearHead.tensors`, dtype, needs, ..."""
+    head, (dtype, needs) = inputs[:5], inputs[5:7]
+    hidden, stats = head[0], stats_dtype(dtype)
     loss, per_token = hidden.new_empty((), dtype=stats), hidden.new_empty((fields, hidden.shape[0]), dtype=stats)
     gradients = (
         x.new_empty(x.shape) if needed and x is not None else per_token.new_empty(0)
-        for x, needed in zip(inputs, needs, strict=False)
+        for x, needed in zip(head, needs, strict=True)
     )
     return loss, per_token, *gradients
 
 
-def save_gradients(ctx, inputs, output) -> None:
+def _save_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[2:])
     ctx.inputs = len(inputs)
 
 
 @first_order
-def scaled_gradients(ctx, grad_loss: Tensor, *_) -> tuple[Tensor | None, ...]:
+def _scaled_gradients(ctx, grad_loss: Tensor, *_) -> tuple[Tensor | None, ...]:
     """Backward of an opaque op whose first inputs are `LinearHead.tensors`."""
     gradients = [x * grad_loss if x.dim() and x.shape[0] else None for x in ctx.saved_tensors]
     return *gradients, *[None] * (ctx.inputs - len(gradients))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ._chunking import stats_dtype
+from ._autograd import stats_dtype
 from ._logits import LOWEST, LogitTransform, check_scalars, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 

@@ -1,17 +1,23 @@
-"""The Triton kernel of linear_divergence.py's row pass. Formulas: linear_divergence.py.
+"""The Triton kernel of linear_divergence.py's row pass. Formulas: linear_divergence.py; its torch twin, to be
+read beside it: _divergence_torch.py.
 
-A row is read once for all statistics; once more for the divergences that need the log-partitions first (JSD, skewed
-KLs, total variation, adaptive KL); a few times more, the teacher alone, for the adaptive KL's head; and once to write
-the gradient over the student's logits. What a call doesn't ask for is no part of the kernel compiled for it.
+A row is read once for all statistics (`first_pass`); once more for the divergences that need the log-partitions first
+(`second_pass`: JSD, skewed KLs, total variation, adaptive KL); a few times more, the teacher alone, for the adaptive
+KL's head (`head_floor`); and once to write the gradient over the student's logits (`write_gradient`). What a call
+doesn't ask for is no part of the kernel compiled for it.
+
+`sides` and FORM, in every piece, say where logits come from: see `load_sides`.
 """
 
 from ._divergence_pieces import (
+    SHARE,
     entropy,
     fold,
     head_floor,
-    load,
+    lanes_of,
     load_both,
-    load_label,
+    load_labels,
+    load_sides,
     log_ratios,
     probabilities,
     sign,
@@ -21,6 +27,37 @@ from ._divergence_pieces import (
 )
 from ._triton import tl, triton
 
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Rows of the output. Those from the first term on are of the kinds of divergence_kinds.ROW_KINDS, in their order.
+LOSS = tl.constexpr(0)
+DIVERGENCE = tl.constexpr(1)
+LOG_PROB = tl.constexpr(2)
+ENTROPY = tl.constexpr(3)
+IS_TOP1 = tl.constexpr(4)
+FORWARD_KL = tl.constexpr(5)
+REVERSE_KL = tl.constexpr(6)
+AGREES = tl.constexpr(7)
+TEACHER_LOG_PROB = tl.constexpr(8)
+TEACHER_ENTROPY = tl.constexpr(9)
+FORWARD_TERM = tl.constexpr(10)
+REVERSE_TERM = tl.constexpr(11)
+JSD_TERM = tl.constexpr(12)
+SKEW_TERM = tl.constexpr(13)
+SKEW_REVERSE_TERM = tl.constexpr(14)
+TVD_TERM = tl.constexpr(15)
+ADAPTIVE_TERM = tl.constexpr(16)
+
+# Bits of MEASURED and GRADED.
+FORWARD = tl.constexpr(1)
+REVERSE = tl.constexpr(2)
+JSD = tl.constexpr(4)
+SKEW = tl.constexpr(8)
+SKEW_REVERSE = tl.constexpr(16)
+TVD = tl.constexpr(32)
+ADAPTIVE = tl.constexpr(64)
+PAIRED = tl.constexpr(4 + 8 + 16 + 32)  # kinds whose gradients are made of both sides' ratio
+
 
 @triton.jit
 def divergence_kernel(
@@ -28,181 +65,76 @@ def divergence_kernel(
     stride_student, stride_teacher, stride_grad, stride_out, V, padded,
     scale, softcap, teacher_scale, teacher_softcap, teacher_share, temperature, forward_kl, reverse_kl, jsd, skew_kl,
     skew_reverse_kl, tvd, adaptive_kl, beta, alpha, divergence_scale, ce_weight, smoothing, z_loss,
-    HAS_BIAS: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
-    OWN_SUMS: tl.constexpr, HAS_SHARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr,
-    SECOND_PASS: tl.constexpr, HAS_JSD: tl.constexpr, HAS_SKEW: tl.constexpr, HAS_SKEW_REVERSE: tl.constexpr,
-    HAS_GAPS: tl.constexpr, HAS_TVD: tl.constexpr, HAS_ADAPTIVE: tl.constexpr, GRAD_FORWARD: tl.constexpr,
-    GRAD_REVERSE: tl.constexpr, GRAD_PAIRED: tl.constexpr, GRAD_JSD: tl.constexpr, GRAD_SKEW: tl.constexpr,
-    GRAD_SKEW_REVERSE: tl.constexpr, GRAD_TVD: tl.constexpr, WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr,
+    FORM: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, OWN_SUMS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_CE: tl.constexpr, MEASURED: tl.constexpr, GRADED: tl.constexpr,
+    WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Logits, log-partitions and divergences are in base 2 until they are stored.
 
-    OWN_SUMS: the divergences' distributions are not those at temperature 1 that the metrics are of. HAS_...: what is
-    measured, GRAD_...: what has a gradient.
+    OWN_SUMS: the divergences' distributions are not those at temperature 1 that the metrics are of. MEASURED: kinds of
+    the second pass that are wanted; GRADED: kinds that have a gradient. forward_kl ... adaptive_kl: weights.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
     student_ptr += row * stride_student
     teacher_ptr += row * stride_teacher
     grad_ptr += row * stride_grad
     inv_t = 1.0 / temperature
+    sides = (
+        student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap,
+        teacher_share, V, padded,
+    )  # fmt: skip
+    label, s_label, t_label = 0, 0.0, 0.0
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
-        s_label = load_label(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        t_label = load_label(
-            teacher_ptr, teacher_bias_ptr, label, V, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
-            HAS_TEACHER_SOFTCAP,
-        )  # fmt: skip
+        s_label, t_label = load_labels(sides, label, FORM)
 
-    # One pass: maxima, log-partitions, entropies and KLs at temperature 1, and the KLs' sums at T where T is not 1.
-    lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    zero = tl.zeros((LANES,), tl.float32)
-    s_top = zero - 1e30
-    t_top = zero - 1e30
-    u_top = zero - 1e30  # of the logits that the divergences hold the student against
-    t_at_s_top = zero - 1e30
-    s_total, s_own, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
-    t_total, t_own, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
-    s_plain = zero
-    for start in range(0, V, LANES * VECTOR):
-        cols = start + lanes
-        s, _ = load(student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
-        t, _ = load(
-            teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
-            HAS_TEACHER_SOFTCAP, "",
-        )  # fmt: skip
-        if HAS_SMOOTHING:
-            s_plain += tl.sum(tl.where(cols < V, s, 0.0), 1)
-        if HAS_SHARE:
-            u = s + teacher_share * (t - s)
-            _, s_total_T, _, s_ratio_T = fold(s, u, s_top, s_total_T, zero, s_ratio_T, inv_t)
-            u_top, t_total_T, _, t_ratio_T = fold(u, s, u_top, t_total_T, zero, t_ratio_T, inv_t)
-        elif OWN_SUMS:
-            _, s_total_T, _, s_ratio_T = fold(s, t, s_top, s_total_T, zero, s_ratio_T, inv_t)
-            _, t_total_T, _, t_ratio_T = fold(t, s, t_top, t_total_T, zero, t_ratio_T, inv_t)
-        s_high = tl.max(s, 1)
-        at_high = tl.max(tl.where(s == s_high[:, None], t, -1e30), 1)
-        t_at_s_top = tl.where(
-            s_high > s_top, at_high, tl.where(s_high == s_top, tl.maximum(at_high, t_at_s_top), t_at_s_top)
-        )
-        s_top, s_total, s_own, s_ratio = fold(s, t, s_top, s_total, s_own, s_ratio, 1.0)
-        t_top, t_total, t_own, t_ratio = fold(t, s, t_top, t_total, t_own, t_ratio, 1.0)
+    s_sums, t_sums, tops, s_plain = first_pass(sides, inv_t, FORM, OWN_SUMS, HAS_SMOOTHING, LANES, VECTOR)
+    at_one = write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_label, HAS_LABELS)
+    s_lse = at_one[2]
+    at_T = at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM, OWN_SUMS)
+    s_lse_T, t_lse_T, forward_T, reverse_T, u_max = at_T
 
-    s_max = tl.max(s_top, 0)
-    t_max = tl.max(t_top, 0)
-    s_max = tl.where(s_max == -1e30, float("nan"), s_max)  # a row without any token
-    t_max = tl.where(t_max == -1e30, float("nan"), t_max)
-    s_share = tl.exp2(s_top - s_max)
-    t_share = tl.exp2(t_top - t_max)
-    s_sum = tl.sum(s_total * s_share, 0)
-    t_sum = tl.sum(t_total * t_share, 0)
-    s_lse = s_max + tl.log2(s_sum)
-    t_lse = t_max + tl.log2(t_sum)
-    out_forward = unbounded(tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse))
-    out_reverse = unbounded(tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse))
-    agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
-    log_prob, is_top1, teacher_log_prob = 0.0, 0.0, 0.0
-    if HAS_LABELS:
-        log_prob, is_top1, teacher_log_prob = (
-            s_label - s_lse,
-            (s_label >= s_max).to(tl.float32),
-            t_label - t_lse,
-        )
-    tl.store(out_ptr + 2 * stride_out + row, log_prob * LN2)
-    tl.store(out_ptr + 3 * stride_out + row, entropy(s_top - s_max, s_total, s_own, s_share, s_sum) * LN2)
-    tl.store(out_ptr + 4 * stride_out + row, is_top1)
-    tl.store(out_ptr + 5 * stride_out + row, out_forward * LN2)
-    tl.store(out_ptr + 6 * stride_out + row, out_reverse * LN2)
-    tl.store(out_ptr + 7 * stride_out + row, agrees.to(tl.float32))
-    tl.store(out_ptr + 8 * stride_out + row, teacher_log_prob * LN2)
-    tl.store(out_ptr + 9 * stride_out + row, entropy(t_top - t_max, t_total, t_own, t_share, t_sum) * LN2)
-
-    # The loss's own KLs and log-partitions.
-    s_lse_T, t_lse_T, forward_T, reverse_T, u_max = s_lse, t_lse, out_forward, out_reverse, t_max
-    if OWN_SUMS:
-        if HAS_SHARE:
-            u_max = tl.max(u_top, 0)
-        else:
-            u_top = t_top
-        s_share = tl.exp2((s_top - s_max) * inv_t)
-        t_share = tl.exp2((u_top - u_max) * inv_t)
-        s_sum = tl.sum(s_total_T * s_share, 0)
-        t_sum = tl.sum(t_total_T * t_share, 0)
-        s_lse_T = s_max * inv_t + tl.log2(s_sum)
-        t_lse_T = u_max * inv_t + tl.log2(t_sum)
-        forward_T = unbounded(inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T))
-        reverse_T = unbounded(inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T))
     divergence = tl.where(forward_kl != 0, forward_kl * forward_T, 0.0)  # 0 of an infinite KL is no number
     divergence += tl.where(reverse_kl != 0, reverse_kl * reverse_T, 0.0)
     unit = divergence_scale * LN2
-    tl.store(out_ptr + 10 * stride_out + row, forward_T * unit)
-    tl.store(out_ptr + 11 * stride_out + row, reverse_T * unit)
-
-    if SECOND_PASS:
-        if HAS_ADAPTIVE:
-            floor = head_floor(
-                student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, V, padded, scale, softcap, teacher_scale,
-                teacher_softcap, teacher_share, u_max, t_lse_T, inv_t, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP, HAS_SHARE, STEPS, LANES, VECTOR,
-            )  # fmt: skip
-        p_sum, q_sum = zero, zero
-        skew_sum, skew_rise, reverse_sum, reverse_rise = zero, zero, zero, zero
-        gap_sum, head_sum, sign_sum = zero, zero, zero
-        for start in range(0, V, LANES * VECTOR):
-            s, t, _ = load_both(
-                student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, start + lanes, V, padded, scale, softcap,
-                teacher_scale, teacher_softcap, teacher_share, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP, HAS_SHARE, "",
-            )  # fmt: skip
-            q, p, d, e = probabilities(s * inv_t - s_lse_T, t * inv_t - t_lse_T)
-            if HAS_JSD:
-                q_ratio, p_ratio = log_ratios(d, e, beta)
-                q_sum += tl.sum(q * q_ratio, 1)
-                p_sum += tl.sum(p * p_ratio, 1)
-            if HAS_SKEW:
-                ratio, rise = skew(q, p, d, e, alpha)
-                skew_sum += tl.sum(p * ratio, 1)
-                skew_rise += tl.sum(rise, 1)
-            if HAS_SKEW_REVERSE:
-                ratio, rise = skew_reverse(d, e, alpha)
-                reverse_sum += tl.sum(q * ratio, 1)
-                reverse_rise += tl.sum(q * rise, 1)
-            if HAS_GAPS:
-                gap = tl.abs(p - q)
-                gap_sum += tl.sum(gap, 1)
-            if HAS_TVD:
-                sign_sum += tl.sum(q * sign(d), 1)
-            if HAS_ADAPTIVE:
-                head_sum += tl.sum(tl.where(t >= floor, gap, 0.0), 1)
+    tl.store(out_ptr + FORWARD_TERM * stride_out + row, forward_T * unit)
+    tl.store(out_ptr + REVERSE_TERM * stride_out + row, reverse_T * unit)
+    kl_qm, mean_rise, mean_reverse_rise, mean_sign = 0.0, 0.0, 0.0, 0.0
+    if MEASURED:
+        floor = 0.0
+        if ADAPTIVE & MEASURED:
+            floor = head_floor(sides, u_max, t_lse_T, inv_t, FORM, STEPS, LANES, VECTOR)
+        p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, head_sum, sign_sum = second_pass(
+            sides, s_lse_T, t_lse_T, floor, inv_t, beta, alpha, FORM, MEASURED, LANES, VECTOR
+        )
         gaps = tl.sum(gap_sum, 0)  # twice the total variation
-        if HAS_JSD:
+        if JSD & MEASURED:
             kl_qm = tl.sum(q_sum, 0)
             value = beta * tl.sum(p_sum, 0) + (1.0 - beta) * kl_qm
             divergence += jsd * value
-            tl.store(out_ptr + 12 * stride_out + row, value * unit)
-        if HAS_SKEW:
+            tl.store(out_ptr + JSD_TERM * stride_out + row, value * unit)
+        if SKEW & MEASURED:
             value = tl.sum(skew_sum, 0)
             mean_rise = tl.sum(skew_rise, 0)
             divergence += skew_kl * value
-            tl.store(out_ptr + 13 * stride_out + row, value * unit)
-        if HAS_SKEW_REVERSE:
+            tl.store(out_ptr + SKEW_TERM * stride_out + row, value * unit)
+        if SKEW_REVERSE & MEASURED:
             value = tl.sum(reverse_sum, 0)
             mean_reverse_rise = tl.sum(reverse_rise, 0)
             divergence += skew_reverse_kl * value
-            tl.store(out_ptr + 14 * stride_out + row, value * unit)
-        if HAS_TVD:
+            tl.store(out_ptr + SKEW_REVERSE_TERM * stride_out + row, value * unit)
+        if TVD & MEASURED:
             mean_sign = tl.sum(sign_sum, 0)
             divergence += tvd * gaps * (0.5 / LN2)
-            tl.store(out_ptr + 15 * stride_out + row, gaps * (0.5 * divergence_scale))
-        if HAS_ADAPTIVE:
-            of_head = tl.where(gaps > 0, tl.sum(head_sum, 0) / tl.where(gaps > 0, gaps, 1.0), 0.5)  # of the gaps
-            value = of_head * forward_T + (1.0 - of_head) * reverse_T
+            tl.store(out_ptr + TVD_TERM * stride_out + row, gaps * (0.5 * divergence_scale))
+        if ADAPTIVE & MEASURED:
+            head_share = tl.where(gaps > 0, tl.sum(head_sum, 0) / tl.where(gaps > 0, gaps, 1.0), 0.5)  # of the gaps
+            value = head_share * forward_T + (1.0 - head_share) * reverse_T
             divergence += adaptive_kl * value
-            forward_kl += adaptive_kl * of_head
-            reverse_kl += adaptive_kl * (1.0 - of_head)
-            tl.store(out_ptr + 16 * stride_out + row, value * unit)
+            forward_kl += adaptive_kl * head_share  # its gradient is that of both KLs, with these weights
+            reverse_kl += adaptive_kl * (1.0 - head_share)
+            tl.store(out_ptr + ADAPTIVE_TERM * stride_out + row, value * unit)
 
     divergence = divergence * unit
     loss = divergence
@@ -216,59 +148,218 @@ def divergence_kernel(
     token_weight = 1.0
     if HAS_TOKEN_WEIGHT:
         token_weight = tl.load(token_weight_ptr + row)
-    tl.store(out_ptr + row, loss * token_weight)
-    tl.store(out_ptr + stride_out + row, divergence)
+    tl.store(out_ptr + LOSS * stride_out + row, loss * token_weight)
+    tl.store(out_ptr + DIVERGENCE * stride_out + row, divergence)
 
     if WRITE_GRAD:
         coefficient = divergence_scale * inv_t
-        of_forward = forward_kl * coefficient
-        of_reverse = reverse_kl * LN2 * coefficient
-        of_jsd = jsd * (1.0 - beta) * LN2 * coefficient
-        of_skew = skew_kl * (1.0 - alpha) * (1.0 - alpha) * coefficient
-        of_skew_reverse = skew_reverse_kl * coefficient
-        of_tvd = tvd * 0.5 * coefficient
+        term_weights = (
+            forward_kl * coefficient, reverse_kl * LN2 * coefficient, jsd * (1.0 - beta) * LN2 * coefficient,
+            skew_kl * (1.0 - alpha) * (1.0 - alpha) * coefficient, skew_reverse_kl * coefficient,
+            tvd * 0.5 * coefficient,
+        )  # fmt: skip
+        means = reverse_T, kl_qm, mean_rise, mean_reverse_rise, mean_sign
         softmax_weight = ce_weight * (1.0 + 2.0 * z_loss * log_partition)
-        for start in range(0, V, LANES * VECTOR):
-            cols = start + lanes
-            s, t, slope = load_both(
-                student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, cols, V, padded, scale, softcap,
-                teacher_scale, teacher_softcap, teacher_share, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP, HAS_SHARE, "evict_first",
-            )  # fmt: skip
-            if ALIASED:
-                # The gradient is narrower than the logits it overwrites: all must be read before any is written.
-                tl.debug_barrier()
-            log_q = s * inv_t - s_lse_T
-            log_p = t * inv_t - t_lse_T
-            grad = tl.zeros_like(s)
-            if GRAD_PAIRED:
-                q, p, d, e = probabilities(log_q, log_p)
-            else:
-                q = tl.exp2(log_q)
-            if GRAD_JSD:
-                q_ratio, _ = log_ratios(d, e, beta)
-                grad += of_jsd * q * (q_ratio - kl_qm)
-            if GRAD_SKEW:
-                _, rise = skew(q, p, d, e, alpha)
-                grad += of_skew * (q * mean_rise - rise)
-            if GRAD_SKEW_REVERSE:
-                _, rise = skew_reverse(d, e, alpha)
-                grad += of_skew_reverse * q * (rise - mean_reverse_rise)
-            if GRAD_TVD:
-                grad += of_tvd * q * (sign(d) - mean_sign)
-            if GRAD_FORWARD:
-                if not GRAD_PAIRED:
-                    p = tl.exp2(log_p)
-                grad += of_forward * (q - p)
-            if GRAD_REVERSE:
-                grad += of_reverse * q * (log_q - log_p - reverse_T)
-            if HAS_CE:
-                if OWN_SUMS:
-                    q = tl.exp2(s - s_lse)
-                ce_grad = softmax_weight * q
-                ce_grad = tl.where(cols == label, ce_grad - ce_weight * (1.0 - smoothing), ce_grad)
-                if HAS_SMOOTHING:
-                    ce_grad -= ce_weight * smoothing / V
-                grad += ce_grad
-            grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + cols, grad, mask=cols < padded, eviction_policy="evict_first")
+        write_gradient(
+            grad_ptr, sides, term_weights, means, s_lse_T, t_lse_T, inv_t, beta, alpha, s_lse, label, softmax_weight,
+            ce_weight, smoothing, token_weight, FORM, GRADED, OWN_SUMS, HAS_CE, HAS_SMOOTHING, ALIASED, LANES, VECTOR,
+        )  # fmt: skip
+
+
+@triton.jit
+def first_pass(
+    sides, inv_t, FORM: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One pass: maxima, and `fold`'s sums at temperature 1, and the KLs' own where their distributions differ.
+
+    Returns (the student's sums, the teacher's, (maxima of the student, of the teacher, of the logits that the
+    divergences hold the student against, the teacher's logit at the student's maximum), the student's plain sum), each
+    of every lane.
+    """
+    teacher_share, V = sides[8], sides[9]
+    lanes = lanes_of(LANES, VECTOR)
+    zero = tl.zeros((LANES,), tl.float32)
+    s_top = zero - 1e30
+    t_top = zero - 1e30
+    u_top = zero - 1e30
+    t_at_s_top = zero - 1e30
+    s_total, s_own, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
+    t_total, t_own, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
+    s_plain = zero
+    for start in range(0, V, LANES * VECTOR):
+        cols = start + lanes
+        s, t, _ = load_sides(sides, cols, FORM, "")
+        if HAS_SMOOTHING:
+            s_plain += tl.sum(tl.where(cols < V, s, 0.0), 1)
+        if SHARE & FORM:
+            u = s + teacher_share * (t - s)
+            _, s_total_T, _, s_ratio_T = fold(s, u, s_top, s_total_T, zero, s_ratio_T, inv_t)
+            u_top, t_total_T, _, t_ratio_T = fold(u, s, u_top, t_total_T, zero, t_ratio_T, inv_t)
+        elif OWN_SUMS:
+            _, s_total_T, _, s_ratio_T = fold(s, t, s_top, s_total_T, zero, s_ratio_T, inv_t)
+            _, t_total_T, _, t_ratio_T = fold(t, s, t_top, t_total_T, zero, t_ratio_T, inv_t)
+        s_high = tl.max(s, 1)
+        at_high = tl.max(tl.where(s == s_high[:, None], t, -1e30), 1)
+        t_at_s_top = tl.where(
+            s_high > s_top, at_high, tl.where(s_high == s_top, tl.maximum(at_high, t_at_s_top), t_at_s_top)
+        )
+        s_top, s_total, s_own, s_ratio = fold(s, t, s_top, s_total, s_own, s_ratio, 1.0)
+        t_top, t_total, t_own, t_ratio = fold(t, s, t_top, t_total, t_own, t_ratio, 1.0)
+    s_sums = s_total, s_own, s_ratio, s_total_T, s_ratio_T
+    t_sums = t_total, t_own, t_ratio, t_total_T, t_ratio_T
+    return s_sums, t_sums, (s_top, t_top, u_top, t_at_s_top), s_plain
+
+
+@triton.jit
+def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_label, HAS_LABELS: tl.constexpr):
+    """Write what is of temperature 1; return (maxima of both sides, log-partitions of both, KLs of both directions)."""
+    s_total, s_own, s_ratio, _, _ = s_sums
+    t_total, t_own, t_ratio, _, _ = t_sums
+    s_top, t_top, _, t_at_s_top = tops
+    s_max = tl.max(s_top, 0)
+    t_max = tl.max(t_top, 0)
+    s_max = tl.where(s_max == -1e30, float("nan"), s_max)  # a row without any token
+    t_max = tl.where(t_max == -1e30, float("nan"), t_max)
+    s_share = tl.exp2(s_top - s_max)
+    t_share = tl.exp2(t_top - t_max)
+    s_sum = tl.sum(s_total * s_share, 0)
+    t_sum = tl.sum(t_total * t_share, 0)
+    s_lse = s_max + tl.log2(s_sum)
+    t_lse = t_max + tl.log2(t_sum)
+    forward = unbounded(tl.sum(t_ratio * t_share, 0) / t_sum - (t_lse - s_lse))
+    reverse = unbounded(tl.sum(s_ratio * s_share, 0) / s_sum - (s_lse - t_lse))
+    agrees = tl.max(tl.where(s_top == s_max, t_at_s_top, -1e30), 0) >= t_max
+    log_prob, is_top1, teacher_log_prob = 0.0, 0.0, 0.0
+    if HAS_LABELS:
+        log_prob, is_top1, teacher_log_prob = (
+            s_label - s_lse,
+            (s_label >= s_max).to(tl.float32),
+            t_label - t_lse,
+        )
+    tl.store(out_ptr + LOG_PROB * stride_out + row, log_prob * LN2)
+    tl.store(out_ptr + ENTROPY * stride_out + row, entropy(s_top - s_max, s_total, s_own, s_share, s_sum) * LN2)
+    tl.store(out_ptr + IS_TOP1 * stride_out + row, is_top1)
+    tl.store(out_ptr + FORWARD_KL * stride_out + row, forward * LN2)
+    tl.store(out_ptr + REVERSE_KL * stride_out + row, reverse * LN2)
+    tl.store(out_ptr + AGREES * stride_out + row, agrees.to(tl.float32))
+    tl.store(out_ptr + TEACHER_LOG_PROB * stride_out + row, teacher_log_prob * LN2)
+    tl.store(out_ptr + TEACHER_ENTROPY * stride_out + row, entropy(t_top - t_max, t_total, t_own, t_share, t_sum) * LN2)
+    return s_max, t_max, s_lse, t_lse, forward, reverse
+
+
+@triton.jit
+def at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM: tl.constexpr, OWN_SUMS: tl.constexpr):
+    """(log-partitions of both sides, KLs of both directions, the other side's maximum) of the loss's distributions."""
+    s_max, t_max, s_lse, t_lse, forward, reverse = at_one
+    s_lse_T, t_lse_T, forward_T, reverse_T, u_max = s_lse, t_lse, forward, reverse, t_max
+    if OWN_SUMS:
+        _, _, _, s_total_T, s_ratio_T = s_sums
+        _, _, _, t_total_T, t_ratio_T = t_sums
+        s_top, t_top, u_top, _ = tops
+        if SHARE & FORM:
+            u_max = tl.max(u_top, 0)
+        else:
+            u_top = t_top
+        s_share = tl.exp2((s_top - s_max) * inv_t)
+        t_share = tl.exp2((u_top - u_max) * inv_t)
+        s_sum = tl.sum(s_total_T * s_share, 0)
+        t_sum = tl.sum(t_total_T * t_share, 0)
+        s_lse_T = s_max * inv_t + tl.log2(s_sum)
+        t_lse_T = u_max * inv_t + tl.log2(t_sum)
+        forward_T = unbounded(inv_t * tl.sum(t_ratio_T * t_share, 0) / t_sum - (t_lse_T - s_lse_T))
+        reverse_T = unbounded(inv_t * tl.sum(s_ratio_T * s_share, 0) / s_sum - (s_lse_T - t_lse_T))
+    return s_lse_T, t_lse_T, forward_T, reverse_T, u_max
+
+
+@triton.jit
+def second_pass(
+    sides, s_lse, t_lse, floor, inv_t, beta, alpha, FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Sums of each lane that need the log-partitions first, zero for kinds that are not in MEASURED."""
+    V = sides[9]
+    lanes = lanes_of(LANES, VECTOR)
+    zero = tl.zeros((LANES,), tl.float32)
+    p_sum, q_sum = zero, zero
+    skew_sum, skew_rise, reverse_sum, reverse_rise = zero, zero, zero, zero
+    gap_sum, head_sum, sign_sum = zero, zero, zero
+    for start in range(0, V, LANES * VECTOR):
+        s, t, _ = load_both(sides, start + lanes, FORM, "")
+        q, p, d, e = probabilities(s * inv_t - s_lse, t * inv_t - t_lse)
+        if JSD & MEASURED:
+            q_ratio, p_ratio = log_ratios(d, e, beta)
+            q_sum += tl.sum(q * q_ratio, 1)
+            p_sum += tl.sum(p * p_ratio, 1)
+        if SKEW & MEASURED:
+            ratio, rise = skew(q, p, d, e, alpha)
+            skew_sum += tl.sum(p * ratio, 1)
+            skew_rise += tl.sum(rise, 1)
+        if SKEW_REVERSE & MEASURED:
+            ratio, rise = skew_reverse(d, e, alpha)
+            reverse_sum += tl.sum(q * ratio, 1)
+            reverse_rise += tl.sum(q * rise, 1)
+        if (TVD & MEASURED) or (ADAPTIVE & MEASURED):
+            gap = tl.abs(p - q)
+            gap_sum += tl.sum(gap, 1)
+        if TVD & MEASURED:
+            sign_sum += tl.sum(q * sign(d), 1)
+        if ADAPTIVE & MEASURED:
+            head_sum += tl.sum(tl.where(t >= floor, gap, 0.0), 1)
+    return p_sum, q_sum, skew_sum, skew_rise, reverse_sum, reverse_rise, gap_sum, head_sum, sign_sum
+
+
+@triton.jit
+def write_gradient(
+    grad_ptr, sides, term_weights, means, s_lse_T, t_lse_T, inv_t, beta, alpha, s_lse, label, softmax_weight, ce_weight,
+    smoothing, token_weight, FORM: tl.constexpr, GRADED: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_CE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, ALIASED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the loss over the student's raw logits.
+
+    term_weights: of each kind's gradient; means: over q, of what the kinds' gradients subtract.
+    """
+    forward_weight, reverse_weight, jsd_weight, skew_weight, skew_reverse_weight, tvd_weight = term_weights
+    reverse_T, kl_qm, mean_rise, mean_reverse_rise, mean_sign = means
+    V, padded = sides[9], sides[10]
+    lanes = lanes_of(LANES, VECTOR)
+    for start in range(0, V, LANES * VECTOR):
+        cols = start + lanes
+        s, t, slope = load_both(sides, cols, FORM, "evict_first")
+        if ALIASED:
+            # The gradient is narrower than the logits it overwrites: all must be read before any is written.
+            tl.debug_barrier()
+        log_q = s * inv_t - s_lse_T
+        log_p = t * inv_t - t_lse_T
+        grad = tl.zeros_like(s)
+        if PAIRED & GRADED:
+            q, p, d, e = probabilities(log_q, log_p)
+        else:
+            q = tl.exp2(log_q)
+        if JSD & GRADED:
+            q_ratio, _ = log_ratios(d, e, beta)
+            grad += jsd_weight * q * (q_ratio - kl_qm)
+        if SKEW & GRADED:
+            _, rise = skew(q, p, d, e, alpha)
+            grad += skew_weight * (q * mean_rise - rise)
+        if SKEW_REVERSE & GRADED:
+            _, rise = skew_reverse(d, e, alpha)
+            grad += skew_reverse_weight * q * (rise - mean_reverse_rise)
+        if TVD & GRADED:
+            grad += tvd_weight * q * (sign(d) - mean_sign)
+        if FORWARD & GRADED:
+            if not PAIRED & GRADED:
+                p = tl.exp2(log_p)
+            grad += forward_weight * (q - p)
+        if REVERSE & GRADED:
+            grad += reverse_weight * q * (log_q - log_p - reverse_T)
+        if HAS_CE:
+            if OWN_SUMS:
+                q = tl.exp2(s - s_lse)
+            ce_grad = softmax_weight * q
+            ce_grad = tl.where(cols == label, ce_grad - ce_weight * (1.0 - smoothing), ce_grad)
+            if HAS_SMOOTHING:
+                ce_grad -= ce_weight * smoothing / V
+            grad += ce_grad
+        grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + cols, grad, mask=cols < padded, eviction_policy="evict_first")

@@ -5,6 +5,14 @@ Formulas: linear_divergence.py.
 
 from ._triton import tl, triton
 
+# Bits of FORM: what the logits of a call are made of. They stand on the left of `&`, as the interpreter's ints know no
+# constexpr on their right.
+BIAS = tl.constexpr(1)
+SOFTCAP = tl.constexpr(2)
+TEACHER_BIAS = tl.constexpr(4)
+TEACHER_SOFTCAP = tl.constexpr(8)
+SHARE = tl.constexpr(16)  # the divergences hold the student against a mixture of both sides' logits
+
 
 @triton.jit
 def _base_two(z, scale, softcap, HAS_SOFTCAP: tl.constexpr):
@@ -77,20 +85,55 @@ def entropy(below, total, own, share, whole):
 
 
 @triton.jit
-def load_both(
-    student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, cols, V, padded, scale, softcap, teacher_scale,
-    teacher_softcap, teacher_share, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_SHARE: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """(the student's logits, those it is held against, d logits / d raw of the student)."""
+def lanes_of(LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """(LANES, VECTOR) columns of the first block: a thread reads VECTOR numbers that follow each other."""
+    return tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+
+
+@triton.jit
+def load_sides(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
+    """(the student's logits, the teacher's, d logits / d raw of the student).
+
+    sides: (student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap,
+    teacher_share, V, padded). FORM: bits that say which of these a call has.
+    """
+    student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap = sides[:8]
+    _, V, padded = sides[8:]
+    HAS_BIAS: tl.constexpr = (BIAS & FORM) != 0
+    HAS_SOFTCAP: tl.constexpr = (SOFTCAP & FORM) != 0
+    HAS_TEACHER_BIAS: tl.constexpr = (TEACHER_BIAS & FORM) != 0
+    HAS_TEACHER_SOFTCAP: tl.constexpr = (TEACHER_SOFTCAP & FORM) != 0
     s, slope = load(student_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS, HAS_SOFTCAP, EVICT)
     t, _ = load(
         teacher_ptr, teacher_bias_ptr, cols, V, padded, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS,
         HAS_TEACHER_SOFTCAP, EVICT,
     )  # fmt: skip
-    if HAS_SHARE:
-        t = s + teacher_share * (t - s)
     return s, t, slope
+
+
+@triton.jit
+def load_both(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
+    """(the student's logits, those it is held against, d logits / d raw of the student), see `load_sides`."""
+    s, t, slope = load_sides(sides, cols, FORM, EVICT)
+    if SHARE & FORM:
+        t = s + sides[8] * (t - s)
+    return s, t, slope
+
+
+@triton.jit
+def load_labels(sides, label, FORM: tl.constexpr):
+    """The label's logits of both sides."""
+    student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap = sides[:8]
+    V = sides[9]
+    HAS_BIAS: tl.constexpr = (BIAS & FORM) != 0
+    HAS_SOFTCAP: tl.constexpr = (SOFTCAP & FORM) != 0
+    HAS_TEACHER_BIAS: tl.constexpr = (TEACHER_BIAS & FORM) != 0
+    HAS_TEACHER_SOFTCAP: tl.constexpr = (TEACHER_SOFTCAP & FORM) != 0
+    s_label = load_label(student_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    t_label = load_label(
+        teacher_ptr, teacher_bias_ptr, label, V, teacher_scale, teacher_softcap, HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP
+    )
+    return s_label, t_label
 
 
 @triton.jit
@@ -146,17 +189,15 @@ def sign(d):
 
 @triton.jit
 def head_floor(
-    student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, V, padded, scale, softcap, teacher_scale, teacher_softcap,
-    teacher_share, top, lse, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
-    HAS_TEACHER_SOFTCAP: tl.constexpr, HAS_SHARE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
+    sides, top, lse, inv_t, FORM: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):
     """The lowest logit of the adaptive KL's head: the likeliest tokens, as many as weigh 1/2 together, or the first.
 
     Each pass over the row quarters the interval that holds it, until one value of a logit is left in there, or none.
     top, lse: of the teacher's logits, lse at the temperature.
     """
-    lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    V = sides[9]
+    lanes = lanes_of(LANES, VECTOR)
     zero = tl.zeros((LANES,), tl.float32)
     high = top  # tokens from here on weigh at most 1/2, or are the first
     low = (lse - tl.log2(tl.cast(V, tl.float32)) - 2.0) / inv_t  # from here on they weigh more: V of 1 / 4V make 1/4
@@ -168,11 +209,7 @@ def head_floor(
         least = zero + 1e30
         most = zero - 1e30
         for start in range(0, V, LANES * VECTOR):
-            _, t, _ = load_both(
-                student_ptr, bias_ptr, teacher_ptr, teacher_bias_ptr, start + lanes, V, padded, scale, softcap,
-                teacher_scale, teacher_softcap, teacher_share, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_BIAS,
-                HAS_TEACHER_SOFTCAP, HAS_SHARE, "",
-            )  # fmt: skip
+            _, t, _ = load_both(sides, start + lanes, FORM, "")
             p = tl.exp2(t * inv_t - lse)
             above_first += tl.sum(tl.where(t >= first, p, 0.0), 1)
             above_second += tl.sum(tl.where(t >= second, p, 0.0), 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._chunking import stats_dtype
+from ._autograd import stats_dtype
 from ._head import Adapters, linear_reference
 from ._labelled_rows import token_count
 from ._logits import LOWEST, LogitTransform, entropy_of, transform

@@ -1,25 +1,38 @@
 """What drives the fused linear losses: logits by chunks of rows, a row kernel, and two ways to their gradients.
 
-A loss is a `LinearLoss`: what it is held against, and the kernel that turns rows of logits into their per-token values
-and, in place, their gradient. Gradients come with the forward (`GradientsInForward`), since the loss is the last thing
-a model computes; or the backward computes the logits once more (`Recomputed`), for a gradient of each token's loss and
-for nothing held in between.
+A loss is a `LinearLoss`: its targets, and the kernel that turns rows of logits into their per-token values and, in
+place, their gradient. Two matrix products then carry that gradient to the hidden states and to the weight (_head.py).
+Gradients come with the forward (`GradientsInForward`), since the loss is the last thing that a model computes; or the
+backward computes the logits once more (`Recomputed`), for a gradient of each token's loss and for nothing held in
+between.
+
+An op calls `GradientsInForward.apply`, whose forward calls the loss's `write_rows` for each chunk, which launches the
+kernel: `docs/architecture.md` follows this path from the model on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
-from ._chunking import Execution, Needs, Plan, Rows, put, rescale, row_plan, stats_dtype, take, upstream_rows, workspace
-from ._head import HeadGradients, LinearHead
+from ._autograd import Needs, first_order, rescale, stats_dtype
+from ._chunking import ChunkPlan, Execution, row_plan, workspace
+from ._head import HeadGradients, LinearHead, Operands
+from ._labelled_rows import Rows, put, take
 
-# logits (n, V), bias (V,) or None, the rows they are of, their values (fields, n), their gradient (n, V) or None, which
-# may be the logits themselves
-RowFunction = Callable[[Tensor, Tensor | None, slice, Tensor, Tensor | None], None]
+
+class LogitChunk(NamedTuple):
+    """A chunk of rows whose logits lie in the workspace, and where their values and gradient go."""
+
+    rows: slice  # among the rows that take part
+    operands: Operands  # what the logits are computed from
+    logits: Tensor  # (n, V), raw, without bias
+    bias: Tensor | None  # (V,)
+    values: Tensor  # (fields, n), to be written
+    dlogits: Tensor | None  # (n, V), to be written; None: not wanted. May lie where the logits lie
+    other_side: Any  # what the loss's own `other_side` returned
 
 
 @dataclass(frozen=True)
@@ -31,124 +44,171 @@ class LinearLoss:
     how: Execution
 
     fields: ClassVar[Sequence[str]]
-    keeps_values: ClassVar[bool] = False  # whether `recomputed` needs what `statistics` gave
+    keeps_values: ClassVar[bool] = False  # whether `recomputed` needs what `statistics` returned
 
-    def row_function(self, rows: int) -> RowFunction:
-        """What is called for each chunk, of `rows` rows at most."""
+    def other_side(self, rows: int) -> Any:
+        """Make what `write_rows` needs beside the chunk, for chunks of `rows` rows at most.
+
+        It lives as long as one walk over the chunks: a loss that waits for its backward must not hold a workspace.
+        """
+        return None
+
+    def write_rows(self, chunk: LogitChunk) -> None:
+        """Write the values of a chunk's rows and, if wanted, their gradient."""
         raise NotImplementedError
 
     def weighted(self, factor: Tensor) -> Self:
-        """The same with each token's loss times factor (rows.count,)."""
+        """Return the same with each token's loss times factor (rows.count,)."""
         raise NotImplementedError
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which logits are kept, where products are in dtype."""
+        """Return the dtype in which logits are kept, where products are in `dtype`."""
         return dtype
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
-        """Of the workspace. Wider logits widen the workspace, not the chunks."""
+        """Return what a logit takes of the workspace. Wider logits widen the workspace, not the chunks."""
         return dtype.itemsize
 
-    def plan(self, dtype: torch.dtype) -> Plan:
+    def plan(self, dtype: torch.dtype) -> ChunkPlan:
         return row_plan(self.rows.count, self.vocab, self.bytes_per_logit(dtype), self.how)
 
     def gradients(
-        self, head: LinearHead, needs: Needs, plan: Plan, alpha: float, factor: Tensor | None = None
+        self, head: LinearHead, needs: Needs, plan: ChunkPlan, alpha: float, factor: Tensor | None = None
     ) -> HeadGradients:
-        """Empty ones, to be filled by the chunks of `plan`."""
+        """Make empty ones, to be filled by the chunks of `plan`."""
         wide = self.how.sum_dtype(-(-self.rows.count // plan.rows)) if factor is None else torch.float32
         return HeadGradients(head, needs, self.rows, self.vocab, wide, self.how.overwrite_hidden, alpha, factor)
 
+    def new_values(self, head: LinearHead) -> Tensor:
+        """Make memory for the per-token values (fields, rows.count)."""
+        return torch.empty(
+            len(self.fields), self.rows.count, dtype=stats_dtype(head.dtype), device=head.hidden.device
+        )  # fmt: skip
+
+    def chunks(self, head: LinearHead, values: Tensor, gradients: HeadGradients | None) -> Iterator[LogitChunk]:
+        """Yield each chunk for `write_rows`; after that, add what it wrote to the gradients.
+
+        A generator, so that the loop over chunks and the call of the kernel stand in the caller.
+        """
+        dtype, columns = head.dtype, slice(0, self.vocab)
+        operands = head.operands(self.rows, self.vocab).part(slice(None), columns)  # each weight is cast once
+        plan = self.plan(dtype)
+        size = min(plan.rows, self.rows.count)
+        ws = workspace(size, self.vocab, self.logits_dtype(dtype), head.hidden.device)
+        grad_ws = ws.view(dtype)[:, : self.vocab]  # in place: in the front of each row where the logits are wider
+        other_side = self.other_side(size)
+        for rows in plan.chunks(self.rows.count):
+            part = operands.part(rows, columns)
+            logits, dlogits = part.logits(ws), grad_ws[: rows.stop - rows.start]
+            wanted = None if gradients is None else dlogits
+            yield LogitChunk(rows, part, logits, part.bias, values[:, rows], wanted, other_side)
+            if gradients is not None:
+                gradients.add(dlogits, part, rows, columns)
+
     def statistics(self, head: LinearHead) -> Tensor:
-        """(fields, rows.count) per-token values, for a backward that recomputes."""
-        return walk(self, head, None)
+        """Return (fields, rows.count) per-token values, for a backward that recomputes."""
+        values = self.new_values(head)
+        for chunk in self.chunks(head, values, None):
+            self.write_rows(chunk)
+        return values
 
     def recomputed(
         self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The head's gradients from the gradient (rows.count,) of each row's loss, see `upstream_rows`."""
-        gradients = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest)
-        walk(self.weighted(upstream), head, gradients)
+        """Return the head's gradients from the gradient (rows.count,) of each row's loss, see `upstream_rows`."""
+        gradients, loss = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest), self.weighted(upstream)
+        for chunk in loss.chunks(head, loss.new_values(head), gradients):
+            loss.write_rows(chunk)
+        chunk = None  # as in GradientsInForward
         return gradients.finish()
-
-
-def walk(loss: LinearLoss, head: LinearHead, gradients: HeadGradients | None) -> Tensor:
-    """(fields, rows.count) per-token values, and the head's gradients if wanted."""
-    rows, vocab, dtype, device = loss.rows, loss.vocab, head.dtype, head.hidden.device
-    columns = slice(0, vocab)
-    operands = head.operands(rows, vocab).part(slice(None), columns)  # each weight is cast once
-    out = torch.empty(len(loss.fields), rows.count, dtype=stats_dtype(dtype), device=device)
-    plan = loss.plan(dtype)
-    size = min(plan.rows, rows.count)
-    ws = workspace(size, vocab, loss.logits_dtype(dtype), device)
-    grad_ws = ws.view(dtype)[:, :vocab]  # in place: in the front of each row where the logits are wider
-    row_function = loss.row_function(size)
-    for chunk in plan.chunks(rows.count):
-        part = operands.part(chunk, columns)
-        logits, dlogits = part.logits(ws), grad_ws[: chunk.stop - chunk.start]
-        row_function(logits, part.bias, chunk, out[:, chunk], None if gradients is None else dlogits)
-        if gradients is not None:
-            gradients.add(dlogits, part, chunk, columns)
-    return out
-
-
-def with_gradients(loss: LinearLoss, head: LinearHead, needs: Needs):
-    """(loss, per-token (fields, N), gradients of head.tensors)."""
-    rows, result = loss.rows, (None,) * len(head.tensors)
-    gradients = loss.gradients(head, needs, loss.plan(head.dtype), rows.alpha) if needs.any else None
-    out = walk(loss, head, gradients)
-    if gradients is not None:
-        result = gradients.finish()
-    return out[0].sum() * rows.alpha, put(out.t(), rows, head.hidden.shape[0]).t(), result
 
 
 class GradientsInForward(torch.autograd.Function):
     """The backward only applies the gradient of the loss, and moves nothing where that is 1."""
 
     @staticmethod
-    def forward(ctx, loss: LinearLoss, needs: Needs, dtype: torch.dtype, *tensors):
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            value, per_token, gradients = with_gradients(loss, LinearHead(*tensors, dtype=dtype), needs)
-        if needs.any:
-            ctx.save_for_backward(*gradients)
+    def forward(ctx, loss: LinearLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
+        head, rows, gradients = LinearHead(*tensors, dtype=dtype), loss.rows, None
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            if needs.any:
+                gradients = loss.gradients(head, needs, loss.plan(dtype), rows.alpha)
+            values = loss.new_values(head)
+            for chunk in loss.chunks(head, values, gradients):
+                loss.write_rows(chunk)
+            chunk = None  # frees the workspace before `finish` makes memory of its own
+            if gradients is not None:
+                ctx.save_for_backward(*gradients.finish())
+            per_token = put(values.t(), rows, head.hidden.shape[0]).t()
         ctx.mark_non_differentiable(per_token)
-        return value, per_token
+        return values[0].sum() * rows.alpha, per_token
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, _):
-        return None, None, None, *rescale(ctx.saved_tensors, grad_loss)
+        return None, None, None, None, *rescale(ctx.saved_tensors, grad_loss)
 
 
 class Recomputed(torch.autograd.Function):
     """Logits computed once more in the backward."""
 
     @staticmethod
-    def forward(ctx, loss: LinearLoss, per_token_loss: bool, dtype: torch.dtype, *tensors):
-        ctx.loss, ctx.per_token_loss, ctx.dtype = loss, per_token_loss, dtype
+    def forward(ctx, loss: LinearLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
+        ctx.loss, ctx.needs, ctx.reduction, ctx.dtype = loss, needs, reduction, dtype
         with torch.autocast(tensors[0].device.type, enabled=False):
-            out = loss.statistics(LinearHead(*tensors, dtype=dtype))
-        ctx.save_for_backward(out if loss.keeps_values else None, *tensors)
-        per_token = put(out.t(), loss.rows, tensors[0].shape[0]).t()
+            values = loss.statistics(LinearHead(*tensors, dtype=dtype))
+        ctx.save_for_backward(values if loss.keeps_values else None, *tensors)
+        per_token = put(values.t(), loss.rows, tensors[0].shape[0]).t()
         ctx.mark_non_differentiable(per_token)
-        return per_token[0].clone() if per_token_loss else out[0].sum() * loss.rows.alpha, per_token
+        return per_token[0].clone() if reduction == "none" else values[0].sum() * loss.rows.alpha, per_token
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, _):
-        out, *tensors = ctx.saved_tensors
+        values, *tensors = ctx.saved_tensors
         loss, rows = ctx.loss, ctx.loss.rows
-        upstream = take(grad_loss, rows) if ctx.per_token_loss else grad_loss * rows.alpha
+        upstream = take(grad_loss, rows) if ctx.reduction == "none" else grad_loss * rows.alpha
         upstream, largest = upstream_rows(upstream, rows.count, ctx.dtype)
-        needs = Needs(*ctx.needs_input_grad[3:])
         with torch.autocast(tensors[0].device.type, enabled=False):
-            gradients = loss.recomputed(LinearHead(*tensors, dtype=ctx.dtype), needs, upstream, largest, out)
-        return None, None, None, *gradients
+            gradients = loss.recomputed(LinearHead(*tensors, dtype=ctx.dtype), ctx.needs, upstream, largest, values)
+        return None, None, None, None, *gradients
 
 
-def linear_loss(loss: LinearLoss, head: LinearHead, recompute: bool, reduction: str) -> tuple[Tensor, Tensor]:
-    """(loss, per-token (fields, N))."""
-    if recompute:
-        return Recomputed.apply(loss, reduction == "none", head.dtype, *head.tensors)  # pyright: ignore[reportReturnType]
-    needs = Needs.of(*head.tensors)
-    return GradientsInForward.apply(loss, needs, head.dtype, *head.tensors)  # pyright: ignore[reportReturnType]
+def upstream_rows(upstream: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(count,) gradients of each row's loss, and in fp16 the largest of them, by which they are divided.
+
+    fp16's smallest number is above most logits' gradients of a mean.
+    """
+    upstream = upstream.to(stats_dtype(dtype)).expand(count).contiguous()
+    if dtype != torch.float16 or not count:
+        return upstream, None
+    largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    return upstream / largest, largest
+
+
+def check_labels(hidden: Tensor, labels: Tensor | None, ce_weight: float = 0.0) -> None:
+    if labels is not None and labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if labels is None and ce_weight:
+        raise ValueError(f"ce_weight is {ce_weight}, but cross-entropy needs labels and none were given.")
+
+
+def check_execution(
+    hidden: Tensor, token_weight: Tensor | None, reduction: str, num_items, recompute: bool, overwrite_hidden: bool
+) -> None:
+    if token_weight is not None and token_weight.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"token_weight must be one per row of hidden: "
+            f"token_weight is {tuple(token_weight.shape)}, hidden {tuple(hidden.shape)}."
+        )
+    if reduction not in ("mean", "none"):
+        raise ValueError(f'reduction must be "mean" or "none", got {reduction!r}. For a sum, give num_items=1.')
+    if reduction == "none" and not recompute:
+        raise ValueError('reduction="none" needs recompute=True: the forward cannot know each token\'s gradient.')
+    if reduction == "none" and num_items is not None:
+        raise ValueError('num_items is what reduction="mean" divides by; with reduction="none" it has no use.')
+    if overwrite_hidden and hidden.is_leaf and hidden.requires_grad:
+        raise ValueError("overwrite_hidden=True would overwrite a leaf: hidden must be the output of a layer.")
+    if overwrite_hidden and recompute:
+        raise ValueError("overwrite_hidden works without recompute: the backward computes logits from hidden again.")

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._chunking import Needs, Rows, multiply_, stats_dtype, take
+from ._autograd import Needs, multiply_, stats_dtype
+from ._labelled_rows import Rows, take
 
 
 class Lora(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._autograd import stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK = 4096
@@ -145,3 +146,39 @@ def _find_triton(labels: Tensor, num_items: Tensor | None, ignore_index: int) ->
     launch = _launch(labels.numel(), ignore_index, num_items is not None)
     launch(labels.contiguous(), num_items, index, found)
     return index, found
+
+
+def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
+    """Every row of hidden, for a loss without labels."""
+    if isinstance(num_items, Tensor):
+        num_items = HostCopy(num_items).get().item()
+    return Rows(None, hidden.shape[0], max(hidden.shape[0], 1) if num_items is None else num_items)
+
+
+def selected_rows(
+    hidden: Tensor, labels: Tensor | None, rows: RowSelection | None, num_items, ignore_index: int
+) -> Rows:
+    """The rows of hidden that take part: all without labels, else the labelled ones."""
+    if rows is not None and num_items is not None:
+        raise ValueError("num_items was given twice: rows already holds it. Give it to RowSelection alone.")
+    if rows is not None:
+        return rows.wait()
+    return all_rows(hidden, num_items) if labels is None else RowSelection(labels, num_items, ignore_index).wait()
+
+
+def labelled_weight(token_weight: Tensor | None, rows: Rows, dtype: torch.dtype) -> Tensor | None:
+    """(rows.count,) in the dtype of the row kernels' sums."""
+    if token_weight is None:
+        return None
+    return take(token_weight.detach(), rows).to(stats_dtype(dtype)).contiguous()
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    return x if rows.index is None else x.index_select(0, rows.index)
+
+
+def put(x: Tensor, rows: Rows, total: int) -> Tensor:
+    """Rows of x at their places among `total` rows, zero elsewhere."""
+    if rows.index is None:
+        return x
+    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows.index, x)

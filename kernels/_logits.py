@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._chunking import stats_dtype
+from ._autograd import stats_dtype
 from ._triton import tl, triton
 
 LOWEST = -1e30  # in place of -inf, the logit of a token that is ruled out: of two such the difference is a number

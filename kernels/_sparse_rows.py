@@ -228,10 +228,8 @@ def sparse_rows(
     logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
 ) -> None:
     """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may be logits itself. Overwrites logits."""
-    (_rows_triton if use_triton(logits) else _rows_torch)(logits, bias, targets, out, grad, o)
-
-
-def _rows_triton(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
+    if not use_triton(logits):
+        return _rows_torch(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     kept_launch(
         _sparse_kernel, (logits.shape[0],),

@@ -23,7 +23,7 @@ else:
         triton = SimpleNamespace(
             jit=lambda function: function, next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length()
         )
-        tl = SimpleNamespace(constexpr=None)
+        tl = SimpleNamespace(constexpr=lambda value: value)
         INSTALLED = False
     else:
         INSTALLED = True

@@ -9,8 +9,7 @@ which p / N underflows before a gradient scaler can lift it.
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, vector
-from ._chunking import rescale, stats_dtype
+from ._autograd import empty, first_order, rescale, stats_dtype, vector
 from ._triton import use_triton
 from ._unfused_divergence_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ._autograd import first_order, graph_is_kept
-from ._chunking import rescale, stats_dtype
+from ._autograd import first_order, graph_is_kept, rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,

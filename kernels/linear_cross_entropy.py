@@ -21,26 +21,14 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
           softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025, arXiv:2508.05629
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._chunking import (
-    Execution,
-    Needs,
-    RowSelection,
-    check_execution,
-    check_labels,
-    labelled_weight,
-    selected_rows,
-    stats_dtype,
-    take,
-    tile_plan,
-    workspace,
-)
-from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._autograd import Needs, stats_dtype
+from ._chunking import Execution, tile_plan, workspace
+from ._compile import check_traceable, opaque_loss
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -53,8 +41,9 @@ from ._cross_entropy_rows import (
     tile_statistics,
     whole_rows,
 )
-from ._fused_linear import LinearLoss, linear_loss, with_gradients
+from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform, transform
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
@@ -80,11 +69,9 @@ class LinearCrossEntropy(LinearLoss):
     fields = FIELDS
     keeps_values = True
 
-    def row_function(self, rows: int):
-        def of_chunk(logits, bias, chunk, out, grad):
-            whole_rows(logits, bias, self.targets.rows(chunk), out, grad, self.options)
-
-        return of_chunk
+    def write_rows(self, chunk: LogitChunk) -> None:
+        targets = self.targets.rows(chunk.rows)
+        whole_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def statistics(self, head: LinearHead) -> Tensor:
         """Tile by tile of the vocabulary."""
@@ -119,34 +106,23 @@ class LinearCrossEntropy(LinearLoss):
         return gradients.finish()
 
     def _tiles(self, head: LinearHead, needs: Needs):
-        """(Plan, workspace of a tile)."""
+        """(ChunkPlan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
         plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how)
         return plan, workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
 
 
-@torch.library.custom_op("liger_trainer::linear_cross_entropy", mutates_args=(), tags=TAGS)
-def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, labels: Tensor,
-    token_weight: Tensor | None, num_items: Tensor | None, scale: float, softcap: float | None, temperature: float,
-    label_smoothing: float, z_loss: float, ignore_index: int, dft: bool, workspace_mb: float | None,
-    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
-    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
-    targets = Targets(take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype))
+def _loss(
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor, token_weight: Tensor | None, scale: float,
+    softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, dft: bool,
+) -> LinearCrossEntropy:  # fmt: skip
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
-    loss = LinearCrossEntropy(rows, weight.shape[0], Execution(workspace_mb, accumulate_dtype), targets, options)
-    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
+    weight = labelled_weight(token_weight, rows, head.hidden.dtype)
+    targets = Targets(take(labels, rows).contiguous(), weight)
+    return LinearCrossEntropy(rows, head.weight.shape[0], how, targets, options)
 
 
-@_traced_op.register_fake
-def _(*inputs):
-    return fake_outputs(inputs, len(FIELDS))
-
-
-_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+_opaque_loss = opaque_loss("linear_cross_entropy", _loss)
 
 
 def linear_cross_entropy(
@@ -204,20 +180,15 @@ def linear_cross_entropy(
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     head = LinearHead.of(hidden, weight, bias, lora)
+    arguments = token_weight, scale, softcap, temperature, label_smoothing, z_loss, dft
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token, *_ = _traced_op(
-            *head.tensors, labels, token_weight, None if num_items is None else torch.as_tensor(num_items),
-            scale, softcap, temperature, label_smoothing, z_loss, ignore_index, dft, workspace_mb, accumulate_dtype,
-            head.dtype, list(Needs.of(*head.tensors)),
-        )  # fmt: skip
-        per_token = per_token.detach()
-        return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)
-    options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, label_smoothing, z_loss, dft)
-    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    token_weight = labelled_weight(token_weight, selected, hidden.dtype)
-    targets = Targets(take(labels, selected).contiguous(), token_weight)
-    loss = LinearCrossEntropy(selected, weight.shape[0], how, targets, options)
-    value, per_token = linear_loss(loss, head, recompute, reduction)
+        value, per_token = _opaque_loss(
+            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
+        )
+    else:
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
+        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
     return CrossEntropy(value, per_token[1], per_token[2], per_token[3] > 0)

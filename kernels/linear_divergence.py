@@ -44,18 +44,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._chunking import (
-    Execution,
-    Needs,
-    RowSelection,
-    check_execution,
-    check_labels,
-    labelled_weight,
-    selected_rows,
-    take,
-    workspace,
-)
-from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
+from ._autograd import Needs
+from ._chunking import Execution, workspace
+from ._compile import check_traceable, opaque_loss
+from ._divergence_options import FIELDS, TERMS, DivergenceOptions, RowInputs
 from ._divergence_reference import (
     LinearDivergence,
     distillation_reference,
@@ -63,9 +55,10 @@ from ._divergence_reference import (
     linear_divergence_reference,
     named_terms,
 )
-from ._divergence_rows import FIELDS, TERMS, DivergenceOptions, RowInputs, divergence_rows
-from ._fused_linear import LinearLoss, linear_loss, with_gradients
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, compute_dtype, vocabulary
+from ._divergence_rows import divergence_rows
+from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
+from ._head import Adapters, LinearHead, Lora, Operands, check_head, check_overwritten, compute_dtype, vocabulary
+from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform
 from .divergence_kinds import KINDS, ROW_KINDS, divergence_weights
 
@@ -86,18 +79,18 @@ class LinearPair(LinearLoss):
 
     fields = FIELDS
 
-    def row_function(self, rows: int):
-        columns = slice(0, self.vocab)
-        teacher = self.teacher.operands(self.rows, self.vocab).part(slice(None), columns)
-        ws = workspace(rows, self.vocab, self.logits_dtype(self.teacher.dtype), self.teacher.hidden.device)
+    def other_side(self, rows: int) -> tuple[Operands, Tensor]:
+        """(what the teacher's logits are computed from, a workspace for those of a chunk)."""
+        operands = self.teacher.operands(self.rows, self.vocab).part(slice(None), slice(0, self.vocab))
+        dtype = self.logits_dtype(self.teacher.dtype)
+        return operands, workspace(rows, self.vocab, dtype, self.teacher.hidden.device)
 
-        def of_chunk(logits, bias, chunk, out, grad):
-            part = teacher.part(chunk, columns)
-            labels, token_weight = (None if x is None else x[chunk] for x in (self.labels, self.token_weight))
-            inputs = RowInputs(logits, part.logits(ws), bias, part.bias, labels, token_weight)
-            divergence_rows(inputs, out, grad, self.options)
-
-        return of_chunk
+    def write_rows(self, chunk: LogitChunk) -> None:
+        operands, ws = chunk.other_side
+        teacher = operands.part(chunk.rows, slice(0, self.vocab))
+        labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
+        inputs = RowInputs(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, labels, token_weight)
+        divergence_rows(inputs, chunk.values, chunk.dlogits, self.options)
 
     def weighted(self, factor: Tensor) -> "LinearPair":
         token_weight = factor if self.token_weight is None else factor * self.token_weight
@@ -110,52 +103,27 @@ class LinearPair(LinearLoss):
         return dtype.itemsize + self.teacher.dtype.itemsize
 
 
-SCALARS = ("beta", "alpha", "teacher_share", "ce_weight", "temperature", "label_smoothing", "z_loss")
-
-
-@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=(), tags=TAGS)
-def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
-    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
-    teacher_low_weight: Tensor | None, labels: Tensor | None, token_weight: Tensor | None, num_items: Tensor | None,
-    kinds: str, weights: Sequence[float], scalars: Sequence[float], scale: float, softcap: float | None,
-    teacher_scale: float, teacher_softcap: float | None, scale_by_temperature_squared: bool, ignore_index: int,
-    vocab: int, logits_dtype: torch.dtype | None, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
-    teacher_dtype: torch.dtype, dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs.
-
-    kinds: names between spaces, a list of which is no type of an op's.
-    """
+def _loss(
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, teacher_low: Tensor | None, teacher_low_weight: Tensor | None,
+    teacher_dtype: torch.dtype, vocab: int, token_weight: Tensor | None, kinds: str, weights: Sequence[float],
+    beta: float, alpha: float, teacher_share: float, ce_weight: float, temperature: float, label_smoothing: float,
+    z_loss: float, scale_by_temperature_squared: bool, scale: float, softcap: float | None, teacher_scale: float,
+    teacher_softcap: float | None, logits_dtype: torch.dtype | None,
+) -> LinearPair:  # fmt: skip
+    """kinds: space-separated, since custom ops cannot take list[str]."""
     options = DivergenceOptions(
-        dict(zip(kinds.split(), weights, strict=True)), **dict(zip(SCALARS, scalars, strict=True)),
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
-        logits_dtype=logits_dtype,
+        dict(zip(kinds.split(), weights, strict=True)), beta, alpha, teacher_share, ce_weight, temperature,
+        label_smoothing, z_loss, scale_by_temperature_squared, LogitTransform(scale, softcap),
+        LogitTransform(teacher_scale, teacher_softcap), logits_dtype,
     )  # fmt: skip
-    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
-    of_teacher = LinearHead(
-        teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype
-    )
-    how = Execution(workspace_mb, accumulate_dtype)
-    loss = _pair(hidden, of_teacher, labels, token_weight, rows, vocab, how, options)
-    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
-
-
-@_traced_op.register_fake
-def _(*inputs):
-    return fake_outputs(inputs, len(FIELDS))
-
-
-_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
-
-
-def _pair(hidden, teacher, labels, token_weight, rows, vocab: int, how: Execution, options) -> LinearPair:
+    teacher = LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype)
     labels = None if labels is None else take(labels, rows).contiguous()
-    return LinearPair(
-        rows, vocab, how, teacher, labels, labelled_weight(token_weight, rows, hidden.dtype), options
-    )  # fmt: skip
+    weight = labelled_weight(token_weight, rows, head.hidden.dtype)
+    return LinearPair(rows, vocab, how, teacher, labels, weight, options)
+
+
+_opaque_loss = opaque_loss("linear_divergence", _loss)
 
 
 def linear_divergence(
@@ -226,27 +194,22 @@ def linear_divergence(
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
+    arguments = (
+        *teacher.tensors, teacher.dtype, vocab, token_weight, " ".join(weights), [*weights.values()], beta, alpha,
+        teacher_share, ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap,
+        teacher_scale, teacher_softcap, logits_dtype,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token, *_ = _traced_op(
-            *head.tensors, *teacher.tensors, labels, token_weight,
-            None if num_items is None else torch.as_tensor(num_items),
-            " ".join(weights), [*weights.values()],
-            [beta, alpha, teacher_share, ce_weight, temperature, label_smoothing, z_loss],
-            scale, softcap, teacher_scale, teacher_softcap, scale_by_temperature_squared, ignore_index, vocab,
-            logits_dtype, workspace_mb, accumulate_dtype, teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
-        )  # fmt: skip
-        return _named(value, per_token.detach(), kind, beta, alpha)
-    options = DivergenceOptions(
-        weights, beta=beta, alpha=alpha, teacher_share=teacher_share, ce_weight=ce_weight, temperature=temperature,
-        label_smoothing=label_smoothing, z_loss=z_loss, scale_by_temperature_squared=scale_by_temperature_squared,
-        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
-        logits_dtype=logits_dtype,
-    )  # fmt: skip
-    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    pair = _pair(hidden, teacher, labels, token_weight, selected, vocab, how, options)
-    return _named(*linear_loss(pair, head, recompute, reduction), kind, beta, alpha)
+        value, per_token = _opaque_loss(
+            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
+        )
+    else:
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
+        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    return _named(value, per_token, kind, beta, alpha)
 
 
 def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:

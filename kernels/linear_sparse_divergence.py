@@ -30,28 +30,18 @@ Source    draws and their lack of bias, bias of the likeliest K: Anshumann et al
           arXiv:1503.02531; the bucket: KL between coarser distributions (data processing inequality)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._chunking import (
-    Execution,
-    Needs,
-    Rows,
-    RowSelection,
-    check_execution,
-    check_labels,
-    labelled_weight,
-    selected_rows,
-    take,
-)
-from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
-from ._fused_linear import LinearLoss, linear_loss, with_gradients
+from ._autograd import Needs
+from ._chunking import Execution
+from ._compile import check_traceable, opaque_loss
+from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
-from ._labelled_rows import token_count
+from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take, token_count
 from ._logits import LogitTransform, entropy_of, transform
 from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
 
@@ -138,11 +128,9 @@ class LinearSparse(LinearLoss):
 
     fields = FIELDS
 
-    def row_function(self, rows: int):
-        def of_chunk(logits, bias, chunk, out, grad):
-            sparse_rows(logits, bias, self.targets.rows(chunk), out, grad, self.options)
-
-        return of_chunk
+    def write_rows(self, chunk: LogitChunk) -> None:
+        targets = self.targets.rows(chunk.rows)
+        sparse_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def weighted(self, factor: Tensor) -> "LinearSparse":
         given = self.targets.token_weight
@@ -150,41 +138,22 @@ class LinearSparse(LinearLoss):
         return replace(self, targets=replace(self.targets, token_weight=token_weight))
 
 
-def _sparse(
-    hidden, ids, log_probs, labels, token_weight, top_ids, rows: Rows, vocab: int, how: Execution, options
-) -> LinearSparse:
+def _loss(
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, ids: Tensor, log_probs: Tensor,
+    token_weight: Tensor | None, top_ids: Tensor | None, vocab: int, tail: str, scale: float, softcap: float | None,
+    temperature: float, ce_weight: float, scale_by_temperature_squared: bool,
+) -> LinearSparse:  # fmt: skip
+    options = SparseOptions(tail, LogitTransform(scale, softcap), temperature, ce_weight, scale_by_temperature_squared)
     targets = SparseTargets(
-        take(ids, rows).contiguous(), take(log_probs.detach(), rows).contiguous(),
-        None if labels is None else take(labels, rows).contiguous(), labelled_weight(token_weight, rows, hidden.dtype),
+        take(ids, rows).contiguous(), take(log_probs, rows).contiguous(),
+        None if labels is None else take(labels, rows).contiguous(),
+        labelled_weight(token_weight, rows, head.hidden.dtype),
         None if top_ids is None else take(top_ids, rows).contiguous(),
     )  # fmt: skip
     return LinearSparse(rows, vocab, how, targets, options)
 
 
-@torch.library.custom_op("liger_trainer::linear_sparse_divergence", mutates_args=(), tags=TAGS)
-def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None, ids: Tensor,
-    log_probs: Tensor, labels: Tensor | None, token_weight: Tensor | None, top_ids: Tensor | None,
-    num_items: Tensor | None, tail: str, scale: float, softcap: float | None, temperature: float, ce_weight: float,
-    scale_by_temperature_squared: bool, ignore_index: int, vocab: int, workspace_mb: float | None,
-    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. dtype: of the products, since autocast is over when this runs."""
-    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
-    shape = LogitTransform(scale, softcap)
-    options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
-    how = Execution(workspace_mb, accumulate_dtype)
-    loss = _sparse(hidden, ids, log_probs, labels, token_weight, top_ids, rows, vocab, how, options)
-    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
-
-
-@_traced_op.register_fake
-def _(*inputs):
-    return fake_outputs(inputs, len(FIELDS))
-
-
-_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+_opaque_loss = opaque_loss("linear_sparse_divergence", _loss)
 
 
 def linear_sparse_divergence(
@@ -237,21 +206,21 @@ def linear_sparse_divergence(
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     vocab, head = vocabulary(weight, vocab_size), LinearHead.of(hidden, weight, bias, lora)
+    arguments = (
+        ids, log_probs.detach(), token_weight, top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
+        scale_by_temperature_squared,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token, *_ = _traced_op(
-            *head.tensors, ids, log_probs.detach(), labels, token_weight, top_ids,
-            None if num_items is None else torch.as_tensor(num_items), tail, scale, softcap, temperature, ce_weight,
-            scale_by_temperature_squared, ignore_index, vocab, workspace_mb, accumulate_dtype, head.dtype,
-            list(Needs.of(*head.tensors)),
-        )  # fmt: skip
-        return _named(value, per_token.detach())
-    shape = LogitTransform(scale, softcap)
-    options = SparseOptions(tail, shape, temperature, ce_weight, scale_by_temperature_squared)
-    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    loss = _sparse(hidden, ids, log_probs, labels, token_weight, top_ids, selected, vocab, how, options)
-    return _named(*linear_loss(loss, head, recompute, reduction))
+        value, per_token = _opaque_loss(
+            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
+        )
+    else:
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
+        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    return _named(value, per_token)
 
 
 def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:

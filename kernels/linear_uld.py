@@ -19,29 +19,18 @@ Numerics      softmax, sorting and sums in fp32. A student equal to its teacher 
 Source        Boizard et al. 2024, arXiv:2402.12030, eq. 4; T^2: Hinton et al. 2015, arXiv:1503.02531
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._chunking import (
-    Execution,
-    Needs,
-    Rows,
-    RowSelection,
-    check_execution,
-    check_labels,
-    labelled_weight,
-    selected_rows,
-    take,
-    workspace,
-)
-from ._compile import TAGS, check_traceable, fake_outputs, save_gradients, scaled_gradients, traced_outputs
-from ._fused_linear import LinearLoss, linear_loss, with_gradients
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
-from ._labelled_rows import token_count
+from ._autograd import Needs
+from ._chunking import Execution, workspace
+from ._compile import check_traceable, opaque_loss
+from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
+from ._head import Adapters, LinearHead, Lora, Operands, check_head, check_overwritten, linear_reference, vocabulary
+from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take, token_count
 from ._logits import LogitTransform, check_scalars, entropy_of, transform
 
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
@@ -142,7 +131,7 @@ class UldOptions:
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
 
-class Logits(NamedTuple):
+class LogitPair(NamedTuple):
     """A few rows of either side."""
 
     student: Tensor  # (n, Vs)
@@ -153,12 +142,12 @@ class Logits(NamedTuple):
     aligned: Tensor | None  # (n,) bool; None: all
     token_weight: Tensor | None  # (n,)
 
-    def rows(self, part: slice) -> "Logits":
-        of_rows = (None if x is None else x[part] for x in (self.labels, self.aligned, self.token_weight))
-        return Logits(self.student[part], self.teacher[part], self.bias, self.teacher_bias, *of_rows)
+    def rows(self, part: slice) -> "LogitPair":
+        by_row = (None if x is None else x[part] for x in (self.labels, self.aligned, self.token_weight))
+        return LogitPair(self.student[part], self.teacher[part], self.bias, self.teacher_bias, *by_row)
 
 
-def uld_rows(x: Logits, out: Tensor, grad: Tensor | None, o: UldOptions) -> None:
+def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> None:
     """Fill out (FIELDS, n), and grad (n, Vs) if wanted, which may lie where the student's logits lie."""
     s, slope = transform(x.student, x.bias, o.student)
     t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
@@ -214,21 +203,22 @@ class UldPair(LinearLoss):
 
     fields = FIELDS
 
-    def row_function(self, rows: int):
+    def other_side(self, rows: int) -> tuple[Operands, Tensor]:
+        """(what the teacher's logits are computed from, a workspace for those of a chunk)."""
         columns = slice(0, self.teacher_vocab)
-        teacher = self.teacher.operands(self.partners, self.teacher_vocab).part(slice(None), columns)
-        ws = workspace(rows, self.teacher_vocab, self.teacher.dtype, self.teacher.hidden.device)
+        operands = self.teacher.operands(self.partners, self.teacher_vocab).part(slice(None), columns)
+        return operands, workspace(rows, self.teacher_vocab, self.teacher.dtype, self.teacher.hidden.device)
+
+    def write_rows(self, chunk: LogitChunk) -> None:
+        """A few rows at a time, for which sorting takes no more than SORTED_BYTES."""
+        operands, ws = chunk.other_side
+        teacher = operands.part(chunk.rows, slice(0, self.teacher_vocab))
+        by_row = (None if x is None else x[chunk.rows] for x in (self.labels, self.aligned, self.token_weight))
+        both = LogitPair(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, *by_row)
         few = max(1, SORTED_BYTES // (BYTES_A_NUMBER * max(self.vocab, self.teacher_vocab)))
-
-        def of_chunk(logits, bias, chunk, out, grad):
-            part = teacher.part(chunk, columns)
-            of_rows = (None if x is None else x[chunk] for x in (self.labels, self.aligned, self.token_weight))
-            whole = Logits(logits, part.logits(ws), bias, part.bias, *of_rows)
-            for start in range(0, logits.shape[0], few):
-                some = slice(start, start + few)
-                uld_rows(whole.rows(some), out[:, some], None if grad is None else grad[some], self.options)
-
-        return of_chunk
+        for start in range(0, chunk.logits.shape[0], few):
+            part, dlogits = slice(start, start + few), chunk.dlogits
+            uld_rows(both.rows(part), chunk.values[:, part], None if dlogits is None else dlogits[part], self.options)
 
     def weighted(self, factor: Tensor) -> "UldPair":
         return replace(self, token_weight=factor if self.token_weight is None else factor * self.token_weight)
@@ -238,54 +228,29 @@ class UldPair(LinearLoss):
         return -(-(dtype.itemsize * self.vocab + self.teacher.dtype.itemsize * self.teacher_vocab) // self.vocab)
 
 
-def _pair(
-    hidden: Tensor, teacher: LinearHead, partners, labels, token_weight, rows: Rows, vocab: int, teacher_vocab: int,
-    how: Execution, options: UldOptions,
+def _loss(
+    rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, teacher_low: Tensor | None, teacher_low_weight: Tensor | None,
+    teacher_dtype: torch.dtype, partners: Tensor | None, token_weight: Tensor | None, vocab: int, teacher_vocab: int,
+    uld_weight: float, ce_weight: float, temperature: float, label_smoothing: float, scale_by_temperature_squared: bool,
+    scale: float, softcap: float | None, teacher_scale: float, teacher_softcap: float | None,
 ) -> UldPair:  # fmt: skip
-    aligned, of_teacher = None, rows
+    options = UldOptions(
+        uld_weight, ce_weight, temperature, label_smoothing, scale_by_temperature_squared,
+        LogitTransform(scale, softcap), LogitTransform(teacher_scale, teacher_softcap),
+    )  # fmt: skip
+    teacher = LinearHead(teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype)
+    aligned, teacher_rows = None, rows
     if partners is not None:
         partners = take(partners, rows)
         aligned = partners >= 0
-        of_teacher = Rows(partners.clamp(min=0), rows.count, rows.num_items)
+        teacher_rows = Rows(partners.clamp(min=0), rows.count, rows.num_items)
     labels = None if labels is None else take(labels, rows).contiguous()
-    weight = labelled_weight(token_weight, rows, hidden.dtype)
-    return UldPair(rows, vocab, how, teacher, teacher_vocab, of_teacher, aligned, labels, weight, options)
+    weight = labelled_weight(token_weight, rows, head.hidden.dtype)
+    return UldPair(rows, vocab, how, teacher, teacher_vocab, teacher_rows, aligned, labels, weight, options)
 
 
-SCALARS = ("uld_weight", "ce_weight", "temperature", "label_smoothing")
-
-
-@torch.library.custom_op("liger_trainer::linear_uld", mutates_args=(), tags=TAGS)
-def _traced_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
-    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None, teacher_low: Tensor | None,
-    teacher_low_weight: Tensor | None, partners: Tensor | None, labels: Tensor | None, token_weight: Tensor | None,
-    num_items: Tensor | None, scalars: Sequence[float], scale: float, softcap: float | None, teacher_scale: float,
-    teacher_softcap: float | None, scale_by_temperature_squared: bool, ignore_index: int, vocab: int,
-    teacher_vocab: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, teacher_dtype: torch.dtype,
-    dtype: torch.dtype, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The default mode as torch.compile sees it. dtypes: of the products, since autocast is over when this runs."""
-    options = UldOptions(
-        **dict(zip(SCALARS, scalars, strict=True)), scale_by_temperature_squared=scale_by_temperature_squared,
-        student=LogitTransform(scale, softcap), teacher=LogitTransform(teacher_scale, teacher_softcap),
-    )  # fmt: skip
-    rows = selected_rows(hidden, labels, None, num_items, ignore_index)
-    of_teacher = LinearHead(
-        teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_low_weight, teacher_dtype
-    )
-    how = Execution(workspace_mb, accumulate_dtype)
-    loss = _pair(hidden, of_teacher, partners, labels, token_weight, rows, vocab, teacher_vocab, how, options)
-    head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    return traced_outputs(*with_gradients(loss, head, Needs(*needs)))  # pyright: ignore[reportReturnType]
-
-
-@_traced_op.register_fake
-def _(*inputs):
-    return fake_outputs(inputs, len(FIELDS))
-
-
-_traced_op.register_autograd(scaled_gradients, setup_context=save_gradients)
+_opaque_loss = opaque_loss("linear_uld", _loss)
 
 
 def linear_uld(
@@ -339,27 +304,24 @@ def linear_uld(
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     vocab, teacher_vocab = vocabulary(weight, vocab_size), vocabulary(teacher_weight, teacher_vocab_size, "teacher_")
-    options = UldOptions(
-        uld_weight, ce_weight, temperature, label_smoothing, scale_by_temperature_squared,
-        LogitTransform(scale, softcap), LogitTransform(teacher_scale, teacher_softcap),
-    )  # fmt: skip
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
+    arguments = (
+        *teacher.tensors, teacher.dtype, partners, token_weight, vocab, teacher_vocab, uld_weight, ce_weight,
+        temperature, label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
-        value, per_token, *_ = _traced_op(
-            *head.tensors, *teacher.tensors, partners, labels, token_weight,
-            None if num_items is None else torch.as_tensor(num_items),
-            [uld_weight, ce_weight, temperature, label_smoothing], scale, softcap, teacher_scale, teacher_softcap,
-            scale_by_temperature_squared, ignore_index, vocab, teacher_vocab, workspace_mb, accumulate_dtype,
-            teacher.dtype, head.dtype, list(Needs.of(*head.tensors)),
-        )  # fmt: skip
-        return _named(value, per_token.detach())
-    how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
-    selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
-    pair = _pair(hidden, teacher, partners, labels, token_weight, selected, vocab, teacher_vocab, how, options)
-    return _named(*linear_loss(pair, head, recompute, reduction))
+        value, per_token = _opaque_loss(
+            head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
+        )
+    else:
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+        how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
+        loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
+        value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
+    return _named(value, per_token)
 
 
 def _named(loss: Tensor, per_token: Tensor) -> LinearUld:

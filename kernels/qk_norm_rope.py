@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import first_order, vector
-from ._chunking import stats_dtype
+from ._autograd import first_order, stats_dtype, vector
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import Launch, remembered, tl, triton, use_triton
 from .rope import (

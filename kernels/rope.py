@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import first_order
-from ._chunking import stats_dtype
+from ._autograd import first_order, stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 TILE, WARPS = 4096, 4  # elements of q or k a program turns

@@ -1,8 +1,8 @@
 """What other rooms take from this folder beside the ops: types of their arguments, and pieces that fit between them."""
 
-from ._chunking import put, stats_dtype, take
+from ._autograd import stats_dtype
 from ._head import Lora
-from ._labelled_rows import HostCopy, RowSelection, token_count
+from ._labelled_rows import HostCopy, RowSelection, put, take, token_count
 from ._logits import LogitTransform, transform
 from ._low_rank import Adapter, Projection
 

@@ -1,4 +1,4 @@
-"""Universal logit distillation: what a teacher of another tokenizer makes of a batch, and the loss against it.
+"""Universal logit distillation: the loss of a batch against a teacher with another tokenizer.
 
 Formulas: kernels/linear_uld.py.
 """

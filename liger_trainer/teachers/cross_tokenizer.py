@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from trl import is_conversational
 from trl.data_utils import is_conversational_from_value
@@ -21,15 +20,16 @@ from ..common.console import announce
 from ..errors import ConfigError, DataError
 from ..losses.uld import UldAnswer
 from .base import DistillHost
+from .collators import DocumentCollator
 from .config import TeacherConfig
 from .fingerprints import describe_tokenizer
 from .model import ModelTeacher
-from .row_keys import row_key, spans, supervised_tokens
+from .row_keys import row_key, supervised_tokens
 from .text_alignment import aligned, partners, runs
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
 
 ROW, IDS, PARTNERS = "liger_row", "teacher_input_ids", "teacher_partners"  # columns
-INPUT_IDS, MASK, OF_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
+INPUT_IDS, MASK, IN_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
 PrepareRows = Callable[[Any, bool], Any]
 """The trainer's own preparation of a dataset, packed or not."""
 RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
@@ -147,9 +147,9 @@ class CrossTokenizerTeacher(ModelTeacher):
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
 
     def answer(self, inputs: dict[str, Any]) -> Any:
-        ids, mask, of_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, OF_BATCH))
+        ids, mask, in_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, IN_BATCH))
         logits = self.logits(input_ids=ids, attention_mask=mask, use_cache=False)
-        return UldAnswer(logits, of_batch, tokenizer_size(self.tokenizer))
+        return UldAnswer(logits, in_batch, tokenizer_size(self.tokenizer))
 
 
 def _aligned_row(row: dict[str, Any], tokenizer: Any, teacher_tokenizer: Any) -> dict[str, Any]:
@@ -180,62 +180,40 @@ class TeacherRows:
             self._places[row_key(row["input_ids"], row["labels"])] = (len(self._datasets), index)  # pyright: ignore
         self._datasets.append(rows.select_columns([IDS, PARTNERS]))
 
-    def find(self, input_ids: list[int], labels: list[int]) -> TeacherRow | None:
-        place = self._places.get(row_key(input_ids, labels))
+    def find(self, key: bytes) -> TeacherRow | None:
+        place = self._places.get(key)
         if place is None:
             return None
         row = self._datasets[place[0]][place[1]]
         return TeacherRow(row[IDS], row[PARTNERS])
 
 
-class CrossTokenizerCollator:
-    """TRL's collator, and what the teacher reads: `uld_input_ids` and `uld_attention_mask` (documents, length), padded
-    on the right, and `uld_partners`, like the student's input_ids: for each position that predicts a token, the
-    teacher's, as an index into documents * length; -1 for none.
-
-    Raises, when called:
-        DataError: a row that was not prepared with the trainer.
-    """
+class CrossTokenizerCollator(DocumentCollator):
+    """Add what the teacher reads: `uld_input_ids` and `uld_attention_mask` (documents, length), padded on the right,
+    and `uld_partners` (batch, length): for each position that predicts a token, the teacher's position as an index into
+    documents * length; -1 for none."""
 
     def __init__(self, collator: Any, rows: TeacherRows):
-        self.collator, self.rows = collator, rows
+        super().__init__(
+            collator,
+            "is none that the trainer prepared, so what the teacher reads in its place is not known. Give its text to "
+            "the trainer as train_dataset or eval_dataset.",
+        )
+        self.rows = rows
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(examples)
-        documents = [document for example in examples for document in self._of(example)]
-        predicts = pad(batch["labels"][:, 1:], (0, 1), value=-100) != -100
-        if sum(len(document.partners) for document in documents) != int(predicts.sum()):
-            raise DataError(
-                "A batch has other supervised tokens than its rows. Labels must be as the rows have them: with "
-                "eval_packing, use packing too, so that the collator keeps documents apart."
-            )
-        length = max([1, *(len(document.input_ids) for document in documents)])
-        ids = torch.zeros(max(len(documents), 1), length, dtype=torch.int64)
+    def look_up(self, key: bytes, tokens: int) -> TeacherRow | None:
+        return self.rows.find(key)
+
+    def columns(self, answers: list[TeacherRow], predicts: torch.Tensor) -> dict[str, Any]:
+        length = max([1, *(len(row.input_ids) for row in answers)])
+        ids = torch.zeros(max(len(answers), 1), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        mask[:, 0] = 1  # a row of nothing but padding has no attention
+        mask[:, 0] = 1  # a row of nothing but padding would have no attention
         places: list[int] = []
-        for row, document in enumerate(documents):
-            size = len(document.input_ids)
-            ids[row, :size], mask[row, :size] = torch.tensor(document.input_ids, dtype=torch.int64), 1
-            places += [-1 if partner < 0 else row * length + partner for partner in document.partners]
-        of_batch = torch.full(predicts.shape, -1)
-        of_batch[predicts] = torch.tensor(places, dtype=torch.int64)
-        return {**batch, INPUT_IDS: ids, MASK: mask, OF_BATCH: of_batch}
-
-    def _of(self, example: dict[str, Any]) -> list[TeacherRow]:
-        """Of an example's documents, in their order."""
-        ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-        found = []
-        for start, end in spans(len(ids), example.get("seq_lengths")):
-            tokens = supervised_tokens(labels[start:end])
-            if not tokens:
-                continue
-            row = self.rows.find(ids[start:end], labels[start:end])
-            if row is None:
-                raise DataError(
-                    f"A row of {end - start} tokens, beginning with {list(ids[start : start + 8])}, is none that the "
-                    "trainer prepared, so what the teacher reads in its place is not known. Give its text to the "
-                    "trainer as train_dataset or eval_dataset."
-                )
-            found.append(row)
-        return found
+        for number, row in enumerate(answers):
+            size = len(row.input_ids)
+            ids[number, :size], mask[number, :size] = torch.tensor(row.input_ids, dtype=torch.int64), 1
+            places += [-1 if partner < 0 else number * length + partner for partner in row.partners]
+        in_batch = torch.full(predicts.shape, -1)
+        in_batch[predicts] = torch.tensor(places, dtype=torch.int64)
+        return {INPUT_IDS: ids, MASK: mask, IN_BATCH: in_batch}

@@ -1,7 +1,6 @@
-"""Several teachers: each row taught by all of them, by weight; or by its own, which a column of the rows names.
+"""Several teachers: all of them teach each row, by weight; or a column of the rows names the teacher of each.
 
-TRL's packing and its collator keep no columns, but token ids and labels. So a document's content says which route it
-has: the key of a row in the teacher cache is that of its route here.
+The column does not survive TRL's packing, so a document's key says which teacher it has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,13 +12,13 @@ from datasets import Dataset
 
 from ..errors import ConfigError, DataError
 from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
-from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
 from .base import Cut, DistillHost, Teacher
+from .collators import DocumentCollator
 from .config import TeacherConfig, TeacherEntry, entries_of
 from .fingerprints import data_fingerprint
 from .model import ModelTeacher
-from .row_keys import documents, row_key, spans, supervised_tokens
+from .row_keys import documents, row_key
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
@@ -157,44 +156,20 @@ def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
     return ModelTeacher(entry.args, model, f"teacher {entry.name}")
 
 
-class RouteCollator:
-    """TRL's collator, and `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token,
-    and `teachers_present`, those that have any.
-
-    Raises, when called:
-        DataError: a row whose route is not known.
-    """
+class RouteCollator(DocumentCollator):
+    """Add `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token, and
+    `teachers_present`, the teachers that have any."""
 
     def __init__(self, collator: Any, routes: Mapping[bytes, int]):
-        self.collator, self.routes = collator, routes
+        super().__init__(collator, "is of no dataset that the trainer prepared, so its teacher is not known.")
+        self.routes = routes
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(examples)
-        found = [self._of(ids, labels) for example in examples for ids, labels in _documents(example)]
-        routes = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-        predicts = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
-        if len(routes) != int(predicts.sum()):
-            raise DataError(
-                f"A batch has {int(predicts.sum())} supervised tokens, and its rows {len(routes)}. Labels must be as "
-                "the rows have them: with eval_packing, use packing too, so that the collator keeps documents apart."
-            )
-        laid_out = torch.full(predicts.shape, NO_ROUTE)
-        laid_out[predicts] = routes
-        return {**batch, ROUTES: laid_out, PRESENT: tuple(sorted(set(routes.tolist())))}
+    def look_up(self, key: bytes, tokens: int) -> torch.Tensor | None:
+        route = self.routes.get(key)
+        return None if route is None else torch.full((tokens,), route)
 
-    def _of(self, ids: Any, labels: Any) -> torch.Tensor:
-        route = self.routes.get(row_key(ids, labels))
-        if route is None:
-            raise DataError(
-                f"A row of {len(ids)} tokens, beginning with {list(ids[:8])}, is of no dataset that the trainer "
-                "prepared, so its teacher is not known."
-            )
-        return torch.full((supervised_tokens(labels),), route)
-
-
-def _documents(example: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The supervised documents of an example: token ids and labels."""
-    ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-    for start, end in spans(len(ids), example.get("seq_lengths")):
-        if supervised_tokens(labels[start:end]):
-            yield ids[start:end], labels[start:end]
+    def columns(self, answers: list[torch.Tensor], predicts: torch.Tensor) -> dict[str, Any]:
+        routes = torch.full(predicts.shape, NO_ROUTE)
+        if answers:
+            routes[predicts] = torch.cat(answers)
+        return {ROUTES: routes, PRESENT: tuple(routes[predicts].unique().tolist())}

@@ -122,7 +122,7 @@ class ServerTeacher(Teacher):
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    key = os.environ.get(variable)
+    key = os.environ.get(variable, "").strip()  # a key read from a file often ends with a newline
     if not key:
         raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
     return key

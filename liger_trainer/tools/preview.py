@@ -60,11 +60,11 @@ class _Followed(Preparation):
         dataset = dataset.add_column(ROW, list(range(len(dataset))))
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
-    def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
+    def learnable_rows(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         tokens, supervised, _ = count_each(tokenized, None)
         counts = zip(tokens.tolist(), supervised.tolist(), strict=True)
         self.uncut[dataset_name] = dict(zip(tokenized[ROW], counts, strict=True))
-        return super()._learnable(tokenized, args, packing, dataset_name)
+        return super().learnable_rows(tokenized, args, packing, dataset_name)
 
 
 def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: int) -> Preview:

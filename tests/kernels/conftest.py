@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,39 @@ pytest.register_assert_rewrite("kernel_checks")
 from kernel_checks import PATHS, Place, set_path  # noqa: E402 (found through the path above)
 
 from liger_trainer.kernels import _chunking, _head  # noqa: E402
+
+HERE = Path(__file__).parent
+TABLES = ("norm", "activation", "divergence", "loss")  # parameters that hold the op that a case is of
+
+
+def _values(item: pytest.Item) -> set[tuple]:
+    """What a case tries: each value of each parameter, and the dtype, for each op of a table and on each path."""
+    parameters = dict(item.callspec.params)
+    path, dtype = parameters.pop("place", None) or parameters.pop("fp32", None) or ("", None)
+    op = next((id(parameters.pop(name)) for name in TABLES if name in parameters), None)
+    return {("dtype", op, path, dtype)} | {(name, op, path, id(value)) for name, value in parameters.items()}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a product of parameters, the default suite runs as many cases as try each value once, for each op and path.
+
+    The rest of the product is slow. Cases of a single parameter are all run, with each path.
+    """
+    functions: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent == HERE and hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
+            functions.setdefault((item.path, item.originalname), []).append(item)
+    for cases in functions.values():
+        left = {item: _values(item) for item in cases}
+        tried: set[tuple] = set()
+        while left:
+            best = max(left, key=lambda item: len(left[item] - tried))  # the first of those that try most
+            if left[best] <= tried:
+                break
+            tried |= left.pop(best)
+        for item in left:
+            item.add_marker(pytest.mark.slow)
 
 
 def _place(request, monkeypatch) -> Place:

@@ -5,23 +5,11 @@ import pytest
 import torch
 from kernel_checks import PATHS, TRITON_DEVICE
 
-from liger_trainer.kernels import _chunking, _labelled_rows
-from liger_trainer.kernels._chunking import (
-    TILE_ROWS,
-    Execution,
-    Needs,
-    Rows,
-    RowSelection,
-    all_rows,
-    put,
-    row_plan,
-    selected_rows,
-    take,
-    tile_plan,
-    workspace,
-)
+from liger_trainer.kernels import _labelled_rows
+from liger_trainer.kernels._autograd import Needs
+from liger_trainer.kernels._chunking import TILE_ROWS, Execution, row_plan, tile_plan, workspace
 from liger_trainer.kernels._head import addmm_into, project
-from liger_trainer.kernels._labelled_rows import HostCopy
+from liger_trainer.kernels._labelled_rows import HostCopy, Rows, RowSelection, all_rows, put, selected_rows, take
 from liger_trainer.kernels._triton import use_triton
 
 
@@ -185,7 +173,7 @@ def test_project(dtype, out_dtype):
 
 def test_path_of_a_tensor():
     """On CPU tensors: Triton under the interpreter alone, and not for what numpy lacks or the kernels would narrow."""
-    interpreted = _chunking.use_triton(torch.zeros(1))
+    interpreted = use_triton(torch.zeros(1))
     for dtype in (torch.float16, torch.float32):
         assert use_triton(torch.zeros(1, dtype=dtype)) == interpreted
     for dtype in (torch.bfloat16, torch.float64):

@@ -10,8 +10,8 @@ import torch
 from kernel_checks import LEAVES, check_divergence, evaluate, random_inputs, random_pair, set_path
 
 from liger_trainer.kernels import _divergence_rows
+from liger_trainer.kernels._divergence_options import BITS, DivergenceOptions
 from liger_trainer.kernels._divergence_reference import likeliest_half
-from liger_trainer.kernels._divergence_rows import DivergenceOptions, _wanted
 from liger_trainer.kernels.linear_divergence import (
     KINDS,
     distillation_reference,
@@ -330,14 +330,19 @@ def divergence_terms(tensors, temperature):
 
 
 def test_what_is_not_named_is_not_compiled():
-    flags = _wanted(DivergenceOptions({"forward_kl": 1.0}))
-    assert {name for name, on in flags.items() if on} == {"GRAD_FORWARD"}
-    flags = _wanted(DivergenceOptions({"jsd": 0.0, "tvd": 1.0}))
-    assert {name for name, on in flags.items() if on} == {
-        "SECOND_PASS", "HAS_JSD", "HAS_TVD", "HAS_GAPS", "GRAD_TVD", "GRAD_PAIRED",
-    }  # fmt: skip
-    flags = _wanted(DivergenceOptions({"adaptive_kl": 0.0, "reverse_kl": 0.0}))
-    assert {name for name, on in flags.items() if on} == {"SECOND_PASS", "HAS_ADAPTIVE", "HAS_GAPS"}
+    """Measured are kinds of the second pass, for which alone it is made; the adaptive KL's gradient is of both KLs."""
+
+    def bits(*kinds):
+        return sum(BITS[kind] for kind in kinds)
+
+    for weights, measured, graded in (
+        ({"forward_kl": 1.0}, bits(), bits("forward_kl")),
+        ({"jsd": 0.0, "tvd": 1.0}, bits("jsd", "tvd"), bits("tvd")),
+        ({"adaptive_kl": 0.0, "reverse_kl": 0.0}, bits("adaptive_kl"), bits()),
+        ({"adaptive_kl": 0.5, "forward_kl": 0.5}, bits("adaptive_kl"), bits("forward_kl", "reverse_kl")),
+    ):
+        options = DivergenceOptions(weights)
+        assert (options.measured, options.graded) == (measured, graded), weights
 
 
 @pytest.mark.parametrize(

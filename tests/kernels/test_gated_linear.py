@@ -12,6 +12,9 @@ from kernel_checks import PATHS, assert_within_plain_error, under_autocast
 from liger_trainer.kernels import _gated
 from liger_trainer.kernels import gated_linear as module
 from liger_trainer.kernels.gated_linear import gated_linear, gated_linear_reference
+from liger_trainer.kernels.geglu import geglu
+from liger_trainer.kernels.relu2 import relu2
+from liger_trainer.kernels.swiglu import swiglu
 
 check = functools.partial(check_op, gated_linear, gated_linear_reference)
 LEAVES = ("gate", "up", "weight", "bias")
@@ -19,9 +22,11 @@ on_triton = pytest.mark.skipif("triton" not in PATHS, reason="the plain form sav
 
 
 @pytest.fixture(autouse=True)
-def short_blocks(monkeypatch):
+def short_blocks(request, monkeypatch):
+    """Several blocks a row, but for a GPU, where blocks are as shipped."""
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(_gated, name, (16, 1))
+        if not request.node.get_closest_marker("gpu"):
+            monkeypatch.setattr(_gated, name, (16, 1))
 
 
 @pytest.fixture
@@ -227,3 +232,54 @@ def test_unknown_activation(fp32):
     with pytest.raises(ValueError, match="one of silu, gelu_tanh, gelu, relu2, got 'swish'"):
         gated_linear(**inputs(5, 37, like=like(fp32)), activation="swish")
     assert module.ACTIVATIONS is _gated.ACTIVATIONS
+
+
+BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", _gated.ACTIVATIONS)
+@pytest.mark.parametrize("split", [True, False], ids=["split", "packed"])
+def test_sizes_on_gpu(activation, split, dtype):
+    like = {"dtype": dtype, "device": "cuda"}
+    for shape in [(2, 256, 4096), (333, 1504)]:
+        tensors = pair(shape, like) if split else packed(*shape, like=like)
+        weight = normal(512, shape[-1], like=like, seed=2, spread=shape[-1] ** -0.5)
+        tensors |= {"weight": weight, "bias": normal(512, like=like, seed=3)}
+        check_op(gated_linear, gated_linear_reference, tensors, tuple(tensors), activation=activation)
+
+
+@pytest.mark.gpu
+def test_keeps_nothing_but_its_output_on_gpu():
+    """And its backward allocates one buffer of h's size beside the gradients."""
+    tensors = pair((2048, 4096), BF16) | {"weight": normal(512, 4096, like=BF16, seed=2, spread=0.02)}
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    size = tensors["gate"].nbytes
+    gated_linear(**tensors).sum().backward()  # cuBLAS's workspace
+    for x in leaves:
+        x.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = gated_linear(**tensors)
+    assert torch.cuda.memory_allocated() - before <= out.nbytes + size // 8
+    dout = torch.ones_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.backward(dout)
+    h_and_gradients = 3 * size + tensors["weight"].nbytes
+    assert torch.cuda.max_memory_allocated() - before <= h_and_gradients + size // 8
+
+
+@pytest.mark.gpu
+def test_host_never_waits_on_gpu():
+    weight = normal(512, 4096, like=BF16, seed=2, spread=0.02).requires_grad_()
+    for mode in ("default", "error"):  # compiled in the first round
+        gate, up = (x.requires_grad_() for x in pair((256, 4096), BF16).values())
+        both = packed(256, 4096, like=BF16)["gate"].requires_grad_()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            outs = [swiglu(gate, up), swiglu(both), geglu(gate, up), relu2(gate)]
+            torch.autograd.backward([*outs, gated_linear(gate, up, weight)], [*outs, gated_linear(both, None, weight)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

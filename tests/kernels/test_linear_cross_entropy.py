@@ -5,7 +5,7 @@ from kernel_checks import LEAVES, check_cross_entropy, evaluate, random_inputs, 
 
 from liger_trainer.kernels import _cross_entropy_rows, _head
 from liger_trainer.kernels import linear_cross_entropy as module
-from liger_trainer.kernels._chunking import RowSelection
+from liger_trainer.kernels._labelled_rows import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 TINY = 1e-6  # MiB: a chunk for every row

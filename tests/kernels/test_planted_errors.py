@@ -3,7 +3,7 @@
 Planted are, in every function of FUNCTIONS, each assigned, added, returned, stored or launched value (times 1.01), each
 flag (negated) and each index (shifted by one, or the first row in place of the row). Left alone are conditions of `if`
 and the places that values are stored to: uninitialized memory reads as NaN here, so what is stored elsewhere shows.
-One plant in EVERY is in the default suite, the others are slow.
+All are slow: minutes on one core for each file.
 """
 
 import ast
@@ -21,7 +21,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, PATHS, evaluate, random_inputs, random_pair
 
-from liger_trainer.kernels import _chunking
+from liger_trainer.kernels import divergence_kinds
 from liger_trainer.kernels._head import Lora
 from liger_trainer.kernels._triton import INTERPRETED
 from liger_trainer.kernels.cross_entropy import cross_entropy_reference
@@ -29,7 +29,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy_refe
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence_reference
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence_reference
 
-KERNELS = Path(_chunking.__file__).resolve().parent
+KERNELS = Path(divergence_kinds.__file__).resolve().parent
 REFERENCES = {
     "cross_entropy": cross_entropy_reference,
     "linear_cross_entropy": linear_cross_entropy_reference,
@@ -38,7 +38,7 @@ REFERENCES = {
 }
 FUNCTIONS = {
     "triton": {
-        "_chunking": ["_rescale_kernel"],
+        "_autograd": ["_rescale_kernel"],
         "_logits": ["load_logits", "load_label_logit"],
         "_cross_entropy_rows": [
             "_rounded", "_statistics", "_write_gradient", "_label_weights", "_whole_rows_kernel", "_write_zeros",
@@ -46,39 +46,43 @@ FUNCTIONS = {
             "tile_gradient",
         ],
         "_divergence_pieces": [
-            "_base_two", "load", "load_label", "load_both", "fold", "entropy", "probabilities", "log_ratios",
+            "_base_two", "load", "load_label", "load_labels", "load_sides", "load_both", "lanes_of",
+            "fold", "entropy", "probabilities", "log_ratios",
             "_mixture", "skew", "skew_reverse", "sign", "head_floor",
         ],
-        "_divergence_kernels": ["divergence_kernel"],
-        "_divergence_rows": ["_rows_triton", "_wanted", "DivergenceOptions"],
+        "_divergence_kernels": [
+            "divergence_kernel", "first_pass", "write_metrics", "at_temperature", "second_pass", "write_gradient",
+        ],
+        "_divergence_rows": ["divergence_rows"],
+        "_divergence_options": ["DivergenceOptions"],
     },
     "torch": {
-        "_labelled_rows": ["Rows", "token_count"],
-        "_chunking": ["put", "take", "labelled_weight", "upstream_rows", "rescale", "multiply_"],
+        "_labelled_rows": ["Rows", "token_count", "put", "take", "labelled_weight"],
+        "_autograd": ["rescale", "multiply_"],
         "_head": [
             "low_rank", "_low", "LinearHead", "Operands", "TermGradients", "HeadGradients", "addmm_into", "project",
         ],
-        "_fused_linear": ["LinearLoss", "walk", "with_gradients", "Recomputed"],
+        "_fused_linear": ["LinearLoss", "GradientsInForward", "Recomputed", "upstream_rows"],
         "_logits": ["transform"],
         "_cross_entropy_rows": [
             "new_carry", "finish", "_weighted", "_of_label", "_known", "_whole_rows_torch", "_tile_statistics_torch",
             "_tile_gradient_torch", "gradient_factor",
         ],
-        "_divergence_rows": [
+        "_divergence_torch": [
             "_forward_kl", "_reverse_kl", "_log_ratios", "_jsd", "_skew_kl", "_skew_reverse_kl", "_tvd", "_adaptive_kl",
-            "_rows_torch", "_divergence_torch", "_cross_entropy_torch", "DivergenceOptions",
+            "divergence_rows_torch", "write_metrics", "at_temperature", "_divergences", "_cross_entropy",
         ],
+        "_divergence_options": ["DivergenceOptions"],
         "_divergence_reference": ["named_terms", "likeliest_half"],
         "divergence_kinds": ["parts", "divergence_weights"],
         "linear_cross_entropy": ["LinearCrossEntropy"],
-        "linear_divergence": ["LinearPair", "_pair"],
-        "linear_sparse_divergence": ["LinearSparse", "_sparse"],
+        "linear_divergence": ["LinearPair", "_loss"],
+        "linear_sparse_divergence": ["LinearSparse", "_loss"],
         "cross_entropy": ["_weight_of_labels", "CrossEntropyFunction"],
     },
 }  # fmt: skip
 ADAPTERS, TEACHER_ADAPTER = ("a0", "b0", "a1", "b1"), ("teacher_a", "teacher_b")
 RUN = [path for path in PATHS if path == "torch" or INTERPRETED]
-EVERY = 3
 FLAGS = {"agrees", "is_top1", "higher", "inside", "ends"}
 INDICES = {"cols", "lanes", "offsets", "label"}
 FIRST = {"row", "logits_ptr", "student_ptr", "teacher_ptr", "grad_ptr", "carry_ptr", "labels", "place"}
@@ -91,7 +95,7 @@ NO_VALUE = {
     "grad_ws", "out", "into", "student", "teacher", "logits", "given", "weights", "bias", "hidden", "gradients",
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
     "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
-    "sides", "of_logits", "flags", "second", "ends",
+    "sides", "of_logits", "ends", "values", "wanted", "other_side", "chunk", "weight", "ctx.needs", "label_logits",
 }  # fmt: skip
 SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "_tiles")
 TOP = "where maxima start: any number below the logits does"
@@ -105,17 +109,17 @@ LABELS = "labels pass through it too, whose plants are not numbers: planted wher
 EQUIVALENT = {
     "_statistics: total = tl.zeros((BLOCK,), tl.float32)": BEFORE,
     "_statistics: weighted = tl.zeros((BLOCK,), tl.float32)": BEFORE,
-    **{f"divergence_kernel: {PARTIAL_SUMS.format(side, i)}": BEFORE for side in "st" for i in range(5)},
+    **{f"first_pass: {PARTIAL_SUMS.format(side, i)}": BEFORE for side in "st" for i in range(5)},
     "_statistics: top = tl.full((BLOCK,), -1e+30, tl.float32)": TOP,
     "new_carry: carry[0].fill_(-1e+30)": TOP,
     "new_carry: carry[4].fill_(float('nan'))": "1.01 NaN; it stays where no tile holds the label: tests of such labels",
-    "divergence_kernel: s_top = zero - 1e+30": TOP,
-    "divergence_kernel: t_top = zero - 1e+30": TOP,
-    "divergence_kernel: t_at_s_top = zero - 1e+30": TOP,
-    "_rows_triton: padded = -(-vocab // 16) * 16": "columns beyond the vocabulary are read, and weigh nothing",
-    "_rows_triton: argument ALIASED": "a barrier, which the interpreter does not need",
+    "first_pass: s_top = zero - 1e+30": TOP,
+    "first_pass: t_top = zero - 1e+30": TOP,
+    "first_pass: t_at_s_top = zero - 1e+30": TOP,
+    "divergence_rows: padded = -(-vocab // 16) * 16": "columns beyond the vocabulary are read, and weigh nothing",
+    "divergence_rows: argument ALIASED": "a barrier, which the interpreter does not need",
     "_adaptive_kl: gaps = (x.p - x.q).abs()": "a share of the gaps, of which a factor cancels",
-    "divergence_kernel: u_top = zero - 1e+30": TOP,
+    "first_pass: u_top = zero - 1e+30": TOP,
     "head_floor: least = zero + 1e+30": TOP,
     "head_floor: most = zero - 1e+30": TOP,
     "head_floor: step = tl.where(tl.exp2(top * inv_t - lse) < 0.5, 0, STEPS)": STEPS,
@@ -306,10 +310,10 @@ def load(name: str, file: str, planted: ast.Module | None, folder: Path, path: s
     for module in [m for key, m in sys.modules.items() if key.startswith(f"{name}.")]:
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x: path == "triton"
-    rows, divergence_rows, chunks = (
-        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunking")
+    rows, divergence_rows, chunks, autograd = (
+        sys.modules[f"{name}.{m}"] for m in ("_cross_entropy_rows", "_divergence_rows", "_chunking", "_autograd")
     )
-    rows.BLOCK, divergence_rows.LANES, chunks.TILE_ROWS, chunks.CHUNK_ROWS, chunks.RESCALED = 8, 2, 4, (2,), 4096
+    rows.BLOCK, divergence_rows.LANES, chunks.TILE_ROWS, chunks.CHUNK_ROWS, autograd.RESCALED = 8, 2, 4, (2,), 4096
     return ops
 
 
@@ -474,13 +478,14 @@ def failing(ops: Mapping[str, Callable], path: str, of_divergence: bool = False)
 def cases() -> list:
     found = []
     for path, files in FUNCTIONS.items():
-        marks = [pytest.mark.skipif(path not in RUN, reason="under the interpreter: a GPU would compile each")]
+        skip = pytest.mark.skipif(path not in RUN, reason="under the interpreter: a GPU would compile each")
+        marks = [pytest.mark.slow, skip]
         for file in files:
             for index, plant in enumerate(plants(file, path)[1]):
                 if plant.what not in EQUIVALENT:
                     what = plant.what if len(plant.what) < 150 else f"{plant.what[:80]} ... {plant.what[-40:]}"
-                    name, slow = f"{path}-{file}.py:{plant.line} {what}", [pytest.mark.slow] * bool(index % EVERY)
-                    found.append(pytest.param(path, file, index, id=name, marks=marks + slow))
+                    name = f"{path}-{file}.py:{plant.line} {what}"
+                    found.append(pytest.param(path, file, index, id=name, marks=marks))
     return found
 
 

@@ -16,8 +16,6 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )
-from transformers import Trainer, TrainingArguments
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
@@ -221,19 +219,3 @@ def test_a_cache_has_its_term_too():
     answer = SparseAnswer(targets, "bucket", 10)
     result = answer.loss(logits, Targets.of(None, labels, None), LossOptions(distillation=distillation))
     assert torch.allclose(result.terms["forward_kl"] * 0.5, result.divergence) and result.divergence.sum() > 0
-
-
-def test_the_callback_takes_the_same_list():
-    rows = make().train_dataset.select_columns(["input_ids", "labels"])
-    args = train_args(TrainingArguments, max_steps=1, optim="sgd", learning_rate=0.0, remove_unused_columns=False)
-    callback = DistillationCallback(
-        tiny_model("gemma2", seed=5, hidden_size=48), losses=EVERY, beta=0.3, skew_alpha=0.2, temperature=2.0
-    )
-    collator = DataCollatorForLanguageModeling(pad_token_id=tiny_tokenizer().pad_token_id)
-    trainer = Trainer(tiny_model(), args, collator, rows, rows, processing_class=tiny_tokenizer(), callbacks=[callback])
-    trainer.train()
-    ours = make(losses=EVERY, beta=0.3, skew_alpha=0.2, kd_temperature=2.0)
-    ours.train()
-    got, want = trainer.state.log_history[0], ours.state.log_history[0]
-    for name in ("loss", *(f"loss/{entry['type']}" for entry in EVERY)):
-        assert got[name] == pytest.approx(want[name], rel=1e-5), name

@@ -242,8 +242,9 @@ def test_console_script_exists(installed):
 
 
 @pytest.mark.parametrize("blocked", [HUGGING_FACE, (*HUGGING_FACE, "triton")], ids=["hugging_face", "triton_too"])
-def test_kernels_need_torch_alone(blocked):
-    python(IMPORT_WITHOUT, ",".join(blocked), json.dumps(modules("kernels")))
+def test_kernels_and_modules_need_torch_alone(blocked):
+    layers = [f"liger_trainer.modules.{name}" for name in ("layers", "losses", "rope")]
+    python(IMPORT_WITHOUT, ",".join(blocked), json.dumps([*modules("kernels"), *layers]))
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:

@@ -1,11 +1,7 @@
 """A training goes on from a checkpoint with the data, tokenizer, model and teacher it was begun with, unless forced."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
+from processes import run_on
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from trl import SFTConfig
@@ -346,41 +343,11 @@ def test_another_cache(tmp_path):
         resumed(distill(tmp_path, **options("other")), tmp_path)
 
 
-TWO = """
-import sys
-from pathlib import Path
-from test_resume_check import *
-
-folder = Path(sys.argv[1])
-make(folder).train()
-trainer = make(folder)
-if trainer.is_world_process_zero():
-    trainer.train_dataset = trainer.train_dataset.select(range(23, -1, -1))
-try:
-    resumed(trainer, folder)
-except ConfigError as error:
-    (folder / f"refused{trainer.args.process_index}").write_text(str(error))
-"""
-
-
 def test_all_processes_refuse_together(tmp_path):
-    """What the first one finds; the other would wait for it."""
-    (tmp_path / "two.py").write_text(TWO)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}:{root / 'tests' / 'trainers'}",
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    done = subprocess.run([*command, tmp_path / "two.py", tmp_path], env=environment, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr.decode()
-    said = [(tmp_path / f"refused{rank}").read_text() for rank in (0, 1)]
-    assert said[0] == said[1] and "train dataset: sha256" in said[0]
+    """The first process finds the difference; without its word the other would wait for it."""
+    run_on(2, "engines/refused_resume.py", tmp_path)
+    refused = [(tmp_path / f"refused{rank}").read_text() for rank in (0, 1)]
+    assert refused[0] == refused[1] and "train dataset: sha256" in refused[0]
 
 
 # The fingerprints

@@ -47,8 +47,8 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
 def as_bitsandbytes() -> Iterator[None]:
     """Let patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes."""
     replaced = Replacements()
-    replaced.set(patch_lora, "_4bit_types", lambda: (QuantizedLinear,))
-    replaced.set(patch_lora, "_dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
+    replaced.set(patch_lora, "bnb_4bit_types", lambda: (QuantizedLinear,))
+    replaced.set(patch_lora, "dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
     try:
         yield
     finally:

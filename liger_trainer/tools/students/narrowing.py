@@ -5,7 +5,7 @@ may have any names, packed or apart, and an MLP that computes anything else is r
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...modules.gated_mlp import is_plain
 from ...patching import structure
-from ...patching.mlps import MLP, prove_mlp
+from ...patching.mlps import MLPRule, looks_like_an_mlp, prove_mlp
 from ...run.drop_layers import fill
 
 
@@ -26,7 +26,7 @@ class LayerMLP:
 
     path: str
     module: nn.Module
-    rule: MLP
+    rule: MLPRule
 
     @property
     def down(self) -> nn.Module:
@@ -58,19 +58,16 @@ def layer_mlps(model: PreTrainedModel) -> list[LayerMLP]:
             "intermediate_size. Leave student_intermediate_size out."
         )
     path, layers = decoder_layers(model)
-    proved: dict[tuple, MLP | str | None] = {}
-    return [_mlp_of(layer, f"{path}.{index}", width, proved) for index, layer in enumerate(layers)]
+    prove = structure.once_for_equal_layers(prove_mlp)
+    return [_mlp_of(layer, f"{path}.{index}", width, prove) for index, layer in enumerate(layers)]
 
 
-def _mlp_of(layer: nn.Module, path: str, width: int, proved: dict[tuple, MLP | str | None]) -> LayerMLP:
+def _mlp_of(layer: nn.Module, path: str, width: int, prove: Callable[[nn.Module], MLPRule | str | None]) -> LayerMLP:
     candidates, reasons = [], []
     for name, module in layer.named_modules():
-        if not 2 <= sum(structure.is_linear(child) for child in module.children()) <= 3:
+        if not looks_like_an_mlp(module):
             continue
-        key = structure.settings(module)
-        if key not in proved:
-            proved[key] = prove_mlp(module)
-        rule = proved[key]
+        rule = prove(module)
         if isinstance(rule, str):
             reasons.append(f"{type(module).__name__}: {rule}")
         elif rule is not None and all(is_plain(linear) for linear in rule.linear_layers(module)):

@@ -1,0 +1,107 @@
+"""What the row kernels of linear_divergence.py take: scalars of a call, a chunk of logits, names of what they write."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ._logits import LogitTransform, check_scalars
+from .divergence_kinds import ROW_KINDS
+
+FIELDS = (
+    "loss", "divergence", "log_prob", "entropy", "is_top1", "forward_kl", "reverse_kl", "agrees",
+    "teacher_log_prob", "teacher_entropy", *(f"{kind} of the loss" for kind in ROW_KINDS),
+)  # fmt: skip
+TERMS = len(FIELDS) - len(ROW_KINDS)  # where the divergences of the loss begin; those not asked for stay unwritten
+SECOND_PASS = ("jsd", "skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl")  # kinds that need the log-partitions first
+SOFTCAP, TEACHER_SOFTCAP, SHARE = 2, 8, 16  # bits of FORM, as in _divergence_pieces.py
+BITS = {kind: 1 << place for place, kind in enumerate(ROW_KINDS)}  # as the kernel names them: FORWARD, REVERSE, ...
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """Scalars of one call. See `linear_divergence`."""
+
+    weights: Mapping[str, float]  # of ROW_KINDS: with 0 a kind is measured alone
+    beta: float = 0.5
+    alpha: float = 0.1
+    teacher_share: float = 1.0
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    scale_by_temperature_squared: bool = True
+    student: LogitTransform = field(default_factory=LogitTransform)
+    teacher: LogitTransform = field(default_factory=LogitTransform)
+    logits_dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        check_scalars(self.temperature, self.label_smoothing)
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must lie in [0, 1], got {self.beta}.")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(
+                f"alpha must lie in [0, 1), got {self.alpha}. It is a distribution's share in its own mixture with the "
+                "other: at 1 nothing of the other is left, and the divergence is 0."
+            )
+        if not 0 <= self.teacher_share <= 1:
+            raise ValueError(f"teacher_share must lie in [0, 1], got {self.teacher_share}.")
+
+    @property
+    def divergence_scale(self) -> float:
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+    def weight(self, kind: str) -> float:
+        return float(self.weights.get(kind, 0.0))
+
+    @cached_property
+    def measured(self) -> int:
+        """The kernel's MEASURED: bits of the kinds that take a second pass."""
+        return sum(bit for kind, bit in BITS.items() if kind in SECOND_PASS and kind in self.weights)
+
+    @cached_property
+    def graded(self) -> int:
+        """The kernel's GRADED: bits of the kinds that have a gradient. That of the adaptive KL is made of both KLs'."""
+        kinds = {kind for kind in BITS if self.weight(kind)}
+        if "adaptive_kl" in kinds:
+            kinds = kinds - {"adaptive_kl"} | {"forward_kl", "reverse_kl"}
+        return sum(BITS[kind] for kind in kinds)
+
+    @cached_property
+    def form(self) -> int:
+        """The kernel's FORM, but for the biases."""
+        student, teacher = self.student.softcap is not None, self.teacher.softcap is not None
+        return SOFTCAP * student + TEACHER_SOFTCAP * teacher + SHARE * (self.teacher_share != 1.0)
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The kernel's scalars, from `scale` on."""
+        return (
+            float(self.student.scale), float(self.student.softcap or 1.0), float(self.teacher.scale),
+            float(self.teacher.softcap or 1.0), float(self.teacher_share), float(self.temperature),
+            *(self.weight(kind) for kind in ROW_KINDS), float(self.beta), float(self.alpha),
+            float(self.divergence_scale), float(self.ce_weight), float(self.label_smoothing), float(self.z_loss),
+        )  # fmt: skip
+
+    @cached_property
+    def flags(self) -> dict[str, bool | int]:
+        """The kernel's constants that these options decide."""
+        return {
+            "OWN_SUMS": self.temperature != 1.0 or self.teacher_share != 1.0,
+            "HAS_SMOOTHING": self.label_smoothing > 0, "HAS_CE": self.ce_weight != 0,
+            "MEASURED": self.measured, "GRADED": self.graded,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """A chunk of logits of both sides, and what its rows are held against."""
+
+    student: Tensor  # (n, V), raw
+    teacher: Tensor  # (n, V), raw
+    bias: Tensor | None  # (V,)
+    teacher_bias: Tensor | None
+    labels: Tensor | None  # (n,) int64
+    token_weight: Tensor | None  # (n,) fp32
