@@ -108,7 +108,8 @@ def test_the_same_logs_as_sfttrainer(run):
     if eval_data is not None:
         assert sum("eval_loss" in log for log in ours.state.log_history) == 2
     for (name, got), want in zip(ours.model.named_parameters(), trls.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        # The gradient of a key's bias is zero but for rounding, of which Adam makes steps.
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2 if name.endswith("k_proj.bias") else 1e-4)
         assert got.requires_grad == (run != "lora" or "lora_" in name)
 
 
