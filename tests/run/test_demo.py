@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.run.data import demo_model as demo
+from liger_trainer.run.data._docstrings import module_names
 from liger_trainer.run.data.demo_dataset import DemoDataset, demo_dataset, shorten
 from liger_trainer.run.data.demo_model import DemoModel, demo_model_dir, resolve_model
 
@@ -368,6 +369,13 @@ def test_the_environment_and_the_interpreter_stay_out_of_it(docstrings, capfd, r
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
     assert not (set(sys.modules) - before) & {"antigravity", "this", "turtle", "imaplib", "pdb", "readline"}
+
+
+def test_the_collector_imports_no_module_with_side_effects():
+    listed = set(module_names())
+    assert {"os", "os.path", "json", "builtins"} <= listed
+    unwanted = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "readline"}
+    assert not {name.partition(".")[0] for name in listed} & unwanted
 
 
 def test_no_docstrings_to_read(monkeypatch, tmp_path):
