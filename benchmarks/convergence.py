@@ -28,7 +28,7 @@ from torch import Tensor
 from liger_trainer.patching.patcher import patch
 from liger_trainer.run.data.demo_model import demo_model_dir
 
-from .report import git_commit
+from .report import git_commit, provenance, slug, table, write
 
 STEPS, MICRO_BATCHES = 32, 4
 FLOOR = 1e-5  # what rounding in fp32 may do to one run and not to another
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Run:
-    """What a training left behind. logits: of the last batch, after the last step."""
+    """Results of a training. logits: of the last batch, after the last step."""
 
     losses: list[float]
     logits: Tensor
@@ -72,9 +72,9 @@ class Distance:
     @classmethod
     def between(cls, a: Run, b: Run) -> "Distance":
         loss = max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True))
-        moved = [_squares(a.weights[name] - b.weights[name]) for name in b.weights]
-        whole = [_squares(weight) for weight in b.weights.values()]
-        return cls(loss, _relative(a.logits, b.logits), math.sqrt(sum(moved) / sum(whole)))
+        difference = sum(_squares(a.weights[name] - b.weights[name]) for name in b.weights)
+        total = sum(_squares(weight) for weight in b.weights.values())
+        return cls(loss, _relative(a.logits, b.logits), math.sqrt(difference / total))
 
     @classmethod
     def largest(cls, distances: Iterable["Distance"]) -> "Distance":
@@ -115,10 +115,10 @@ def train(model: Any, steps: int, rows: int, length: int, learning_rate: float, 
     source = batches(model.config.vocab_size, MICRO_BATCHES * rows, length, device)
     losses = []
     for _ in range(steps):
-        whole = next(source)
-        num_items = whole[:, 1:].numel()
+        batch = next(source)
+        num_items = batch[:, 1:].numel()
         total = 0.0
-        for ids in reversed(whole.chunk(parts)):
+        for ids in reversed(batch.chunk(parts)):
             loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
             loss.backward()
             total += loss.item()
@@ -131,7 +131,7 @@ def train(model: Any, steps: int, rows: int, length: int, learning_rate: float, 
 
 
 def compare(model: Any, steps: int, rows: int, length: int, learning_rate: float) -> tuple[dict[str, Distance], str]:
-    """The distances named in `table`, and what was patched. The model itself is left as it was."""
+    """Return the distances that the page shows, and what was patched. The model itself stays as it was."""
 
     def run(prepare: Callable[[Any], Any] = lambda model: None, **options: Any) -> tuple[Run, Any]:
         replica = copy.deepcopy(model)
@@ -157,18 +157,20 @@ def compare(model: Any, steps: int, rows: int, length: int, learning_rate: float
 
 
 def is_within(distances: dict[str, Distance]) -> bool:
-    """Twice what rounding does without us."""
-    pairs = [("patched from plain", "plain from plain"), ("patched from fp32", "plain from fp32")][
-        : len(distances) // 2
-    ]
+    """Return whether every distance is at most twice what rounding does without us."""
     return all(
-        got <= max(2 * bound, FLOOR)
-        for ours, theirs in pairs
-        for got, bound in zip(vars(distances[ours]).values(), vars(distances[theirs]).values(), strict=True)
+        distance <= max(2 * bound, FLOOR)
+        for reference in ("plain", "fp32")
+        if f"patched from {reference}" in distances
+        for distance, bound in zip(
+            vars(distances[f"patched from {reference}"]).values(),
+            vars(distances[f"plain from {reference}"]).values(),
+            strict=True,
+        )
     )
 
 
-def table(results: dict[str, dict[str, Any]], command: str, device: str) -> str:
+def page(results: dict[str, dict[str, Any]], command: str, device: str) -> str:
     lines = [
         "# Training with and without `patch`",
         "",
@@ -181,15 +183,18 @@ def table(results: dict[str, dict[str, Any]], command: str, device: str) -> str:
         "difference of a step; logits and weights: relative L2 after the last step. Within: both of patched's",
         f"distances are at most twice plain's, or {FLOOR:g}.",
         "",
-        "| model | | loss | logits | weights | within |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for name, result in results.items():
         for number, (kind, distance) in enumerate(result["distances"].items()):
-            cells = " | ".join(f"{value:.1e}" for value in distance.values())
             first = (name, "yes" if result["within"] else "**no**") if not number else ("", "")
-            lines.append(f"| {first[0]} | {kind} | {cells} | {first[1]} |")
-    lines += ["", *(f"- {result['report']}" for result in results.values()), ""]
+            rows.append([first[0], kind, *(f"{value:.1e}" for value in distance.values()), first[1]])
+    lines += [
+        *table(["model", "", "loss", "logits", "weights", "within"], rows),
+        "",
+        *(f"- {result['report']}" for result in results.values()),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -215,11 +220,8 @@ def main() -> int:
         }
         print(name, json.dumps(results[name]), flush=True)
     command = " ".join(["python -m benchmarks.convergence", *options.models, *["--tiny"] * options.tiny])
-    label = torch.cuda.get_device_name() if cuda else "CPU"
-    options.output.mkdir(parents=True, exist_ok=True)
-    stem = options.output / f"convergence-{label.lower().replace(' ', '-')}"
-    stem.with_suffix(".md").write_text(table(results, command, label))
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    label = provenance(())["device"]
+    write(options.output / f"convergence-{slug(label)}", results, page(results, command, label))
     return 0 if all(result["within"] for result in results.values()) else 1
 
 

@@ -1,4 +1,4 @@
-"""What each way of distilling is worth: the demo's student, trained in many ways from one start, over several seeds.
+"""How good each way of distilling is: the demo's student, trained in many ways from one start, over several seeds.
 
 The arms differ in their loss, or in where their teacher comes from, alone: student, rows, order, schedule and number of
 steps are the same; where the student samples, the tokens are its own. Every student is measured on the held-out rows
@@ -15,7 +15,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .report import git_commit
+from .report import git_commit, join_versions, slug, table, write
 
 CONFIG = "smollm2/distill_layerdrop"
 METRICS = {
@@ -95,7 +94,7 @@ Results = dict[str, list[Result]]
 
 @contextlib.contextmanager
 def _logged(path: Path) -> Iterator[None]:
-    """What is printed goes to a file; an error comes with the last words of it."""
+    """Send what is printed to a file; an error quotes the end of it."""
     with path.open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
             yield
@@ -134,7 +133,7 @@ def run(arm: str, seed: int, overrides: list[str], cache: Cache | None, folder: 
 
 
 def _release() -> None:
-    """Other processes share the device."""
+    """Free the memory: other processes share the device."""
     import torch
 
     gc.collect()
@@ -170,9 +169,9 @@ def measure(student: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
 
 def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results, dict[str, Cache]]:
-    """What is done within `options.seconds`. The longest arms come first, so that none is left alone at the end.
+    """Return what finishes within `options.seconds`. The longest arms start first, so that none runs alone at the end.
 
-    What fails is told and left out: of twelve processes that share a device, one may be short of memory.
+    A failure is reported and left out: of twelve processes that share a device, one may run out of memory.
     """
     context = multiprocessing.get_context("spawn")
     devices = context.Queue()
@@ -203,8 +202,8 @@ def run_all(options: argparse.Namespace, overrides: list[str]) -> tuple[Results,
         done = {runs[future]: future.result() for future in finished if _succeeded(future, f"{runs[future]}")}
         if rest or not all(future.done() for future in captures):
             _stop(pool)
-    found = {arm: [done[arm, seed] for seed in options.seeds if (arm, seed) in done] for arm in options.arms}
-    return {arm: each for arm, each in found.items() if each}, caches
+    results = {arm: [done[arm, seed] for seed in options.seeds if (arm, seed) in done] for arm in options.arms}
+    return {arm: each for arm, each in results.items() if each}, caches
 
 
 def _left(deadline: float) -> float | None:
@@ -229,12 +228,12 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def table(results: Results, caches: dict[str, Cache], command: str) -> str:
+def page(results: Results, caches: dict[str, Cache], command: str) -> str:
     """Markdown: where it was measured, then mean and range over the seeds, then tokens, speed, memory and cache."""
     everything = [result for each in results.values() for result in each]
     first = everything[0].run
     training, versions, data = first["training"], first["versions"], first["data"]
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "trl"))
+    packages = join_versions({name: versions[name] for name in ("python", "torch", "transformers", "trl")})
     # a cache does not determine all of them
     before = [result.run["before"] for arm, each in results.items() if arm not in caches for result in each]
     lines = [
@@ -244,17 +243,16 @@ def table(results: Results, caches: dict[str, Cache], command: str) -> str:
         f"- {data['test_rows']} held-out rows, measured against the teacher itself; nats per token; mean (least to "
         f"most) of {max(map(len, results.values()))} seeds. tokens/s: of a device that runs share",
         "",
-        f"| trained with | {' | '.join(METRICS.values())} | tokens | tokens/s | peak memory, MiB | cache |",
-        "|---" * (len(METRICS) + 5) + "|",
-        *([f"| nothing yet | {_spreads(before)} | | | | |"] if before else []),
     ]
+    rows = [["nothing yet", *_spreads(before), "", "", "", ""]] if before else []
     live = mean(result.held_out["forward_kl"] for result in results[LIVE]) if LIVE in results else None
     seeds = max(map(len, results.values()))
-    lines += [_line(arm, each, caches.get(arm), live, seeds) for arm, each in results.items()]
-    return "\n".join(lines) + "\n"
+    rows += [_row(arm, each, caches.get(arm), live, seeds) for arm, each in results.items()]
+    head = ["trained with", *METRICS.values(), "tokens", "tokens/s", "peak memory, MiB", "cache"]
+    return "\n".join([*lines, *table(head, rows)]) + "\n"
 
 
-def _line(arm: str, each: list[Result], cache: Cache | None, live: float | None, seeds: int) -> str:
+def _row(arm: str, each: list[Result], cache: Cache | None, live: float | None, seeds: int) -> list[str]:
     speed = mean(result.run["training"]["tokens_per_second"] for result in each)
     memory = max(result.run["training"]["peak_memory_mib"] for result in each)
     tokens = mean(result.run["training"]["tokens"] for result in each)
@@ -265,12 +263,12 @@ def _line(arm: str, each: list[Result], cache: Cache | None, live: float | None,
             about += f"; KL {mean(r.held_out['forward_kl'] for r in each) / live - 1:+.1%} beside the live teacher's"
     measured = _spreads([result.held_out for result in each])
     title = ARMS[arm].title + (f" ({len(each)} of {seeds} seeds)" if len(each) < seeds else "")
-    return f"| {title} | {measured} | {tokens:,.0f} | {speed:,.0f} | {memory:,.0f} | {about} |"
+    return [title, *measured, f"{tokens:,.0f}", f"{speed:,.0f}", f"{memory:,.0f}", about]
 
 
-def _spreads(measured: list[dict[str, float]]) -> str:
+def _spreads(measured: list[dict[str, float]]) -> list[str]:
     columns = [[metrics[name] for metrics in measured] for name in METRICS]
-    return " | ".join(f"{mean(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in columns)
+    return [f"{mean(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in columns]
 
 
 def main() -> None:
@@ -290,17 +288,15 @@ def main() -> None:
     limit = f" --seconds {options.seconds:g}" if math.isfinite(options.seconds) else ""
     seeds = " ".join(map(str, options.seeds))
     words = f"{chosen} --seeds {seeds} --jobs {options.jobs}{gpus}{limit} {shlex.join(overrides)}"
-    text = table(results, caches, f"python -m benchmarks.distillation{words}".strip())
+    text = page(results, caches, f"python -m benchmarks.distillation{words}".strip())
     device = results[next(iter(results))][0].run["training"]["device"]
-    stem = options.output / ("distillation-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"))
-    options.output.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".md").write_text("# Ways to distil, from one start\n\n" + text)
-    stem.with_suffix(".json").write_text(json.dumps(_content(results, caches), indent=1, ensure_ascii=False) + "\n")
+    heading = "# Ways to distil, from one start\n\n"
+    write(options.output / f"distillation-{slug(device)}", _content(results, caches), heading + text)
     print(text)
 
 
 def _content(results: Results, caches: dict[str, Cache]) -> dict[str, Any]:
-    """Without what is the same in each, or about the folder of a run."""
+    """Leave out what is the same in each run, and its folder."""
     kept = ("training", "seconds", "before", "versions")
     runs = {
         arm: [{"held_out": result.held_out, **{name: result.run[name] for name in kept}} for result in each]

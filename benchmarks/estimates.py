@@ -1,4 +1,4 @@
-"""What `liger-trainer estimate` says of a run's memory, beside what the run takes.
+"""The memory that `liger-trainer estimate` predicts for a run, beside what the run takes.
 
     python -m benchmarks.estimates --output DIR       # on a GPU: DIR/estimates.json and .md
     python -m benchmarks.estimates --tiny             # small enough for a CPU: does it still work
@@ -27,27 +27,13 @@ from typing import Any
 import torch
 import yaml
 
-from .report import git_commit
+from .report import provenance, write
+from .shapes import config_of
 
 MIB = 2**20
 JOBS, STEPS, BOUND = 3, 3, 0.1
 LENGTH = 1024
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
-}  # fmt: skip
+SHAPES = ("Qwen3-0.6B", "Llama-3.2-1B")
 RUNS: dict[str, dict[str, Any]] = {
     "SFT full": {},
     "SFT LoRA": {"use_peft": True},
@@ -129,14 +115,14 @@ def run_point(point: Point, tiny: bool) -> Result:
     _write_files(point, tiny)
     config = check_text(yaml.safe_dump(point.settings(tiny)), "point.yaml")
     Path("point.yaml").write_text(yaml.safe_dump(point.settings(tiny)))
-    found, result = estimate(config, None), Result(point)
+    prediction, result = estimate(config, None), Result(point)
     extra = LIBRARIES[1] / MIB
-    before_backward = max(found.peaks_mib.get(phase, 0.0) for phase in ("teacher", "forward", "loss"))
-    result.estimated, result.estimated_parts = found.peak_mib, found.parts_mib
+    before_backward = max(prediction.peaks_mib.get(phase, 0.0) for phase in ("teacher", "forward", "loss"))
+    result.estimated, result.estimated_parts = prediction.peak_mib, prediction.parts_mib
     result.estimated_peaks = {
         "forward": before_backward + extra,
-        "backward": found.peaks_mib["backward"] + extra,
-        "optimizer": found.peaks_mib["optimizer"] + extra,
+        "backward": prediction.peaks_mib["backward"] + extra,
+        "optimizer": prediction.peaks_mib["optimizer"] + extra,
     }
     memory = Memory(torch.cuda.is_available() and not tiny)
     _train(config, memory)
@@ -148,13 +134,11 @@ def run_point(point: Point, tiny: bool) -> Result:
 def _write_files(point: Point, tiny: bool) -> None:
     """A model's configuration and a tokenizer of as many words, and rows that are all of full length."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    shape = {**SHAPES[point.shape], **(TINY if tiny else {})}
-    vocab, length = shape["vocab_size"], 64 if tiny else LENGTH
-    config = AutoConfig.for_model(**shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=1)
-    config.pad_token_id = 0
+    config = config_of(point.shape, tiny, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     config.save_pretrained("model")
+    vocab, length = config.vocab_size, 64 if tiny else LENGTH
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained("model")
@@ -304,19 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         futures = {point: pool.submit(measure, point, options.tiny) for point in in_turns(chosen)}
         results = [futures[point].result() for point in chosen]
-    header = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": git_commit(),
-        "versions": {"torch": torch.__version__},
-    }
+    header = provenance(("torch",))
+    header["versions"] = header.pop("packages")
     text = markdown(header, results)
     print(text)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
         rows = [{**asdict(result), "error": result.error} for result in results]
-        (options.output / "estimates.json").write_text(json.dumps({"header": header, "results": rows}, indent=1) + "\n")
-        (options.output / "estimates.md").write_text(text)
+        write(options.output / "estimates", {"header": header, "results": rows}, text)
     return int(any(r.failure or abs(r.error or 0.0) > BOUND for r in results))
 
 

@@ -10,9 +10,7 @@ loss's memory is what the loss and its gradients for hidden states and head need
 """
 
 import contextlib
-import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,29 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import compiled
+from .measure import MIB, release_memory
 from .processes import Benchmark, main
+from .shapes import random_model
+from .workers import Worker, apply_liger
 
 ROWS, TOKENS = 8, 8192
 ROUNDS, STEPS = 4, 3
 SECONDS = 100  # no round but the first starts later than this after the start
-MIB = 2**20
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel")
-QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-# name: (configuration class, sizes of the student, sizes of the teacher)
-SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "Qwen3-0.6B from Qwen3-1.7B": (
-        "Qwen3Config",
-        {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936},
-        {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936},
-    ),
-}
+SHAPES = {"Qwen3-0.6B from Qwen3-1.7B": ("Qwen3-0.6B", "Qwen3-1.7B")}  # name: (student, teacher)
 PROVIDERS = {
     "plain": "transformers, torch loss", "plain_compiled": "transformers, compiled torch loss",
     "trl": "transformers, TRL's fused loss", "liger": "Liger-Kernel, its chunked loss", "ours": "liger-trainer",
 }  # fmt: skip
+# From hidden states and head of the student, then of the teacher: (N, H), (V, H), (N, Ht), (V, Ht).
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of hidden states and head of the student, then of the teacher: (N, H), (V, H), (N, Ht), (V, Ht)."""
 
 
 def stored_logits_loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
@@ -51,7 +42,7 @@ def stored_logits_loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, t
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def loss_of(provider: str) -> Loss:
+def loss_function(provider: str) -> Loss:
     """The loss alone, from hidden states."""
     if provider == "ours":
         from liger_trainer.kernels.linear_divergence import linear_divergence
@@ -71,51 +62,53 @@ def loss_of(provider: str) -> Loss:
     return torch.compile(stored_logits_loss, dynamic=False) if provider == "plain_compiled" else stored_logits_loss
 
 
-class Worker(compiled.Worker):
-    """One provider, in its own process: both models, and steps of the student."""
+class DistillWorker(Worker):
+    """Both models, and steps of the student."""
+
+    steps = STEPS
 
     def __init__(self, provider: str, tiny: bool):
         super().__init__(provider, tiny)
         self.teacher: Any = None
-        self.optimizer: Any = None
-        self.host: dict[int, Tensor] = {}  # where weights are while others have their turn
+        self.host: dict[int, Tensor] = {}  # the weights, while other providers have their turn
         self.loss_mib: float | None = None
 
     def build(self, shape: str) -> float:
-        """Make both models and the batch. Returns a number that depends on every weight."""
-        self.model = self.teacher = self.optimizer = self.loss_mib = None
+        self.teacher = self.loss_mib = None
         self.host = {}
-        gc.collect()
-        config_name, *sizes = SHAPES[shape]
-        self.model, self.teacher = (self._made(config_name, seed, size) for seed, size in enumerate(sizes))
-        self.teacher.requires_grad_(False).eval()
-        generator = torch.Generator().manual_seed(1)
-        length = 16 if self.tiny else TOKENS // ROWS
-        ids = torch.randint(self.model.config.vocab_size, (ROWS, length), generator=generator)
-        self.ids = ids.to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=self.device == "cuda")
-        self.loss = loss_of(self.provider)
-        self._patch()
-        total = sum(p.double().sum().item() for m in (self.model, self.teacher) for p in m.parameters())
+        total = super().build(shape)
         self._park()
         return total
 
-    def _made(self, config_name: str, seed: int, sizes: dict[str, Any]) -> Any:
-        import transformers
+    def make(self, shape: str) -> None:
+        self.model, self.teacher = (
+            random_model(name, self.tiny, self.device, seed, **({"hidden_size": 64 * (1 + seed)} if self.tiny else {}))
+            for seed, name in enumerate(SHAPES[shape])
+        )
+        self.teacher.requires_grad_(False).eval()
+        length = 16 if self.tiny else TOKENS // ROWS
+        self.batch = self.gate_batch = self.random_ids(self.model.config.vocab_size, ROWS, length)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=self.device == "cuda")
+        self.loss = loss_function(self.provider)
+        if self.provider == "liger":
+            apply_liger(self.model, self.teacher)
+        elif self.provider == "ours":
+            self._patch()
 
-        tiny = {**compiled.TINY, "hidden_size": 64 * (1 + seed)} if self.tiny else {}
-        config = getattr(transformers, config_name)(**{**compiled.COMMON, **sizes, **tiny})
-        torch.manual_seed(seed)
-        with torch.device(self.device):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    def _patch(self) -> None:
+        from liger_trainer.losses.spec import Distillation, LossOptions
+        from liger_trainer.patching.patcher import Patched, PatchOptions
 
-    def gate(self, path: str) -> dict[str, float]:
-        with self._on_the_device():
-            return super().gate(path)
+        record = Patched(self.model, PatchOptions(), LossOptions(distillation=Distillation()))
+        print(record.report, file=sys.stderr)
+        Patched(self.teacher, PatchOptions(fused_linear_cross_entropy=False))
+
+    def parameters(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.teacher.parameters()]
 
     @contextlib.contextmanager
-    def _on_the_device(self) -> Iterator[None]:
-        """Both models are there for as long: those of all providers, and a step, would not fit."""
+    def prepared(self, case: Any) -> Iterator[None]:
+        """Keep the models on the device for as long: those of all providers, and a step, would not fit."""
         for tensor in self._tensors():
             tensor.data = tensor.data.to(self.device)
         try:
@@ -124,7 +117,7 @@ class Worker(compiled.Worker):
             self._park()
 
     def _park(self) -> None:
-        """Into pinned memory, which is as fast as the link."""
+        """Move the weights into pinned memory, which is as fast as the link."""
         self.optimizer.state.clear()
         for model in (self.model, self.teacher):
             model.zero_grad(set_to_none=True)
@@ -132,92 +125,50 @@ class Worker(compiled.Worker):
             if id(tensor) not in self.host:
                 self.host[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
             tensor.data = self.host[id(tensor)].copy_(tensor.data)
-        gc.collect()
-        self._empty_cache()
+        release_memory()
 
     def _tensors(self) -> Iterator[Tensor]:
         for model in (self.model, self.teacher):
             yield from model.parameters()
             yield from model.buffers()
 
-    def _patch(self) -> None:
-        if self.provider == "liger":
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    def in_fp32(self, shape: str) -> None:
+        for tensor in self._tensors():
+            tensor.data = tensor.data.to(self.device, torch.float32)
 
-            for model in (self.model, self.teacher):
-                _apply_liger_kernel_to_instance(model=model)
-        elif self.provider == "ours":
-            from liger_trainer.losses.spec import Distillation, LossOptions
-            from liger_trainer.patching.patcher import Patched, PatchOptions
-
-            record = Patched(self.model, PatchOptions(), LossOptions(distillation=Distillation()))
-            print(record.report, file=sys.stderr)
-            Patched(self.teacher, PatchOptions(fused_linear_cross_entropy=False))
-
-    def _loss(self, ids: Tensor, share: float = 1.0) -> Tensor:
-        loss = (self._as_the_trainer(ids) if self.provider == "ours" else self._from_hidden(ids)) * share
-        loss.backward()
-        return loss.detach()
-
-    def _as_the_trainer(self, ids: Tensor) -> Tensor:
+    def loss_of(self, ids: Tensor) -> Tensor:
+        if self.provider != "ours":
+            return self.loss(*self._heads(ids))
         from liger_trainer.teachers.base import teacher_logits
 
-        logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)
+        logits = teacher_logits(self.teacher, self.teacher, input_ids=ids)  # as the trainer does
         return self.model(input_ids=ids, labels=ids, teacher_logits=logits, fused_lm_head=True).loss
-
-    def _from_hidden(self, ids: Tensor) -> Tensor:
-        return self.loss(*self._heads(ids))
 
     def _heads(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            taught = self.teacher.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+            teacher = self.teacher.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
         hidden = self.model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-        return hidden, self.model.lm_head.weight, taught, self.teacher.lm_head.weight
+        return hidden, self.model.lm_head.weight, teacher, self.teacher.lm_head.weight
 
-    def truth(self, shape: str, path: str) -> None:
-        for tensor in self._tensors():
-            tensor.data = tensor.data.to(self.device, torch.float32)
-        super().truth(shape, path)
+    def measure_more(self) -> dict[str, Any]:
+        if self.device == "cuda" and self.loss_mib is None:
+            self.loss_mib = self._loss_memory()
+        return {"loss_mib": self.loss_mib}
 
-    def _loss_memory(self) -> float | None:
-        """MiB, of models that are on the device. Measured once."""
-        if self.device != "cuda" or self.loss_mib is not None:
-            return self.loss_mib
+    def _loss_memory(self) -> float:
+        """Return the peak MiB of the loss alone, with its gradients."""
         with torch.no_grad():
-            hidden, weight, *teacher = self._heads(self.ids)
+            hidden, weight, *teacher = self._heads(self.batch)
         hidden = hidden.detach().requires_grad_()
         self.loss(hidden, weight, *teacher).backward()  # compiles
         hidden.grad = self.model.lm_head.weight.grad = None
-        self._empty_cache()
+        release_memory()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.loss(hidden, weight, *teacher).backward()
-        self.loss_mib = (torch.cuda.max_memory_allocated() - before) / MIB
+        peak = torch.cuda.max_memory_allocated() - before
         self.model.zero_grad(set_to_none=True)
-        return self.loss_mib
-
-    def measure(self, shape: str) -> dict[str, Any]:
-        """Milliseconds of STEPS steps, peak MiB above weights and optimizer and of the loss alone, and the loss."""
-        cuda = self.device == "cuda"
-        with self._on_the_device():
-            loss_mib = self._loss_memory()
-            loss = self._step()[1]  # untimed
-            before = torch.cuda.memory_allocated() if cuda else 0
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            ms = [self._step()[0] for _ in range(STEPS)]
-            peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
-        return {"ms": ms, "peak_mib": peak, "loss_mib": loss_mib, "loss": loss}
-
-    def _step(self) -> tuple[float, float]:
-        synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
-        synchronize()
-        start = time.perf_counter()
-        loss = self._loss(self.ids)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        synchronize()
-        return 1e3 * (time.perf_counter() - start), loss.item()
+        return peak / MIB
 
 
 BENCHMARK = Benchmark(
@@ -227,14 +178,13 @@ BENCHMARK = Benchmark(
     f"interleaved rounds of {STEPS} steps; peak MiB of the step above weights and optimizer, and of the loss with its "
     "gradients alone. Errors: relative, against fp32; gradients by a sample.",
     doc=__doc__,
-    worker=Worker,
+    worker=DistillWorker,
     shapes=list(SHAPES),
     providers=PROVIDERS,
     reference="plain",
     packages=PACKAGES,
     batch=lambda tiny: {"tokens": "few" if tiny else TOKENS},
     columns=("ms", "of ours: time", "MiB", "loss, MiB", "of ours: loss", "loss error", "gradient error"),
-    check=compiled.check,
     rounds=ROUNDS,
     seconds=SECONDS,
 )

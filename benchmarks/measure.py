@@ -1,7 +1,8 @@
-"""How it is measured: one forward and backward, timed and weighed, and the machine's own limits."""
+"""How time is taken: providers interleaved, medians with quartiles, and the machine's own limits beside them."""
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -10,10 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-
-from .cases import Case, Inputs
-from .providers import LossFunction
-from .reference import Gradients
 
 MIB = 2**20
 FLUSH_BYTES = 256 * MIB  # five times an H100's L2
@@ -34,28 +31,14 @@ class Spread:
         p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive") if several else values * 3
         return Spread(median, p25, p75, len(values))
 
-
-def forward_backward(case: Case, loss_of: LossFunction, x: Inputs) -> torch.Tensor:
-    """Run one step and leave fresh gradients on the inputs. Fused losses compute gradients in their forward,
-    so the two are never timed apart. A `grad_output` of 1 is left to autograd, as `loss.backward()` does."""
-    x.clear_grads()
-    loss = loss_of(x)
-    loss.backward(None if case.grad_output == 1.0 else torch.full_like(loss, case.grad_output))
-    return loss.detach()
-
-
-def take_gradients(case: Case, loss_of: LossFunction, x: Inputs) -> Gradients:
-    """The step's loss and gradients, removed from the inputs so that nothing else can write into them."""
-    loss = forward_backward(case, loss_of, x)
-    if x.hidden.grad is None or (x.weight.grad is None and not case.frozen_head):
-        raise RuntimeError("backward left no gradient on the hidden states or on the head")
-    gradients = Gradients(loss, x.hidden.grad, x.weight.grad)
-    x.clear_grads()
-    return gradients
+    @staticmethod
+    def of_ratios(values: list[float], base: list[float]) -> Spread:
+        """Pair the values by round, so that a drift of the clock rate cancels."""
+        return Spread.of([a / b for a, b in zip(values, base, strict=True)])
 
 
 class Stopwatch:
-    """Times a call in milliseconds: device events on CUDA, after flushing L2; the wall clock elsewhere."""
+    """Time a call in milliseconds: by device events on CUDA, after flushing L2; by the wall clock elsewhere."""
 
     def __init__(self, device: torch.device):
         self.is_cuda = device.type == "cuda"
@@ -68,7 +51,8 @@ class Stopwatch:
             return 1e3 * (time.perf_counter() - start)
         allocations = _driver_allocations()
         elapsed = self._time_on_device(call)
-        # The allocator had to ask the driver for memory that another provider pushed out: it has it now.
+        # Another provider may have pushed out memory that the allocator then asks the driver for: that is no part
+        # of the call, and the second time it is there.
         return elapsed if _driver_allocations() == allocations else self._time_on_device(call)
 
     def _time_on_device(self, call: Callable[[], object]) -> float:
@@ -87,44 +71,23 @@ def _driver_allocations() -> int:
     return stats["segment.all.allocated"] + stats["num_alloc_retries"]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """MiB above what was allocated before the provider's first call: the peak of a step, and what it keeps
-    between steps (cached workspaces), which the peak includes."""
-
-    peak: float
-    kept: float
-
-
-def weigh(case: Case, loss_of: LossFunction, x: Inputs, before: int) -> Memory | None:
-    """Peak memory of a step, gradients included, above `before` bytes; None where no device counts it."""
-    if x.hidden.device.type != "cuda":
-        return None
-    x.clear_grads()
-    kept = torch.cuda.memory_allocated() - before
-    torch.cuda.reset_peak_memory_stats()
-    forward_backward(case, loss_of, x)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    x.clear_grads()
-    return Memory(peak / MIB, kept / MIB)
-
-
 class Clock(Protocol):
-    """Times what it is given, in a unit of its own."""
+    """Time a call, in a unit of its own."""
 
-    def time(self, call: Any, /) -> float: ...
+    def time(self, call: Any, /) -> Any: ...
 
 
 def interleave(
     calls: Mapping[str, Any], clock: Clock, rounds: int, deadline: float = float("inf")
-) -> dict[str, list[float]]:
-    """Times of every call, one each a round, in an order drawn anew each round: no provider always follows
-    the one that heats the chip. After `deadline` (`time.monotonic` seconds) no round but the first starts."""
+) -> dict[str, list[Any]]:
+    """Measure every call once a round. After `deadline` (`time.monotonic` seconds) only the first round starts.
+
+    The order is drawn anew each round, so that no provider always follows the one that heats the chip.
+    """
     shuffle = random.Random(0).shuffle
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for done in range(rounds):
-        if done and time.monotonic() > deadline:
+    times: dict[str, list[Any]] = {name: [] for name in calls}
+    for finished in range(rounds):
+        if finished and time.monotonic() > deadline:
             break
         order = list(calls)
         shuffle(order)
@@ -155,12 +118,29 @@ class Roofline:
         shape = f"{size}^3 {str(dtype).removeprefix('torch.')}"
         return Roofline(2 * size**3 / ms["gemm"] / 1e9, shape, 2 * source.numel() / ms["copy"] / 1e6)
 
-    def floor_ms(self, case: Case) -> float:
-        """The time that the matrix products alone would take at the measured rate."""
-        return case.flops / self.gemm_tflops / 1e9
+    def gemm_ms(self, flops: int) -> float:
+        """Return the time that matrix products of so many operations take at the measured rate."""
+        return flops / self.gemm_tflops / 1e9
 
 
 def settle_libraries(device: torch.device) -> None:
-    """Have the matrix library allocate its workspaces, for this thread and autograd's, before any counting."""
+    """Have the matrix library allocate its workspaces, for this thread and autograd's, before memory is counted."""
     a, b = (torch.randn(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     (a @ b).sum().backward()
+
+
+def explain(error: Exception) -> str:
+    """Return one line for the table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ImportError):
+        return f"not available: {error}"
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0][:160] if message else ''}"
+
+
+def release_memory() -> None:
+    """Collect cycles first: a model or an exception's frames may still hold tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,17 +1,17 @@
-"""What the second suite measures: ops on given tensors. Each op is data: its inputs, its plain torch, its traffic."""
+"""The cases of the ops on plain tensors. Each op is data: its inputs, its plain torch, its traffic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from .operands import Draw, Operands, outputs_of
 from .reference import at_least_fp32, divergence
 
-Tensors = Mapping[str, torch.Tensor]
 EPS = 1e-6
 HEAD_DIM = 128
 SEQUENCE = 2048  # tokens of one sequence; more tokens are more sequences
@@ -57,61 +57,50 @@ class OpCase:
     def kind(self) -> str:
         return self.op.name
 
+    @property
+    def is_loss(self) -> bool:
+        return self.op.is_loss
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return self.op.leaves
+
+    @property
+    def plain(self) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        return self.op.plain
+
+    shared = ()  # a loss has a row of every tensor for each token
+
+    def value_names(self, outputs: int) -> tuple[str, ...]:
+        return (*(f"out{i}" for i in range(outputs)), *(f"d_{name}" for name in self.leaves))
+
     def flops(self, name: str) -> int:
-        """Operations of the matrix products in a pass, 0 for an op without any."""
+        """Return the operations of the matrix products in a pass, 0 for an op without any."""
         once = 2 * self.op.products * self.tokens * self.width * self.hidden_size
         return once * {"forward": 1, "backward": 2, "both": 3}[name]
 
-
-@dataclass
-class Draw:
-    """Draws tensors of a case: the same for the same case, device and seed."""
-
-    dtype: torch.dtype
-    generator: torch.Generator = field(repr=False)
-
-    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
-        x = torch.empty(shape, dtype=self.dtype, device=self.generator.device)
-        return x.normal_(mean, std, generator=self.generator)
-
-    def labels(self, tokens: int, vocabulary: int) -> torch.Tensor:
-        return torch.randint(vocabulary, (tokens,), device=self.generator.device, generator=self.generator)
-
-
-@dataclass
-class Operands:
-    """Inputs by name, and a gradient for each output."""
-
-    tensors: dict[str, torch.Tensor]
-    upstream: list[torch.Tensor]
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """Everything that a provider could write into; the gradient of output i is d_out<i>."""
-        return {**self.tensors, **{f"d_out{i}": x for i, x in enumerate(self.upstream)}}
+    def make_operands(self, device: torch.device, seed: int = 0) -> Operands:
+        """Draw the inputs, whose leaves require grad, and the gradients of the outputs."""
+        draw = Draw.seeded(self.dtype, device, seed)
+        tensors = self.op.make(self, draw)
+        if self.is_loss:
+            upstream = [torch.tensor(self.grad_output, device=device)]
+        else:
+            with torch.no_grad():
+                shapes = outputs_of(self.plain(**tensors))
+            upstream = [torch.empty_like(x).normal_(generator=draw.generator) for x in shapes]
+        for name in self.leaves:
+            tensors[name].requires_grad_()
+        return Operands(tensors, upstream)
 
 
-def make_operands(case: OpCase, device: torch.device, seed: int = 0) -> Operands:
-    """Draw the inputs of `case`, of which the leaves require grad, and the gradients of its outputs."""
-    generator = torch.Generator(device).manual_seed(seed)
-    tensors = case.op.make(case, Draw(case.dtype, generator))
-    if case.op.is_loss:
-        upstream = [torch.tensor(case.grad_output, device=device)]
-    else:
-        with torch.no_grad():
-            shapes = outputs_of(case.op.plain(**tensors))
-        upstream = [torch.empty_like(x).normal_(generator=generator) for x in shapes]
-    for name in case.op.leaves:
-        tensors[name].requires_grad_()
-    return Operands(tensors, upstream)
+def bytes_moved(case: OpCase, operands: Operands) -> dict[str, int]:
+    """Return what each pass must read and write.
 
-
-def outputs_of(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
-def bytes_moved(case: OpCase, sizes: Mapping[str, int]) -> dict[str, int]:
-    """What each pass must read and write, from the bytes of every input and output; both, if one pass may help the
-    other: a loss can make its gradient while it reads its inputs."""
+    Both passes of a loss together need less than their sum: it can make its gradient while it reads its inputs.
+    """
+    sizes = {name: x.nbytes for name, x in operands.tensors.items()}
+    sizes |= {f"out{i}": x.nbytes for i, x in enumerate(operands.upstream)}  # a gradient has its output's size
 
     def total(names: tuple[str, ...]) -> int:
         return sum(sizes[name.removeprefix("d_")] for name in names)

@@ -1,4 +1,4 @@
-"""Who computes the ops of the second suite: a provider turns an op into a function of its tensors, importing then."""
+"""Who computes the ops: a provider turns an op into a function of its tensors, importing the peer then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .op_cases import EPS, OPS, OpCase
-from .providers import Provider
+from .suite import Provider
 
 Function = Callable[..., Any]
 
@@ -53,29 +53,19 @@ def liger_gated_linear() -> Function:
     return lambda gate, up, weight: F.linear(swiglu(gate, up), weight)
 
 
-def liger_glu(name: str) -> Function:
-    op = liger(name)
-    return lambda gate, up: op(gate, up)
-
-
-def liger_cross_entropy() -> Function:
-    op = liger("cross_entropy")
-    return lambda logits, labels: op(logits, labels)
-
-
 def liger_norm() -> Function:
     norm = liger("rms_norm")
     return lambda x, weight: norm(x, weight, EPS)
 
 
-def liger_add_rms_norm() -> Function:
-    norm = liger("fused_add_rms_norm")
-    return lambda x, residual, weight: norm(x, residual, weight, EPS)
+def liger_by_position(name: str, *rest: Any) -> Callable[[], Function]:
+    """Liger gives the parameters other names than our cases."""
 
+    def build() -> Function:
+        op = liger(name)
+        return lambda **tensors: op(*tensors.values(), *rest)
 
-def liger_layer_norm() -> Function:
-    norm = liger("layer_norm")
-    return lambda x, weight, bias: norm(x, weight, bias, EPS)
+    return build
 
 
 OURS: Mapping[str, Callable[[], Function]] = {
@@ -95,15 +85,15 @@ OURS: Mapping[str, Callable[[], Function]] = {
 }
 LIGER: Mapping[str, Callable[[], Function]] = {
     "rms_norm": liger_norm,
-    "add_rms_norm": liger_add_rms_norm,
-    "layer_norm": liger_layer_norm,
+    "add_rms_norm": liger_by_position("fused_add_rms_norm", EPS),
+    "layer_norm": liger_by_position("layer_norm", EPS),
     "rope": partial(liger, "rope"),
     "qk_norm_rope": lambda: norm_then_rope(liger_norm(), liger("rope")),
-    "swiglu": partial(liger_glu, "swiglu"),
-    "geglu": partial(liger_glu, "geglu"),
+    "swiglu": liger_by_position("swiglu"),
+    "geglu": liger_by_position("geglu"),
     "relu2": partial(liger, "relu_squared"),
     "gated_linear": liger_gated_linear,
-    "cross_entropy": liger_cross_entropy,
+    "cross_entropy": liger_by_position("cross_entropy"),
     "kl_div": lambda: partial(liger("kl_div"), reduction="batchmean"),
     "jsd": partial(liger, "jsd"),
     "tvd": lambda: partial(liger("tvd"), reduction="batchmean"),
@@ -125,15 +115,13 @@ def _provider(name: str, title: str, builders: Mapping[str, Callable[[], Functio
     return Provider(name, title, lambda case: builders[case.kind](), kinds, kinds, ours=ours)
 
 
-COMPILED = ("rms_norm", "swiglu")  # seconds each; the rest if --providers asks
 ALL = tuple(op.name for op in OPS)
+COMPILED = ("rms_norm", "swiglu")  # seconds each; the rest if --providers asks
 PROVIDERS = (
     _provider("ours", "ours", OURS, ours=True),
     _provider("ours_inplace", "ours, in place", IN_PLACE, ours=True),
     _provider("ours_unfused", "ours, norm then rope", UNFUSED, ours=True),
     Provider("eager", "torch eager", eager, ALL, ALL),
-    Provider(
-        "compile", "torch.compile", compiled, ALL, ("rms_norm", "swiglu")
-    ),  # the rest by --providers: compiling is slow
+    Provider("compile", "torch.compile", compiled, ALL, COMPILED),
     _provider("liger", "Liger", LIGER),
 )

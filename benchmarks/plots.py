@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import BETA
-from .providers import PROVIDERS
+from .loss_cases import BETA
+from .loss_providers import PROVIDERS
 from .report import slug
 
 AXES = {"tokens": ("-tokens-", "tokens"), "vocabulary": ("-vocab-", "vocab_size")}

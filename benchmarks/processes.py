@@ -1,44 +1,40 @@
 """Providers that take turns on one device, each in a process of its own: Liger-Kernel patches module globals.
 
-A benchmark of this kind is a `Benchmark`, and its command line `main`.
+A benchmark of this kind is a `Benchmark`, and its command line `main`. What a process does is a `Worker`.
 """
 
+from __future__ import annotations
+
 import argparse
-import contextlib
 import itertools
-import json
 import multiprocessing
-import random
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .report import git_commit
+from .measure import explain, interleave, release_memory
+from .report import join_versions, provenance, table, write
 
 FLOOR = 1e-3  # of the gate: relative error
 
 
 def serve(connection: Any, worker_class: Callable[[str, bool], Any], provider: str, tiny: bool) -> None:
-    """Answer (method, arguments) by ("done", result) or ("failed", why) until None comes."""
+    """Answer (method, arguments) by (result, None) or (None, why it failed), until None comes."""
     worker = worker_class(provider, tiny)
     while (request := connection.recv()) is not None:
         method, arguments = request
         try:
-            connection.send(("done", getattr(worker, method)(*arguments)))
+            connection.send((getattr(worker, method)(*arguments), None))
         except Exception as error:  # a peer that fails must not stop the others
             traceback.print_exc()
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
-            connection.send(("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+            connection.send((None, explain(error)))
+            release_memory()
 
 
 class Provider:
@@ -54,9 +50,7 @@ class Provider:
         self._connection.send((method, arguments))
 
     def result(self) -> tuple[Any, str | None]:
-        """(result, None), or (None, why it failed)."""
-        status, value = self._connection.recv()
-        return (value, None) if status == "done" else (None, value)
+        return self._connection.recv()
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
         self.start(method, *arguments)
@@ -85,64 +79,44 @@ class Result:
         return statistics.median(self.ms) if self.ms else None
 
 
-def build_all(shape: str, providers: Iterable[Provider], cases: Sequence[Any]) -> list[Result]:
-    """Have all providers make the same model; a result for each case and provider. RuntimeError if weights differ."""
-    for provider in providers:  # at once: each waits for imports, not for the device
-        provider.start("build", shape)
-    built = {provider.name: provider.result() for provider in providers}
-    if len({value for value, failure in built.values() if failure is None}) > 1:
-        raise RuntimeError(f"The providers' weights differ: {built}")
-    return [Result(case, p.name, failure=built[p.name][1]) for case in cases for p in providers]
-
-
-@contextlib.contextmanager
-def truth_of(provider: Provider, shape: str) -> Iterator[str]:
-    """The file of what the plain model gives in fp32, written by a provider. RuntimeError if it cannot."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "truth.pt")
-        _, failure = provider.call("truth", shape, path)
-        if failure is not None:
-            raise RuntimeError(f"{provider.name} could not compute the truth: {failure}")
-        yield path
-
-
 def say(shape: str, what: str) -> None:
     print(f"{time.strftime('%X')} {shape}: {what}", file=sys.stderr, flush=True)
 
 
-def take_turns(group: list[Result], providers: dict[str, Provider], rounds: int, deadline: float) -> None:
-    """Rounds of measurements, in each of which every provider has its turn; the first is done in any case."""
-    shuffle = random.Random(0).shuffle
-    for done in range(rounds):
-        if done and time.monotonic() > deadline:
+class Turns:
+    """The clock of a round: a provider's turn is a few steps, which its result collects."""
+
+    def __init__(self, providers: Mapping[str, Provider]):
+        self.providers = providers
+
+    def time(self, result: Result) -> None:
+        if result.failure is not None:
             return
-        shuffle(group)
-        for result in (r for r in group if r.failure is None):
-            measured, result.failure = providers[result.provider].call("measure", result.case)
-            if measured is not None:
-                result.ms = [*(result.ms or []), *measured["ms"]]
-                result.peak_mib, result.loss = measured["peak_mib"], measured["loss"]
-                result.loss_mib = measured.get("loss_mib")
+        measured, result.failure = self.providers[result.provider].call("measure", result.case)
+        if measured is not None:
+            result.ms = [*(result.ms or []), *measured.pop("ms")]
+            for name, value in measured.items():
+                setattr(result, name, value)
 
 
-def _mib(what: str) -> "Column":
+def _mib(what: str) -> Column:
     return lambda result, ours: "" if getattr(result, what) is None else f"{getattr(result, what):.0f}"
 
 
-def _of_ours(what: str) -> "Column":
+def _of_ours(what: str) -> Column:
     def share(result: Result, ours: Result | None) -> str:
-        theirs, own = getattr(result, what), getattr(ours, what, None)
-        return f"{theirs / own:.2f}" if theirs and own else ""
+        value, base = getattr(result, what), getattr(ours, what, None)
+        return f"{value / base:.2f}" if value and base else ""
 
     return share
 
 
-def _error(name: str) -> "Column":
+def _error(name: str) -> Column:
     return lambda result, ours: f"{(result.errors or {})[name]:.1e}"
 
 
+# A cell of a table, from a result and ours of the same case.
 Column = Callable[[Result, Result | None], str]
-"""What a table says of a result, beside ours of the same case."""
 COLUMNS: dict[str, Column] = {
     "ms": lambda result, ours: f"{result.median:.1f}",
     "MiB": _mib("peak_mib"),
@@ -161,13 +135,13 @@ class Benchmark:
     """What `main` runs.
 
     Attributes:
-        name: of the files it writes; `title` and `what` are of the table, `what` with the header's values in braces.
+        name: of the files it writes. `title` and `what` head the table, `what` with the header's values in braces.
         providers: their titles by name; ours begin with "ours".
         reference: the provider that ours may err twice as much as. It runs whether asked for or not.
-        packages: whose versions are told.
+        packages: whose versions the table gives.
         batch: what the header says of the batch, tiny or not.
         columns: of the table, heads in COLUMNS.
-        check: builds a shape in all providers and has each held against the truth.
+        cases_of: the cases of a shape, all with one model.
     """
 
     name: str
@@ -181,51 +155,83 @@ class Benchmark:
     packages: Sequence[str]
     batch: Callable[[bool], dict[str, Any]]
     columns: Sequence[str]
-    check: Callable[[str, dict[str, Provider]], list[Result]]
     rounds: int
     seconds: float
+    cases_of: Callable[[str], Sequence[Any]] = lambda shape: [shape]
 
     def run(self, shape: str, providers: dict[str, Provider], rounds: int, deadline: float) -> list[Result]:
-        """Times only of what passes the gate."""
+        """Time only what passes the gate."""
         results = self.check(shape, providers)
         if not self.beyond_bound(results):
             for _, group in _by_case(results):
-                take_turns(list(group), providers, rounds, deadline)
+                interleave({result.provider: result for result in group}, Turns(providers), rounds, deadline)
         return results
 
+    def check(self, shape: str, providers: dict[str, Provider]) -> list[Result]:
+        """Build a shape in all providers, and compare a step of each with the reference in fp32."""
+        results = self._build(shape, providers)
+        say(shape, "built")
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "truth.pt")
+            _, failure = providers[self.reference].call("truth", shape, path)
+            if failure is not None:
+                raise RuntimeError(f"{self.reference} could not compute the truth: {failure}")
+            say(shape, "truth in fp32 computed")
+            _pass_gate([result for result in results if result.failure is None], providers, path)
+        say(shape, "held against the truth")
+        return results
+
+    def _build(self, shape: str, providers: dict[str, Provider]) -> list[Result]:
+        for provider in providers.values():  # at once: each waits for imports, not for the device
+            provider.start("build", shape)
+        built = {name: provider.result() for name, provider in providers.items()}
+        if len({value for value, failure in built.values() if failure is None}) > 1:
+            raise RuntimeError(f"The providers' weights differ: {built}")
+        return [Result(case, name, failure=built[name][1]) for case in self.cases_of(shape) for name in providers]
+
     def beyond_bound(self, results: Sequence[Result]) -> list[str]:
-        """What is wrong with ours: failures, and errors beyond twice those of the reference plus FLOOR."""
+        """Return what is wrong with ours: failures, and errors beyond twice those of the reference plus FLOOR."""
         wrong = []
-        known = {r.case: r.errors for r in results if r.provider == self.reference and r.errors}
+        allowed = {r.case: r.errors for r in results if r.provider == self.reference and r.errors}
         for result in (r for r in results if r.provider.startswith("ours")):
             who = f"{result.case}, {self.providers[result.provider]}"
             if result.failure:
                 wrong.append(f"{who}: {result.failure}")
-            for name, off in (result.errors or {}).items():
-                bound = 2 * known[result.case][name] + FLOOR if result.case in known else 0.0
-                if not off <= bound:
-                    wrong.append(f"{who}: {name} off by {off:.1e}, over {bound:.1e}")
+            for name, error in (result.errors or {}).items():
+                bound = 2 * allowed[result.case][name] + FLOOR if result.case in allowed else 0.0
+                if not error <= bound:
+                    wrong.append(f"{who}: {name} off by {error:.1e}, over {bound:.1e}")
         return wrong
 
     def markdown(self, header: dict[str, Any], results: Sequence[Result], wrong: Sequence[str]) -> str:
-        packages = ", ".join(f"{name} {number}" for name, number in header["packages"].items())
-        where = f"{header['device']}, {header['date']}, commit {header['commit']}, {packages}."
+        where = f"{header['device']}, {header['date']}, commit {header['commit']}, {join_versions(header['packages'])}."
         lines = [f"# {self.title}", "", f"{where} {self.what.format(**header)}", ""]
         if wrong:
             return "\n".join([*lines, "No times: the gate refused.", "", *(f"- {reason}" for reason in wrong), ""])
         for case, group in _by_case(results):
-            lines += [f"## {case}", "", f"| | {' | '.join(self.columns)} |", "|---" * (len(self.columns) + 1) + "|"]
-            rows = sorted(group, key=lambda r: list(self.providers).index(r.provider))
-            ours = next((r for r in rows if r.provider == "ours"), None)
-            lines += [*(self._row(row, ours) for row in rows), ""]
+            ordered = sorted(group, key=lambda r: list(self.providers).index(r.provider))
+            ours = next((r for r in ordered if r.provider == "ours"), None)
+            rows = [self._cells(result, ours) for result in ordered]
+            lines += [f"## {case}", "", *table(["", *self.columns], rows), ""]
         return "\n".join(lines)
 
-    def _row(self, result: Result, ours: Result | None) -> str:
+    def _cells(self, result: Result, ours: Result | None) -> list[str]:
         if result.failure or result.median is None or result.errors is None:
             cells = [result.failure or "not run: out of time"] + [""] * (len(self.columns) - 1)
         else:
             cells = [COLUMNS[head](result, ours) for head in self.columns]
-        return f"| {self.providers[result.provider]} | {' | '.join(cells)} |"
+        return [self.providers[result.provider], *cells]
+
+
+def _pass_gate(results: Sequence[Result], providers: dict[str, Provider], path: str) -> None:
+    """Those that compile do so together; the others, which need more memory, one after another."""
+    compiling = [result for result in results if result.provider.endswith("compiled")]
+    for result in compiling:
+        providers[result.provider].start("gate", result.case, path)
+    for result in compiling:
+        result.errors, result.failure = providers[result.provider].result()
+    for result in (r for r in results if r not in compiling):
+        result.errors, result.failure = providers[result.provider].call("gate", result.case, path)
 
 
 def _by_case(results: Sequence[Result]) -> Iterator[tuple[Any, Iterator[Result]]]:
@@ -244,15 +250,13 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     finally:
         for provider in providers.values():
             provider.close()
-    header, wrong = _header(benchmark, options), benchmark.beyond_bound(results)
+    header = {**provenance(benchmark.packages), **benchmark.batch(options.tiny), "rounds": options.rounds}
+    wrong = benchmark.beyond_bound(results)
     text = benchmark.markdown(header, results, wrong)
     print(text)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
         rows = [] if wrong else [asdict(result) for result in results]
-        data = json.dumps({"header": header, "gate": wrong, "results": rows}, indent=1)
-        (options.output / f"{benchmark.name}.json").write_text(data + "\n")
-        (options.output / f"{benchmark.name}.md").write_text(text)
+        write(options.output / benchmark.name, {"header": header, "gate": wrong, "results": rows}, text)
     return 1 if wrong else 0
 
 
@@ -261,27 +265,9 @@ def _options(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.
     parser = argparse.ArgumentParser(description=benchmark.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=f"folder for {files}")
     for name in ("shapes", "providers"):
-        known = list(getattr(benchmark, name))
-        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
+        choices = list(getattr(benchmark, name))
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices)
     parser.add_argument("--rounds", type=int, default=benchmark.rounds)
     parser.add_argument("--seconds", type=float, default=benchmark.seconds, help="start no further rounds after these")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     return parser.parse_args(arguments)
-
-
-def _header(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": git_commit(),
-        "packages": {name: _version(name) for name in benchmark.packages},
-        **benchmark.batch(options.tiny),
-        "rounds": options.rounds,
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,4 +1,4 @@
-"""What the student's own base as teacher (`teacher: self`) saves when LoRA learns a narrow thing, and what it costs.
+"""What the student's own base as teacher (`teacher: self`) saves when LoRA learns a narrow task, and what it costs.
 
 Every arm trains the same adapters of the demo's model on sums, with the same rows, order and steps; the arms
 differ in the weight of the forward KL to the model without its adapters beside the cross-entropy. Afterwards the
@@ -10,10 +10,8 @@ how far it has drifted from its base there.
 """
 
 import argparse
-import json
 import multiprocessing
 import random
-import re
 import sys
 import tempfile
 import time
@@ -21,12 +19,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .report import git_commit
+from .report import git_commit, join_versions, provenance, slug, table, write
 
 MODEL, OTHER_ROWS = "demo:smollm2-135m-instruct", "python_docstrings"
 TRAINED, LARGEST = 4000, 999  # sums to train on, and the largest number in them
@@ -140,15 +137,15 @@ def run(job: Job) -> Result:
 
 
 def run_all(jobs: Sequence[Job], workers: int) -> list[Result]:
-    """In processes of their own, so many at a time."""
+    """Run each job in a process of its own, `workers` at a time."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         return list(pool.map(run, jobs))
 
 
-def table(results: Sequence[Result], command: str) -> str:
+def page(results: Sequence[Result], command: str) -> str:
     first = results[0]
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
+    packages = join_versions(provenance(("torch", "transformers", "trl", "peft"))["packages"])
     weights = sorted({result.job.weight for result in results})
     alone = _memory([result for result in results if result.job.weight == weights[0]])
     lines = [
@@ -162,17 +159,17 @@ def table(results: Sequence[Result], command: str) -> str:
         f"- mean (least to most) of {len({r.job.seed for r in results})} seeds; KL in nats per token; seconds "
         "of processes that share the device",
         "",
-        "| weight of the KL to the base | " + " | ".join(METRICS.values()) + " | peak memory, MiB | seconds, longest |",
-        "|---" * (len(METRICS) + 3) + "|",
     ]
+    rows = []
     for weight in weights:
-        of_arm = [result for result in results if result.job.weight == weight]
-        columns = [_spread([result.measured[name] for result in of_arm]) for name in METRICS]
-        memory = _memory(of_arm)
+        arm = [result for result in results if result.job.weight == weight]
+        columns = [_spread([result.measured[name] for result in arm]) for name in METRICS]
+        memory = _memory(arm)
         extra = f" ({memory / alone - 1:+.1%})" if memory and alone and weight != weights[0] else ""
-        columns += [f"{memory:,.0f}{extra}" if memory else "", f"{max(r.seconds for r in of_arm):.0f}"]
-        lines.append(f"| {weight:g}{' (plain fine-tuning)' if not weight else ''} | {' | '.join(columns)} |")
-    return "\n".join(lines) + "\n"
+        columns += [f"{memory:,.0f}{extra}" if memory else "", f"{max(r.seconds for r in arm):.0f}"]
+        rows.append([f"{weight:g}{' (plain fine-tuning)' if not weight else ''}", *columns])
+    head = ["weight of the KL to the base", *METRICS.values(), "peak memory, MiB", "seconds, longest"]
+    return "\n".join([*lines, *table(head, rows)]) + "\n"
 
 
 def _memory(results: Sequence[Result]) -> float | None:
@@ -195,16 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     jobs = [Job(w, s, options.steps, options.batch, options.rows) for s in options.seeds for w in options.weights]
     results = run_all(jobs, min(options.jobs, len(jobs)))
-    text = table(results, f"python -m benchmarks.self_teacher {_told(options)}")
-    name = "self-teacher-" + re.sub(r"[^a-z0-9]+", "-", results[0].device.lower()).strip("-")
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{name}.md").write_text(text)
-    (options.output / f"{name}.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    text = page(results, f"python -m benchmarks.self_teacher {_words(options)}")
+    write(options.output / f"self-teacher-{slug(results[0].device)}", [asdict(result) for result in results], text)
     print(text)
 
 
-def _told(options: argparse.Namespace) -> str:
-    """The options that the results depend on."""
+def _words(options: argparse.Namespace) -> str:
+    """Return the options that the results depend on, as they were given."""
     values = {name: getattr(options, name) for name in ("seeds", "weights", "steps", "batch", "rows", "jobs")}
     lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
     return " ".join(f"--{name} {' '.join(f'{x:g}' for x in each)}" for name, each in lists.items())

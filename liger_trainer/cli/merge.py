@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.files import CONFIG, staged_folder
+from ..common.files import staged_folder
 from ..errors import ConfigError, CorruptError
 from ._shared import Force, RunDir, quieten_deprecations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MANIFEST = "merge.json"
 ADAPTER, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -40,6 +41,8 @@ def merge(
         with staged_folder(out) as staged:
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
+            files = sorted(path.name for path in staged.iterdir())
+            (staged / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
             if out.exists():
                 shutil.rmtree(out.resolve())
     except OSError as error:
@@ -64,7 +67,7 @@ def _adapter(run_dir: Path) -> dict[str, Any]:
 
 
 def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
-    """What is replaced is an earlier model, never the adapter, its base, a run, or a folder of other things."""
+    """What is replaced is an earlier merge, never the adapter, its base, or a folder that holds anything else."""
     target, adapter = out.resolve(), run_dir.resolve()
     if target == adapter or target in adapter.parents:
         raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
@@ -74,9 +77,18 @@ def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
         return
     if not force:
         raise ConfigError(f"{out} exists; choose another name or add --force.")
-    if not (out / "config.json").is_file() or (out / CONFIG).exists():
-        what = "the directory of a run" if (out / CONFIG).exists() else "no directory of a model"
-        raise ConfigError(f"{out} is {what}, and --force replaces merged models alone; choose another name.")
+    others = sorted(path.name for path in out.iterdir() if path.name not in _merged_files(out)) if out.is_dir() else []
+    if others or not out.is_dir():
+        what = f"holds what no merge wrote ({', '.join(others[:3])})" if others else "is a file"
+        raise ConfigError(f"{out} {what}, and --force replaces merged models alone; choose another name.")
+
+
+def _merged_files(out: Path) -> set[str]:
+    """Return the names of the files that a merge wrote into the folder, by its manifest; none without one."""
+    try:
+        return {MANIFEST, *json.loads((out / MANIFEST).read_text(encoding="utf-8"))["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":

@@ -1,10 +1,10 @@
-"""Whether somebody counts on the call of a module, so that no op may pass over it."""
+"""Whether somebody relies on a module being called. An op must then not replace the call by the module's weights."""
 
 from torch import nn
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks run where a module is called, forward or backward, its own or those of all modules."""
+    """Whether hooks run when a module is called: forward or backward, its own or global ones."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -15,5 +15,5 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether somebody counts on the call of a module: it is hooked, or it has another forward than its class."""
+    """Whether a module has hooks, or a forward that is not its class's."""
     return is_hooked(module) or "forward" in vars(module)

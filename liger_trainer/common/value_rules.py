@@ -1,8 +1,8 @@
-"""The types of configuration values: rules in the words of JSON Schema, what YAML may write for them, and complaints.
+"""Rules for configuration values, as JSON Schema writes them: how text is read, and what is wrong with a value.
 
 A rule is the part of JSON Schema that the keys need: type, enum, minimum, maximum and their exclusive forms, items,
-properties, required, additionalProperties. Own code instead of a library, because a value is also read (`"2e-4"` is a
-number, `yes` is true), an integer is strict (2.0 is none), and a complaint says what to write instead.
+properties, required, additionalProperties. We use no library because values are also read (`"2e-4"` is a number, `yes`
+is true), integers are strict (2.0 is not one), and a complaint says what to write instead.
 """
 
 import difflib
@@ -44,7 +44,7 @@ _INTEGER, _NUMBER = re.compile(r"[-+]?\d+"), re.compile(r"[-+]?(\d+\.?\d*|\.\d+)
 
 
 def kinds(rule: Rule) -> tuple[str, ...]:
-    """The JSON types that a rule allows; all of them if it names none."""
+    """Return the JSON types that a rule allows: all of them if it names none."""
     if "enum" in rule:
         return tuple(dict.fromkeys(_kind(option) for option in rule["enum"]))
     allowed = rule.get("type", list(_WORDS))
@@ -56,7 +56,7 @@ def _kind(value: Any) -> str:
 
 
 def words(rule: Rule) -> str:
-    """What a rule expects, in words: "an integer or null"."""
+    """Return what a rule expects, in words: "an integer or null"."""
     parts = []
     if "enum" in rule:
         parts.append("one of " + ", ".join(str(option) for option in rule["enum"] if option is not None))
@@ -68,7 +68,7 @@ def words(rule: Rule) -> str:
 
 
 def got(value: Any) -> str:
-    """A value as a complaint quotes it: 2.5 (a number)."""
+    """Return a value as a complaint quotes it: 2.5 (a number)."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -78,17 +78,17 @@ def got(value: Any) -> str:
 
 
 def read(value: Any, rule: Rule) -> Any:
-    """The value as its rule means it.
+    """Return the value as its rule means it.
 
-    Text that is a number is one where no text is wanted, as for an argument on a command line; so are YAML 1.1's words
-    for true and false. Anything else stays as it is, for `complaints` to judge.
+    Where a rule does not allow text, text such as "2" becomes a number, as it must for arguments of a command line, and
+    YAML 1.1's words become true or false. Everything else stays as it is, for `complaints` to judge.
     """
     allowed = kinds(rule)
     if isinstance(value, list) and "array" in allowed:
         return [read(item, rule.get("items", {})) for item in value]
     if isinstance(value, dict) and "object" in allowed:
-        known = rule.get("properties", {})
-        return {key: read(item, known.get(key, {})) for key, item in value.items()}
+        properties = rule.get("properties", {})
+        return {key: read(item, properties.get(key, {})) for key, item in value.items()}
     if not isinstance(value, str) or "string" in allowed:
         return value
     if "boolean" in allowed and value.lower() in _SWITCHES:
@@ -100,7 +100,7 @@ def read(value: Any, rule: Rule) -> Any:
 
 
 def complaints(value: Any, rule: Rule, path: tuple = ()) -> Iterator[tuple[tuple, str]]:
-    """What is wrong with a value, as the path of the part and a sentence: nothing if it obeys the rule."""
+    """Yield what is wrong with a value: the path of the part, and a sentence."""
     kind, allowed = _kind(value), kinds(rule)
     fits = kind in allowed or (kind == "integer" and "number" in allowed)
     if "enum" in rule:
@@ -137,12 +137,15 @@ def _outside(value: float, rule: Rule) -> Iterator[str]:
 
 
 def _inside_mapping(value: dict, rule: Rule, path: tuple) -> Iterator[tuple[tuple, str]]:
-    known, rest = rule.get("properties", {}), rule.get("additionalProperties", True)
+    properties, rest = rule.get("properties", {}), rule.get("additionalProperties", True)
     for key, item in value.items():
-        if key in known:
-            yield from complaints(item, known[key], (*path, key))
+        if key in properties:
+            yield from complaints(item, properties[key], (*path, key))
         elif rest is False:
-            yield (*path, key), f"unknown key.{did_you_mean(key, known) or ' Known: ' + ', '.join(known) + '.'}"
+            yield (
+                (*path, key),
+                f"unknown key.{did_you_mean(key, properties) or ' Known: ' + ', '.join(properties) + '.'}",
+            )
         elif isinstance(rest, dict):
             yield from complaints(item, rest, (*path, key))
     for key in rule.get("required", ()):
@@ -151,6 +154,6 @@ def _inside_mapping(value: dict, rule: Rule, path: tuple) -> Iterator[tuple[tupl
 
 
 def did_you_mean(word: Any, options: Iterable[str]) -> str:
-    """` Did you mean ...?` with the option nearest to `word`, or nothing."""
+    """Return ` Did you mean ...?` with the option nearest to `word`, or an empty text."""
     close = difflib.get_close_matches(word, list(options), n=1) if isinstance(word, str) else []
     return f" Did you mean {close[0]}?" if close else ""

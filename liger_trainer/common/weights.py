@@ -1,6 +1,7 @@
-"""Weights from files, all of them: a tensor that is missing, unexpected or of another shape is an error that names it.
+"""Load models and adapters only from files that have all of their weights, and no others.
 
-transformers and PEFT draw such weights at random, or leave them out, and warn.
+transformers and PEFT draw missing weights at random, leave unexpected ones out, and only warn. Here that is an error
+which names the tensors.
 """
 
 import re
@@ -15,29 +16,30 @@ ALLOW_MISSING_WEIGHTS = (
     "Load models from files that lack weights, or have others: those missing or of another shape are drawn at random."
 )
 SHOWN = 5  # names of each kind in a message
-# causal masks, which the attention of GPT-2, GPT-Neo and GPT-J once kept beside their weights
+# causal masks: GPT-2, GPT-Neo and GPT-J once saved them beside their weights
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
 def load_whole(
     load: Callable[..., Any], name: Any, *args: Any, allow_missing_weights: bool = False, **options: Any
 ) -> Any:
-    """The model that `load(name, *args, **options)` makes of files, each of its weights being one of theirs.
+    """Return the model `load(name, *args, **options)`, checked to have each of its weights from the files.
 
-    Tied weights are not missing where one of them is there, nor is what the model's class says may be missing; and what
-    it says may be left out is not unexpected.
+    A tied weight is not missing where the files have its partner. What the model's class allows to be missing, or to be
+    left out, is allowed here too.
 
     Args:
-        load: a `from_pretrained` of transformers, or what hands its keywords on, as TRL's `create_model_from_path`.
-        allow_missing_weights: take the files as they are: weights that are missing or of another shape are drawn at
-            random, tensors that are none of the model's are left out.
+        load: a `from_pretrained` of transformers, or a function that passes its keywords on, such as TRL's
+            `create_model_from_path`.
+        allow_missing_weights: take the files as they are. Weights that are missing or of another shape are drawn at
+            random, and unexpected tensors are left out.
         **options: for `load`. `ignore_mismatched_sizes` allows other shapes alone.
 
     Returns:
         The model; with `output_loading_info=True` the model and transformers' record of what was loaded.
 
     Raises:
-        ConfigError: the files do not have the model's weights.
+        ConfigError: the files lack weights of the model, have some of another shape, or have others.
     """
     any_shape, with_info = options.pop("ignore_mismatched_sizes", False), options.pop("output_loading_info", False)
     try:
@@ -60,10 +62,10 @@ def load_whole(
 
 
 def with_adapter(model: Any, directory: Path) -> Any:
-    """A PEFT model: `model` with the adapter that was saved in a directory, all of it.
+    """Return a PEFT model: `model` with the whole adapter that was saved in a directory.
 
     Raises:
-        ConfigError: the adapter's configuration asks for weights that are not there.
+        ConfigError: the file lacks weights that the adapter's configuration asks for.
     """
     from peft import PeftModel
 

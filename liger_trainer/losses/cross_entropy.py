@@ -6,11 +6,11 @@ from torch.nn.functional import pad
 from ..kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from .deferred_logits import DeferredLogits
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions
 from .teacher_answer import BatchLoss
 
 
-def cross_entropy_loss(logits: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+def cross_entropy_loss(logits: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
     """Return the cross-entropy of logits (batch, length, V)."""
     common = {"label_smoothing": options.label_smoothing, "dft": options.dft, "ignore_index": IGNORE_INDEX}
     if isinstance(logits, DeferredLogits):

@@ -1,9 +1,13 @@
-"""Logits that have not been computed: the hidden states, the head, and what has been done to the product since.
+"""Logits that have not been computed: hidden states, a head, and the operations on their product so far.
 
 While a loss is computed, the output head of a causal LM returns a `DeferredLogits`. The model's own forward then
-scales, caps, casts and slices it, and hands it to the loss, which takes it apart again; so no model's forward is
-copied. Whatever else is done to it computes the real logits: inside the forward with a warning that names the
+scales, caps, casts and slices it and hands it to the loss, which takes it apart again. So we need no copy of any
+model's forward. Every other operation computes the real logits: inside the forward with a warning that names the
 operation, later silently.
+
+Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
+output and cannot say in advance whether its metrics need logits. `LazyLogits` is a tensor without memory, so a
+loss-only evaluation never computes the logits.
 """
 
 import contextlib
@@ -25,11 +29,13 @@ from .model_parts import Head, gather, output_module, reader_of
 
 
 class Forward:
-    """One pass through a model. No dataclass: FSDP2 copies those that pass its hooks."""
+    """One pass through a model."""
+
+    # no dataclass: FSDP2 copies dataclasses that pass its hooks, and changes to a copy would be lost
 
     def __init__(self, model_name: str, running: bool = True):
         self.model_name = model_name
-        self.running = running  # so a warning makes sense
+        self.running = running  # only then does a warning make sense
         self.obstacle: str | None = None  # why its logits are real ones
 
 
@@ -134,7 +140,7 @@ class DeferredLogits:
         return self.compute(f"indexing by {index}")[index]
 
     def __setitem__(self, index, value):
-        """In place, as a model does to rule tokens out. This object then holds the logits that it stands for."""
+        """Assign in place, as a model does to rule tokens out. This object then holds real logits."""
         logits = self.compute("assignment to some of them")
         logits[index] = value
         real = {"hidden": logits, "project": _as_they_are, "before": 1.0, "capped": False, "after": 1.0, "cast": None}
@@ -143,11 +149,11 @@ class DeferredLogits:
 
     @property
     def stored(self) -> bool:
-        """Whether the logits are here already, so that the head says nothing more about them."""
+        """Whether the logits are computed already, so that hidden states and head no longer describe them."""
         return self.project is _as_they_are
 
     def compute(self, why: str | None = None) -> Tensor:
-        """The real logits. `why` names the operation that needs them."""
+        """Return the real logits. `why` names the operation that needs them."""
         if self.forward.running and not self.stored:
             _warn(
                 f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
@@ -180,7 +186,7 @@ _DEFERRED = {
 }  # fmt: skip
 
 
-@torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
+@torch.compiler.assume_constant_result  # warns while a graph is traced, and is no part of the graph
 def _warn(message: str) -> None:
     warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
 
@@ -211,15 +217,16 @@ def _computed(value: Any, name: str) -> Any:
 
 
 def _spares_last(items: tuple, ndim: int) -> bool:
-    """Whether an index leaves the last dimension whole."""
+    """Whether an index leaves the vocabulary's dimension, the last one, whole."""
     if items and isinstance(items[-1], slice) and items[-1] == slice(None):
         return True
     masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
     ellipsis = any(item is Ellipsis for item in items)
-    taken = sum(item.dim() for item in masks) + sum(
+    # a boolean mask indexes as many dimensions as it has, None indexes none
+    indexed = sum(item.dim() for item in masks) + sum(
         1 for item in items if item is not None and item is not Ellipsis and not any(item is mask for mask in masks)
     )
-    return taken < ndim and (not ellipsis or items[-1] is Ellipsis)
+    return indexed < ndim and (not ellipsis or items[-1] is Ellipsis)
 
 
 @contextlib.contextmanager
@@ -229,8 +236,8 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
 
     Args:
-        outlive: the logits are used when the pass is over and FSDP2 may have freed what it gathered for it. The head is
-            then gathered before, for the logits alone, and without gradient.
+        outlive: the logits are used after the pass, when FSDP2 may have freed the weights that it gathered. The head
+            is then read before the pass, into whole weights of its own, without gradient.
     """
     module = output_module(model)
     state, read = Forward(type(model).__name__), reader_of(module)
@@ -251,8 +258,10 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
             return project(hidden, **kwargs)
         if not kwargs:
             return DeferredLogits(hidden, head, project, state)
-        own = functools.partial(project, **kwargs)
-        return DeferredLogits(hidden, head, own, state).compute(f"an output head called with {', '.join(kwargs)}")
+        with_kwargs = functools.partial(project, **kwargs)
+        return DeferredLogits(hidden, head, with_kwargs, state).compute(
+            f"an output head called with {', '.join(kwargs)}"
+        )
 
     module.forward = forward  # type: ignore[method-assign]
     try:
@@ -262,7 +271,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
         state.running = False
 
 
-# What describes a tensor without reading it. `.T`, `.data` and the like are views, and come to __torch_dispatch__.
+# These describe a tensor without reading it. `.T`, `.data` and the like are views and reach __torch_dispatch__.
 _DESCRIBES = {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__,
@@ -277,7 +286,7 @@ class LazyLogits(Tensor):
     @staticmethod
     @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
     def of(deferred: DeferredLogits) -> "LazyLogits":
-        """Logits to be computed as they would have been now: without gradient, under the autocast of this moment."""
+        """Return logits that will be computed as they would be now: without gradient, under the present autocast."""
         lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)
         kind = deferred.device.type
         autocast = functools.partial(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.linear_divergence import distillation_reference, linear_divergence
 from .deferred_logits import DeferredLogits
-from .spec import IGNORE_INDEX, Distillation, Logits, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, Distillation, Logits, LossOptions
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 
@@ -26,7 +26,7 @@ class DenseAnswer(TeacherAnswer):
     def shape(self) -> torch.Size:
         return self.logits.shape
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return sum_k weights[k] D_k + ce_weight CE. Stored logits on either side take the plain torch reference."""
         how = options.for_teacher()
         one_pass = how.measure_jsd and _is_plain(how)
@@ -51,7 +51,7 @@ class DenseAnswer(TeacherAnswer):
             jsd = result.terms["jsd"] if one_pass else self._measured_jsd(student, targets, how)
         return BatchLoss(**result._asdict(), jsd=jsd)
 
-    def _measured_jsd(self, student: Logits, targets: Targets, how: Distillation) -> Tensor | None:
+    def _measured_jsd(self, student: Logits, targets: BatchTargets, how: Distillation) -> Tensor | None:
         """Take a second pass, which evaluations alone do: the loss has other settings than this statistic."""
         plain = Distillation({"jsd": 0.0}, vocab_size=how.vocab_size, measure_jsd=True)
         with torch.no_grad():

@@ -22,7 +22,7 @@ from .cross_entropy import cross_entropy_loss
 from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets, check_lengths
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 from .token_output import TokenLossOutput, token_output
 
@@ -30,8 +30,8 @@ from .token_output import TokenLossOutput, token_output
 class FusedLoss:
     """The fused loss of one model. See the top of this file.
 
-    What wraps the model's forward already, such as accelerate's autocast, is kept and called; TRL's fused head alone is
-    passed over, since this forward answers its protocol.
+    A wrapper that the model's forward already has, such as accelerate's autocast, is kept and called. Only TRL's fused
+    head is passed over, since this forward answers its protocol.
 
     Args:
         model: a transformers causal LM; the base model of a PEFT model.
@@ -45,14 +45,16 @@ class FusedLoss:
         check_loss(model)
         self.model = model
         self.options = options or LossOptions()
-        self.eval_options: LossOptions | None = None  # where an evaluation is to use other ones
+        self.eval_options: LossOptions | None = None  # for evaluations, where they differ
         self._active = True
         self._keywords = _keywords(type(model).forward)
         self._replaced = vars(model).get("forward")
         self._inner = _without_trl_head(self._replaced)
 
+        # A function bound to the model, and not a method of this object: accelerate rewraps `forward.__func__`, dynamo
+        # traces functions alone, and a deep copy of the model calls this function with itself.
         @functools.wraps(type(model).forward)  # Trainer and generate read the signature
-        def forward(model, *args, **kwargs):  # a deep copy of the model has this function, too, and hands itself over
+        def forward(model, *args, **kwargs):
             if not self._active:
                 return self.own_forward(model)(*args, **kwargs)
             return self.forward(model, *args, **kwargs)
@@ -61,7 +63,7 @@ class FusedLoss:
         model.forward = types.MethodType(forward, model)
 
     def undo(self) -> None:
-        """Give the model back the forward that it had. Where that has been wrapped since, ours only passes calls on."""
+        """Give the model its forward back. Where ours has been wrapped since, it stays and only passes calls on."""
         self._active = False
         current = vars(self.model).get("forward")
         if getattr(current, "__func__", None) is not self._function:
@@ -95,12 +97,13 @@ class FusedLoss:
         fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
     ):  # fmt: skip
         """Run `model` with this loss in place of its own. A subclass may add to what it takes."""
-        own_forward = self.own_forward(model)
+        own_forward = self.own_forward(model)  # the callable, so that this call adds no frame between model and loss
         if labels is None and shift_labels is None:  # whoever computes a loss outside needs the logits
             return own_forward(*args, **kwargs)
-        if num_items_in_batch is not None and num_processes > 1:  # divided here: engines round what comes as a fraction
+        if num_items_in_batch is not None and num_processes > 1:
+            # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
-        targets = Targets.of(labels, shift_labels, num_items_in_batch)
+        targets = BatchTargets.of(labels, shift_labels, num_items_in_batch)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
@@ -148,7 +151,7 @@ class LossCall(NamedTuple):
     """One call of the loss function within a forward."""
 
     result: BatchLoss
-    targets: Targets
+    targets: BatchTargets
     value: Tensor  # what the model got
 
 
@@ -165,7 +168,7 @@ class LossOfOneForward:
     """
 
     def __init__(
-        self, model_name: str, targets: Targets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
+        self, model_name: str, targets: BatchTargets, options: LossOptions, teacher: Logits | TeacherAnswer | None,
         hidden: HiddenPass | None = None,
     ):  # fmt: skip
         self._model_name, self._targets, self._options, self._hidden = model_name, targets, options, hidden
@@ -182,7 +185,7 @@ class LossOfOneForward:
         targets = self._targets
         if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
             num_items = num_items_in_batch if targets.num_items is None else targets.num_items
-            targets = self._beside_answer(Targets.of(labels, shift_labels, num_items, ignore_index), logits)
+            targets = self._beside_answer(BatchTargets.of(labels, shift_labels, num_items, ignore_index), logits)
         targets = targets.to(logits.device)
         check_lengths(targets, logits, *([] if self._answer is None else [self._answer]))
         if self._answer is None:
@@ -196,7 +199,7 @@ class LossOfOneForward:
         self._calls.append(LossCall(result, targets, value))
         return value
 
-    def _beside_answer(self, made: Targets, logits: Logits) -> Targets:
+    def _beside_answer(self, made: BatchTargets, logits: Logits) -> BatchTargets:
         """Return targets that the model made, if they can be compared with the teacher's answer.
 
         An answer is about the tokens of the caller's labels, unless it covers all tokens.
@@ -240,7 +243,7 @@ def _has_more(outputs: Any, tokens_loss: Tensor) -> bool:
 
 
 def _keywords(forward: Callable) -> set[str] | None:
-    """The names of what a forward takes, None for any."""
+    """Return the names of a forward's parameters, None if it takes any keyword."""
     parameters = inspect.signature(forward).parameters
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
@@ -251,7 +254,7 @@ def has_trl_head(model: Any) -> bool:
 
 
 def _trl_original(forward: Any) -> Any:
-    """What the forward of `trl.trainer.utils.add_fused_lm_head` calls for everything else; None for another forward."""
+    """Return the forward below TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), None where it is not there."""
     function = getattr(forward, "__func__", None)
     if function is None or function.__globals__.get("__name__") != "trl.trainer.utils":
         return None
@@ -259,26 +262,26 @@ def _trl_original(forward: Any) -> Any:
 
 
 def _without_trl_head(forward: Any) -> Callable | None:
-    """The replaced forward below TRL's fused head; None for the class's own."""
+    """Return a replaced forward without TRL's fused head; None for the class's own forward."""
     original = _trl_original(forward)
     if original is None:
         return forward
-    of_class = getattr(type(getattr(original, "__self__", None)), "forward", None)
-    return None if getattr(original, "__func__", original) is of_class else original
+    class_forward = getattr(type(getattr(original, "__self__", None)), "forward", None)
+    return None if getattr(original, "__func__", original) is class_forward else original
 
 
 def check_loss(model: Any) -> None:
     """Raise ConfigError where replacing the model's loss would change the objective."""
     if model.loss_function is not ForCausalLMLoss:
-        own = getattr(model.loss_function, "__name__", "unnamed")
+        name = getattr(model.loss_function, "__name__", "unnamed")
         raise ConfigError(
-            f"{type(model).__name__} has a loss of its own ({own}); the fused losses replace the causal-LM "
+            f"{type(model).__name__} has a loss of its own ({name}); the fused losses replace the causal-LM "
             "cross-entropy only."
         )
 
 
 def _with_readable_logits(outputs: Any, skip: bool) -> Any:
-    """Outputs without logits where nobody will read them, and without gradients as a tensor, to be gathered."""
+    """Drop logits that nobody will read (`skip`). Without gradients, return them as a tensor that loops can gather."""
     if isinstance(outputs, tuple):
         kept = (x for x in outputs if not (skip and isinstance(x, DeferredLogits)))
         return tuple(_readable(x) for x in kept)
@@ -294,7 +297,7 @@ def _readable(value: Any) -> Any:
     return LazyLogits.of(value) if lazy else value
 
 
-@torch.compiler.assume_constant_result  # said when a graph is traced, and no part of it
+@torch.compiler.assume_constant_result  # warns when a graph is traced, and no part of it
 def _report_stored_logits(model_name: str, obstacle: str) -> None:
     _warn_once(f"{model_name} stores the logits of the whole batch: {obstacle}.")
 

@@ -1,13 +1,14 @@
-"""Losses between what the decoder blocks of student and teacher return: mean squared error, and 1 - cosine.
+"""Losses between the outputs of decoder blocks of student and teacher: mean squared error, and 1 - cosine.
 
-Block i of either model is counted from 0, or from the end below 0; its output is the residual stream behind it, before
-the final norm. Where the widths differ, or on demand, a learned projector takes the student's to the teacher's.
+Blocks are counted from 0; negative indices count from the end. A block's output is the residual stream behind it,
+before the final norm. Where the widths differ, or on demand, a learned projector maps the student's width to the
+teacher's.
 
     hidden_mse     mean over the width of (W h_student - h_teacher)^2
     hidden_cosine  1 - cos(W h_student, h_teacher)
 
-both a mean over the pairs of blocks, at the positions that predict a label, summed and divided by num_items as every
-other term. Source: FitNets (Romero et al. 2014, arXiv:1412.6550); the uniform layout: TinyBERT (Jiao et al. 2019,
+Both are means over the pairs of blocks, at the positions that predict a label, summed and divided by num_items like
+every other term. Source: FitNets (Romero et al. 2014, arXiv:1412.6550); the uniform layout: TinyBERT (Jiao et al. 2019,
 arXiv:1909.10351).
 """
 
@@ -25,7 +26,7 @@ from ..errors import ConfigError
 from ..kernels.types import put, stats_dtype, take
 from .model_parts import decoder_layers
 from .plan import LossTerm
-from .spec import Distillation, Targets
+from .spec import BatchTargets, Distillation
 from .teacher_answer import BatchLoss
 
 
@@ -52,22 +53,24 @@ class HiddenLosses(nn.Module):
 
     def __init__(self, terms: Sequence[LossTerm], student: Any, teacher: Any, seed: int = 0):
         super().__init__()
-        self._student, self._teacher = ([_blocks(model)] for model in (student, teacher))  # no submodules
-        width, other_width = (m.config.get_text_config(decoder=True).hidden_size for m in (student, teacher))
+        # in lists, so that nn.Module does not take the models' blocks for submodules
+        self._student, self._teacher = ([_blocks(model)] for model in (student, teacher))
+        width, teacher_width = (m.config.get_text_config(decoder=True).hidden_size for m in (student, teacher))
         self.projectors = nn.ModuleDict()
         self._pairs: dict[str, list[_Pair]] = {}
         generator = torch.Generator().manual_seed(seed)
         for term in terms:
             self._pairs[term.type] = []
-            for own, other in self._layout(term):
+            for block, teacher_block in self._layout(term):
                 name = None
-                if width != other_width or term.options.get("projector"):
-                    name = f"{term.type}_{own}_{other}"
-                    self.projectors[name] = _projector(width, other_width, generator)
-                self._pairs[term.type].append(_Pair(own, other, name))
+                if width != teacher_width or term.options.get("projector"):
+                    name = f"{term.type}_{block}_{teacher_block}"
+                    self.projectors[name] = _projector(width, teacher_width, generator)
+                self._pairs[term.type].append(_Pair(block, teacher_block, name))
         self.projectors.to(student.device)
 
     def _layout(self, term: LossTerm) -> list[tuple[int, int]]:
+        """Return the pairs of blocks, student's and teacher's, counted from 0."""
         counts = len(self._student[0]), len(self._teacher[0])
         layers = term.options.get("layers", "uniform")
         if layers == "last":
@@ -75,50 +78,52 @@ class HiddenLosses(nn.Module):
         if layers == "uniform":
             return [(i, math.ceil((i + 1) * counts[1] / counts[0]) - 1) for i in range(counts[0])]
         for pair in layers:
-            for index, count, whose in zip(pair, counts, ("student", "teacher"), strict=True):
+            for index, count, side in zip(pair, counts, ("student", "teacher"), strict=True):
                 if not -count <= index < count:
                     raise ConfigError(
-                        f"losses: {term.type}: layers names block {index} of the {whose}, which has {count}: "
+                        f"losses: {term.type}: layers names block {index} of the {side}, which has {count}: "
                         f"0 to {count - 1}, or -{count} to -1."
                     )
-        found = [(own % counts[0], other % counts[1]) for own, other in layers]
-        if len(set(found)) < len(found):
+        pairs = [(i % counts[0], j % counts[1]) for i, j in layers]
+        if len(set(pairs)) < len(pairs):
             raise ConfigError(f"losses: {term.type}: layers names a pair twice: {layers}.")
-        return found
+        return pairs
 
     @contextlib.contextmanager
     def of_teacher(self) -> Iterator["HiddenPass"]:
-        """Within the context the teacher answers; the pass is then for the student's forward on the same tokens."""
+        """Record the teacher's blocks within the context; the pass is for the student's forward on the same tokens."""
         states: dict[int, Tensor] = {}
         used = {pair.teacher for pairs in self._pairs.values() for pair in pairs}
         with _recorded(self._teacher[0], used, states):
             yield HiddenPass(self, states)
 
     def recording(self, states: dict[int, Tensor]) -> contextlib.AbstractContextManager:
+        """Record the student's blocks within the context."""
         used = {pair.student for pairs in self._pairs.values() for pair in pairs}
         return _recorded(self._student[0], used, states)
 
-    def values(self, own: Callable[[int], Tensor], other: Callable[[int], Tensor]) -> dict[str, Tensor]:
-        """{type: (rows,)}, where either side gives the states (rows, width) of a block."""
+    def values(self, student: Callable[[int], Tensor], teacher: Callable[[int], Tensor]) -> dict[str, Tensor]:
+        """Return {type: (rows,)}. Either function returns the states (rows, width) of a block."""
+        return {
+            kind: torch.stack([self._pair_value(kind, p, student(p.student), teacher(p.teacher)) for p in pairs]).mean(
+                0
+            )
+            for kind, pairs in self._pairs.items()
+        }
 
-        def of(kind: str, pair: _Pair) -> Tensor:
-            return self._of_pair(kind, pair, own(pair.student), other(pair.teacher))
-
-        return {kind: torch.stack([of(kind, pair) for pair in pairs]).mean(0) for kind, pairs in self._pairs.items()}
-
-    def _of_pair(self, kind: str, pair: _Pair, own: Tensor, other: Tensor) -> Tensor:
+    def _pair_value(self, kind: str, pair: _Pair, student: Tensor, teacher: Tensor) -> Tensor:
         if pair.projector is not None:
             projector: Any = self.projectors[pair.projector]
-            own = F.linear(own.to(projector.weight.dtype), projector.weight.to(own.device))
-        dtype = stats_dtype(own.dtype)
-        own, other = own.to(dtype), other.to(dtype)
+            student = F.linear(student.to(projector.weight.dtype), projector.weight.to(student.device))
+        dtype = stats_dtype(student.dtype)
+        student, teacher = student.to(dtype), teacher.to(dtype)
         if kind == "hidden_mse":
-            return (own - other).square().mean(-1)
-        return 1 - F.cosine_similarity(own, other, dim=-1)
+            return (student - teacher).square().mean(-1)
+        return 1 - F.cosine_similarity(student, teacher, dim=-1)
 
 
 class HiddenPass:
-    """One forward of the student beside one of the teacher: what their blocks returned."""
+    """The blocks' outputs in one forward of the student and one of the teacher, on the same tokens."""
 
     def __init__(self, losses: HiddenLosses, teacher: dict[int, Tensor]):
         self._losses, self._teacher = losses, teacher
@@ -128,15 +133,15 @@ class HiddenPass:
         return self._losses.recording(self._student)
 
     def added_to(
-        self, result: BatchLoss, targets: Targets, how: Distillation, partners: Tensor | None = None
+        self, result: BatchLoss, targets: BatchTargets, how: Distillation, partners: Tensor | None = None
     ) -> BatchLoss:  # fmt: skip
-        """The result of a batch with these terms in it.
+        """Return the result of a batch with these terms added.
 
         Args:
-            partners: (batch, length) int64, the teacher's position for each of the student's, negative for none, whose
-                terms are 0; without, both have the same.
+            partners: (batch, length) int64, the teacher's position for each of the student's. A negative one means
+                none, and the terms there are 0. None: both models read the same tokens.
         """
-        assert targets.rows is not None  # refused where it is: under torch.compile
+        assert targets.rows is not None  # it is None under torch.compile, where the trainers refuse hidden-state losses
         rows, device = targets.rows.wait(), targets.labels.device
         index = None if partners is None else take(partners.to(device).flatten(), rows)
 
@@ -166,7 +171,7 @@ def _blocks(model: Any) -> nn.ModuleList:
 
 
 def _projector(width: int, teacher_width: int, generator: torch.Generator) -> nn.Linear:
-    """fp32. For equal widths the identity, so that nothing changes at first."""
+    """Return an fp32 projector. For equal widths it is the identity, so that nothing changes at first."""
     projector = nn.Linear(width, teacher_width, bias=False)
     if width == teacher_width:
         nn.init.eye_(projector.weight)
@@ -177,10 +182,11 @@ def _projector(width: int, teacher_width: int, generator: torch.Generator) -> nn
 
 @contextlib.contextmanager
 def _recorded(blocks: nn.ModuleList, indices: set[int], states: dict[int, Tensor]) -> Iterator[None]:
-    """Within the context, `states` gets what these blocks return, (batch, length, width).
+    """Within the context, keep the outputs of these blocks in `states`, each (batch, length, width).
 
-    Some releases of transformers call hooks within gradient checkpointing. What a hook sees there is the very tensor
-    that leaves it, which then has its graph, also where it is reentrant. Its recomputation finds no hooks.
+    Some releases of transformers call hooks within gradient checkpointing. The hook then gets the same tensor object
+    that the checkpoint returns, and that tensor has its graph, in reentrant checkpointing too. When the block is
+    recomputed in the backward, the hooks are gone.
     """
 
     def keep(index: int, output: Any) -> None:

@@ -1,10 +1,11 @@
-"""The output head of a causal LM, read when it is used: FSDP and PEFT replace modules and parameters after patching.
+"""Parts of a causal LM: its output head, its decoder layers, its device.
 
-PEFT's layers are known by the forward that they run, so PEFT need not be imported, and one whose forward has been
-replaced by another is not taken for what it was.
+The head is read when it is used, because FSDP and PEFT replace modules and parameters after patching. PEFT's layers are
+recognised by the forward that they run: PEFT need not be imported, and a layer with a replaced forward is not mistaken
+for what it was.
 
-FSDP2 gathers a weight just before the forward of the module it belongs to, and sums its gradient over the ranks
-through the gathered copy alone. So the head of a model in training is read inside its own forward, after `gather`.
+FSDP2 gathers a weight just before the forward of its module, and sums the gradient over the ranks through the gathered
+copy alone. So the head of a model in training is read inside its own forward, after `gather`.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Head:
 
     @classmethod
     def read(cls, module: nn.Module | None) -> "Head | str":
-        """The head, or in words why `module` cannot be replaced by what a `Head` holds.
+        """Return the head, or in words why `module` cannot be replaced by what a `Head` holds.
 
         Raises:
             ConfigError: its weight is partitioned by ZeRO-3.
@@ -44,7 +45,7 @@ Reader = Callable[[Any], Head | str]
 
 
 def reader_of(module: nn.Module | None) -> Reader | str:
-    """What reads the head out of a module of this class, or in words why it cannot be replaced."""
+    """Return the function that reads the head of such a module, or in words why it cannot be replaced."""
     if module is None:
         return "the model has no output embeddings"
     if "forward" in vars(module):
@@ -54,13 +55,14 @@ def reader_of(module: nn.Module | None) -> Reader | str:
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return _of_linear
-    of_peft = _OF_PEFT.get(f"{forward.__module__}.{forward.__qualname__}")
-    return of_peft or f"its output head is a {type(module).__name__}, which does more than a linear map"
+    reader = _PEFT_READERS.get(f"{forward.__module__}.{forward.__qualname__}")
+    return reader or f"its output head is a {type(module).__name__}, which does more than a linear map"
 
 
 def gather(module: nn.Module, model: nn.Module) -> None:
-    """Make sure that the head of `model` holds whole weights, inside its forward and until the backward: the loss reads
-    them when the forward is over. FSDP2 alone has anything to gather.
+    """Make sure that the head of `model` holds whole weights from its forward to the backward.
+
+    The loss reads them after the head's forward is over. Only FSDP2 has anything to gather.
 
     Raises:
         ConfigError: FSDP2 shards a trained weight with a module whose forward is not running.
@@ -93,7 +95,7 @@ def _of_linear(module: Any) -> Head | str:
 
 
 def _of_wrapper(module: Any) -> Head | str:
-    """Modules to save, of which the active adapter's copy is used; or trainable tokens, a layer of their own."""
+    """Read PEFT's wrapper of modules to save, which uses the active adapter's copy, or of trainable tokens."""
     if hasattr(module, "token_adapter"):
         return Head.read(module.token_adapter)
     active = module.active_adapters
@@ -103,7 +105,7 @@ def _of_wrapper(module: Any) -> Head | str:
 
 
 def _of_trainable_tokens(module: Any) -> Head | str:
-    """A weight whose rows of the trained tokens are replaced, differentiably. PEFT's layer leaves out the bias."""
+    """Read a weight with the trained tokens' rows replaced, differentiably. PEFT's layer leaves out the bias."""
     _unmerge_if_disabled(module)
     base = Head.read(module.base_layer)
     if isinstance(base, str) or module.disable_adapters or module.merged or not module.active_adapters:
@@ -142,20 +144,20 @@ def _adapter(module: Any, name: str) -> Lora | str:
     return Lora(_whole(a.weight), _whole(b.weight), module.scaling[name], p)
 
 
-def _with_bias(bias: Tensor | None, of_adapter: Tensor | None, adapter: Lora) -> Tensor | None:
-    if of_adapter is None:
+def _with_bias(bias: Tensor | None, adapter_bias: Tensor | None, adapter: Lora) -> Tensor | None:
+    if adapter_bias is None:
         return bias
-    scaled = _whole(of_adapter) * adapter.scaling
+    scaled = _whole(adapter_bias) * adapter.scaling
     return scaled if bias is None else bias + scaled
 
 
 def _unmerge_if_disabled(module: Any) -> None:
-    """What PEFT's forwards do first."""
+    """Do what PEFT's forwards do first."""
     if module.disable_adapters and module.merged:
         module.unmerge()
 
 
-_OF_PEFT: dict[str, Reader] = {
+_PEFT_READERS: dict[str, Reader] = {
     "peft.utils.other.AuxiliaryTrainingWrapper.forward": _of_wrapper,
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": _of_trainable_tokens,
     "peft.tuners.lora.layer.Linear.forward": _of_lora,
@@ -163,8 +165,10 @@ _OF_PEFT: dict[str, Reader] = {
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """A parameter without gradient of FSDP2, or one of tensor parallelism, gathered. The gradient is that of the rows
-    of this rank, which is right in tensor parallelism alone: there all ranks have the same rows."""
+    """Return a sharded parameter gathered: a frozen one of FSDP2, or one of tensor parallelism.
+
+    The gradient is that of this rank's rows. That is right in tensor parallelism alone, where all ranks have the same.
+    """
     full_tensor = getattr(parameter, "full_tensor", None)
     return parameter if full_tensor is None else full_tensor()
 
@@ -175,34 +179,35 @@ def output_module(model: nn.Module) -> nn.Module | None:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model takes its tokens. Weights that are streamed are nowhere between two passes, but for the head's."""
+    """Return the device on which a model takes its tokens."""
+    # streamed weights are on the meta device between two passes, except the head's
     device, head = next(model.parameters()).device, output_module(model)
     return head.weight.device if device.type == "meta" and isinstance(head, nn.Linear) else device
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The path and the list of the decoder layers, found by its length."""
+    """Return the path and the list of the decoder layers. The list is recognised by its length."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
-        nested = any(path.startswith(outer + ".") for outer in found)  # such as the experts of a layer
+        nested = any(path.startswith(outer + ".") for outer in lists)  # such as the experts of a layer
         if isinstance(module, nn.ModuleList) and len(module) == count and not nested:
-            found[path] = module
-    if len(found) != 1:
+            lists[path] = module
+    if len(lists) != 1:
         raise ConfigError(
             f"Expected one list of {count} decoder layers (num_hidden_layers) in {type(model).__name__}, "
-            f"found {', '.join(found) or 'none'}. Layers can be dropped only where one nn.ModuleList has all."
+            f"found {', '.join(lists) or 'none'}. Layers can be dropped only where one nn.ModuleList has all."
         )
-    return next(iter(found.items()))
+    return next(iter(lists.items()))
 
 
 def embedding_rows(model: Any) -> int:
-    """How many token ids a model can read."""
+    """Return how many token ids a model can read."""
     module = model.get_input_embeddings()
     return getattr(module, "num_embeddings", None) or module.weight.shape[0]
 
 
 def head_rows(model: Any) -> int:
-    """How many token ids a model can write."""
+    """Return how many token ids a model can write."""
     module = model.get_output_embeddings()
     return getattr(module, "out_features", None) or module.weight.shape[0]

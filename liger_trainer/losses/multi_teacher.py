@@ -1,7 +1,7 @@
 """The loss of a batch with several teachers: sum_k w_k D(p_k, q) over the tokens that teacher k teaches, and one CE.
 
-Each teacher's part is an ordinary loss of the batch in which the other teachers' tokens are ignored, divided by the
-items of the whole batch; so the parts add up to the loss, and their gradients to its gradient.
+Each teacher's part is an ordinary loss of the batch that ignores the other teachers' tokens and is divided by the whole
+batch's num_items. So the parts add up to the loss, and their gradients to its gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dense import answer_of
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets, check_lengths
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 OF_STUDENT = ("log_prob", "entropy", "is_top1")
@@ -47,27 +47,27 @@ class SeveralAnswers(TeacherAnswer):
     parts: Sequence[WeightedAnswer]
     names: tuple[str, ...]
     routed: bool
-    part_targets: tuple[Targets, ...] = ()
+    part_targets: tuple[BatchTargets, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
         return self.parts[0].answer.shape
 
-    def for_targets(self, targets: Targets) -> "SeveralAnswers":
-        own = (targets if part.taught is None else targets.only(part.taught) for part in self.parts)
-        return replace(self, part_targets=tuple(own))
+    def for_targets(self, targets: BatchTargets) -> "SeveralAnswers":
+        each = (targets if part.taught is None else targets.only(part.taught) for part in self.parts)
+        return replace(self, part_targets=tuple(each))
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return the parts put together.
 
         Values about a teacher are those of each token's teacher, or else the mean over teachers by weight.
         """
         results = []
-        for i, (part, own) in enumerate(zip(self.parts, self.part_targets, strict=True)):
-            answer, own = answer_of(part.answer), own.to(student.device)
-            check_lengths(own, answer)
+        for i, (part, part_targets) in enumerate(zip(self.parts, self.part_targets, strict=True)):
+            answer, part_targets = answer_of(part.answer), part_targets.to(student.device)
+            check_lengths(part_targets, answer)
             counts_ce = self.routed or i == 0  # the cross-entropy of a token is added once
-            results.append(answer.loss(student, own, _part_options(options, part.weight, counts_ce)))
+            results.append(answer.loss(student, part_targets, _part_options(options, part.weight, counts_ce)))
         merged = _routed(results) if self.routed else _weighted(results, [part.weight for part in self.parts])
         return BatchLoss(**{**merged, "by_teacher": self._by_teacher(results)})
 

@@ -1,6 +1,7 @@
-"""The loss that a configuration describes: its terms, its scalars, and how these change. Imports no torch.
+"""The loss that a configuration describes: its terms, its scalars, and how these change.
 
-`LOSS_TYPES` says, as data, what a list `losses` may hold.
+`LOSS_TYPES` is the table of what a list `losses` may hold. This file imports no torch, so that a configuration is
+checked without it.
 """
 
 import json
@@ -14,7 +15,7 @@ from ..kernels.divergence_kinds import KINDS
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 LAYERS: Rule = {"type": ["array", "string"], "items": {"type": "array", "items": {"type": "integer"}}}
-LAYOUTS = ("uniform", "last")  # of hidden losses' layers, instead of pairs
+LAYOUTS = ("uniform", "last")  # named choices of blocks for hidden-state losses, instead of pairs
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class LossType:
     Attributes:
         family: "divergence", of next-token distributions; "uld", of those of two tokenizers; "ce"; or "hidden",
             between blocks' outputs.
-        options: what an entry may say beside type and weight, as rules of `config_types`.
-        own: {option: scalar}: the options that stand for a scalar of the whole configuration.
-        scalars: the scalars that its value depends on.
+        options: what an entry may say beside type and weight, as rules of `value_rules`.
+        common: {option: scalar}: these options set a scalar of the whole configuration.
+        scalars: the value of the loss depends on these.
     """
 
     family: str
     options: Mapping[str, Rule] = field(default_factory=dict)
-    own: Mapping[str, str] = field(default_factory=dict)
+    common: Mapping[str, str] = field(default_factory=dict)
     scalars: tuple[str, ...] = ()
 
 
@@ -63,7 +64,7 @@ class LossTerm:
 
 
 def entry_rule(types: Mapping[str, LossType] = LOSS_TYPES) -> Rule:
-    """The rule of an entry of one of these types; of several, with the options of all."""
+    """Return the rule of an entry of one of these types; of several, with the options of all."""
     options = {name: rule for kind in types.values() for name, rule in kind.options.items()}
     return {
         "type": "object",
@@ -74,7 +75,7 @@ def entry_rule(types: Mapping[str, LossType] = LOSS_TYPES) -> Rule:
 
 
 def listed_terms(losses: Any) -> tuple[LossTerm, ...]:
-    """The terms of a `losses` list. Raises ValueError for what it does not understand."""
+    """Return the terms of a `losses` list. Raises ValueError for what it does not understand."""
     if not isinstance(losses, list) or not losses:
         raise ValueError(f"losses must be a list such as [{{type: forward_kl, weight: 1.0}}], got {losses!r}.")
     terms: list[LossTerm] = []
@@ -111,20 +112,20 @@ def _check_layers(kind: str, layers: Any) -> None:
         )
 
 
-# what it is made of
-SKEW_ALPHA = 0.1  # where none is given
+SKEW_ALPHA = 0.1  # the default
+# the keys of a configuration that decide its loss
 FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
 
 
 @dataclass(frozen=True)
 class LossPlan:
-    """What a student minimises, in each step.
+    """What a student minimises in each step.
 
     Attributes:
         terms: the list of losses.
-        scalars: {name: value} as configured: temperature (of the loss), beta, skew_alpha, <type>_weight of each term,
-            and lmbda where the configuration has it.
-        schedules: of some of these.
+        scalars: {name: value} as configured: the loss's temperature, beta, skew_alpha, <type>_weight of each term, and
+            lmbda where the configuration has it.
+        schedules: those of scheduled scalars, by name.
         taid: the teacher's share over the steps, or None.
     """
 
@@ -139,15 +140,15 @@ class LossPlan:
 
     @property
     def used(self) -> set[str]:
-        """The scalars, weights aside, that some term's value depends on."""
+        """The scalars, weights aside, that change the value of some term."""
         return {name for term in self.terms for name in LOSS_TYPES[term.type].scalars}
 
     def at(self, step: int, max_steps: int) -> dict[str, float]:
-        """The scheduled scalars in the step after `step` steps of `max_steps`."""
+        """Return the scheduled scalars in the step after `step` steps of `max_steps`."""
         return {name: schedule.at(step, max_steps) for name, schedule in self.schedules.items()}
 
     def final(self) -> dict[str, float]:
-        """The scheduled scalars in the end, which evaluations use throughout."""
+        """Return the final values of the scheduled scalars. Evaluations use these throughout."""
         return {name: schedule.end for name, schedule in self.schedules.items()}
 
     def of(self, family: str) -> tuple[LossTerm, ...]:
@@ -155,38 +156,39 @@ class LossPlan:
 
 
 def plan_of(fields: Mapping[str, Any]) -> LossPlan:
-    """The plan of `FIELDS` of a configuration; those that are missing or None have their defaults.
+    """Return the plan of the `FIELDS` of a configuration. Missing ones, and None, have their defaults.
 
     Raises:
         ValueError: a value out of range, an unknown loss, option or schedule, or some that do not go together.
     """
-    given = {name: fields.get(name) for name in FIELDS}
-    given = {name: _parsed(name, value) for name, value in given.items() if value is not None}
-    scalars = _scalars(given)
-    if "losses" in given:
-        terms = listed_terms(given["losses"])
+    values = {name: _parsed(name, fields[name]) for name in FIELDS if fields.get(name) is not None}
+    scalars = _scalars(values)
+    if "losses" in values:
+        terms = listed_terms(values["losses"])
     else:
         kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(scalars["beta"]), "jsd")
         terms = (LossTerm(kind),)
-    scalars |= _own_options(terms, scalars) | {f"{term.type}_weight": term.weight for term in terms}
-    plan = LossPlan(terms, scalars, taid=taid_of(given["taid"]) if "taid" in given else None)
-    if "schedules" in given:
-        known = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
-        plan = replace(plan, schedules=schedules_of(given["schedules"], known))
+    scalars |= _entries_scalars(terms, scalars) | {f"{term.type}_weight": term.weight for term in terms}
+    plan = LossPlan(terms, scalars, taid=taid_of(values["taid"]) if "taid" in values else None)
+    if "schedules" in values:
+        movable = {k: x for k, x in scalars.items() if k in plan.used or k.endswith("_weight") or k == "lmbda"}
+        plan = replace(plan, schedules=schedules_of(values["schedules"], movable))
     if not any(term.weight for term in terms) and not any(name.endswith("_weight") for name in plan.schedules):
         raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
     if plan.taid is not None and not plan.of("divergence"):
         raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
     if plan.of("uld"):
-        _check_uld(plan, given.get("teacher", "model"))
-    if given.get("teacher") in ("cache", "server"):
-        _check_sparse(plan, given["teacher"])
+        _check_uld(plan, values.get("teacher", "model"))
+    if values.get("teacher") in ("cache", "server"):
+        _check_sparse(plan, values["teacher"])
     return plan
 
 
 def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Of the keys in `given` those that the plan does not depend on, each with the reason. Not `beta`, in whose place
-    `losses` may be given."""
+    """Yield the keys in `given` that do not change the plan, each with the reason.
+
+    `beta` is not among them, because `losses` may be given in its place.
+    """
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
@@ -195,7 +197,7 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
 
 
 def _check_uld(plan: LossPlan, teacher: str) -> None:
-    """What a teacher of another tokenizer cannot do beside it."""
+    """Refuse what does not go with a teacher that has another tokenizer."""
     beside = [term.type for term in plan.terms if term.family == "divergence"]
     if beside:
         raise ValueError(
@@ -207,7 +209,7 @@ def _check_uld(plan: LossPlan, teacher: str) -> None:
 
 
 def _check_sparse(plan: LossPlan, teacher: str) -> None:
-    """What a teacher that is known at a few tokens cannot do, apart from the divergences that it doesn't determine."""
+    """Refuse what needs more than a few tokens of the teacher. Teachers refuse other divergences themselves."""
     if plan.taid is not None:
         raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
     if plan.of("hidden"):
@@ -222,42 +224,42 @@ def _check_sparse(plan: LossPlan, teacher: str) -> None:
         raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
 
 
-def _scalars(given: Mapping[str, Any]) -> dict[str, float]:
-    beta, alpha = given.get("beta", 0.0), given.get("skew_alpha", SKEW_ALPHA)
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    beta, alpha = values.get("beta", 0.0), values.get("skew_alpha", SKEW_ALPHA)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}.")
     for _, message in complaints(alpha, BELOW_ONE):
         raise ValueError(f"skew_alpha: {message}")
     for name in ("temperature", "kd_temperature"):
-        if not 0 < given.get(name, 1.0) < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {given[name]}.")
-    temperature = given.get("kd_temperature", given.get("temperature", 1.0))
-    lmbda = {"lmbda": given["lmbda"]} if "lmbda" in given else {}
+        if not 0 < values.get(name, 1.0) < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {values[name]}.")
+    temperature = values.get("kd_temperature", values.get("temperature", 1.0))
+    lmbda = {"lmbda": values["lmbda"]} if "lmbda" in values else {}
     return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}
 
 
-def _own_options(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:
-    """The scalars that entries of the list say themselves."""
-    own: dict[str, float] = {}
+def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the scalars that entries of the list set by their options."""
+    entries: dict[str, float] = {}
     for term in terms:
-        for option, scalar in LOSS_TYPES[term.type].own.items():
+        for option, scalar in LOSS_TYPES[term.type].common.items():
             value = term.options.get(option, scalars[scalar])
-            if own.setdefault(scalar, value) != value:
+            if entries.setdefault(scalar, value) != value:
                 raise ValueError(
-                    f"losses: {option} is {own[scalar]} for one of them and {value} for {term.type}; they share it: "
-                    f"set {scalar} instead."
+                    f"losses: {option} is {entries[scalar]} for one of them and {value} for {term.type}; they share "
+                    f"it: set {scalar} instead."
                 )
-    if "beta" in own and own["beta"] in (0, 1):
-        limit = "reverse_kl" if own["beta"] else "forward_kl"
+    if "beta" in entries and entries["beta"] in (0, 1):
+        limit = "reverse_kl" if entries["beta"] else "forward_kl"
         raise ValueError(
-            f"losses: jsd: beta is {own['beta']}, where it would be the {limit.replace('_kl', ' KL')}. Give it one "
+            f"losses: jsd: beta is {entries['beta']}, where it would be the {limit.replace('_kl', ' KL')}. Give it one "
             f"between 0 and 1, such as {{type: jsd, beta: 0.5}}, or name {limit}."
         )
-    return own
+    return entries
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A mapping or list that came as JSON, as it does from TRL's command line."""
+    """Parse a mapping or list that came as JSON text, as it does from TRL's command line."""
     if name not in ("losses", "schedules", "taid") or not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,7 @@
 """Scalars of a loss that change while a student trains: linear, cosine, constant after a warm-up, and TAID's share.
 
-Each is a function of the step alone, so that a resumed training goes on with the same values; TAID's adaptive share,
-which follows the loss, is in taid.py. Imports no torch.
+Each is a function of the step alone, so a resumed training continues with the same values. TAID's adaptive share
+follows the loss and is in taid.py. This file imports no torch.
 """
 
 import math
@@ -21,8 +21,7 @@ SCHEDULE: Rule = {
     "additionalProperties": False,
 }  # fmt: skip
 SCHEDULES: Rule = {"type": ["object", "string", "null"], "additionalProperties": SCHEDULE}
-# What the values of a schedule must be. A JSD vanishes at either end of beta, where a KL stands for it: between them
-# the loss would jump.
+# The values that a schedule may have. At 0 and 1 the JSD is 0 and a KL takes its place, so the loss would jump there.
 LIMITS: dict[str, Rule] = {
     "temperature": {"type": "number", "exclusiveMinimum": 0},
     "beta": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
@@ -52,7 +51,7 @@ class Schedule:
     steps: float | None = None
 
     def at(self, step: int, max_steps: int) -> float:
-        """The value in the step after `step` steps of `max_steps`."""
+        """Return the value in the step after `step` steps of `max_steps`."""
         first, last = _count(self.warmup_steps, max_steps), _count(self.steps or max_steps, max_steps)
         if self.kind == "constant":
             first, last = 0, first
@@ -68,43 +67,43 @@ def _count(steps: float, max_steps: int) -> int:
     return math.ceil(steps * max_steps) if steps < 1 else int(steps)
 
 
-def schedules_of(given: Any, configured: Mapping[str, float]) -> dict[str, Schedule]:
-    """The schedules of a configuration.
+def schedules_of(entries: Any, configured: Mapping[str, float]) -> dict[str, Schedule]:
+    """Return the schedules of a configuration.
 
     Args:
-        given: {name: {from, to, kind, warmup_steps, steps}}.
-        configured: {name: value} of all that can be scheduled.
+        entries: {name: {from, to, kind, warmup_steps, steps}}.
+        configured: {name: value} of the scalars that can be scheduled.
 
     Raises:
         ValueError: an unknown name or key, or an impossible value.
     """
-    if not isinstance(given, dict):
-        raise ValueError(f"schedules must be a mapping such as {{temperature: {{to: 1.0}}}}, got {given!r}.")
-    for name in given:
+    if not isinstance(entries, dict):
+        raise ValueError(f"schedules must be a mapping such as {{temperature: {{to: 1.0}}}}, got {entries!r}.")
+    for name in entries:
         if name not in configured:
             hint = did_you_mean(name, configured) if isinstance(name, str) else ""
             raise ValueError(f"schedules: {name!r} is no scalar of this loss; it has {', '.join(configured)}.{hint}")
-    return {name: _schedule(name, value, configured[name]) for name, value in given.items()}
+    return {name: _schedule(name, value, configured[name]) for name, value in entries.items()}
 
 
-def _schedule(name: str, given: Any, configured: float) -> Schedule:
-    given = read(given, SCHEDULE)
-    for path, message in complaints(given, SCHEDULE):
+def _schedule(name: str, entry: Any, configured: float) -> Schedule:
+    entry = read(entry, SCHEDULE)
+    for path, message in complaints(entry, SCHEDULE):
         raise ValueError(f"schedules: {'.'.join([name, *map(str, path)])}: {message}")
-    kind = given.get("kind", "linear")
+    kind = entry.get("kind", "linear")
     needed, useless = ("warmup_steps", "steps") if kind == "constant" else ("to", None)
-    if needed not in given:
+    if needed not in entry:
         raise ValueError(f"schedules: {name}: {needed} is missing, without which a {kind} schedule changes nothing.")
-    if useless in given:
+    if useless in entry:
         raise ValueError(f"schedules: {name}: {useless} has no effect on a {kind} schedule; its warm-up ends it.")
-    start = given.get("from", 0.0 if kind == "constant" else configured)
-    schedule = Schedule(start, given.get("to", configured), kind, given.get("warmup_steps", 0), given.get("steps"))
+    start = entry.get("from", 0.0 if kind == "constant" else configured)
+    schedule = Schedule(start, entry.get("to", configured), kind, entry.get("warmup_steps", 0), entry.get("steps"))
     for key in ("warmup_steps", "steps"):
-        count = given.get(key)
+        count = entry.get(key)
         if count is not None and count >= 1 and count != int(count):
             raise ValueError(f"schedules: {name}: {key}: expected whole steps or a share below 1, got {count}.")
-    if "steps" in given and "warmup_steps" in given and given["warmup_steps"] >= given["steps"]:
-        raise ValueError(f"schedules: {name}: warmup_steps must be below steps, got {given}.")
+    if "steps" in entry and "warmup_steps" in entry and entry["warmup_steps"] >= entry["steps"]:
+        raise ValueError(f"schedules: {name}: warmup_steps must be below steps, got {entry}.")
     for value in (schedule.start, schedule.end):
         for _, message in complaints(value, LIMITS.get(name, NUMBER)):
             raise ValueError(f"schedules: {name}: {message}")
@@ -130,15 +129,15 @@ class Taid:
         return Schedule(self.start, self.end).at(step, max_steps)
 
 
-def taid_of(given: Any) -> Taid:
-    """Raises ValueError for an unknown key or an impossible value."""
+def taid_of(entry: Any) -> Taid:
+    """Return the options that a configuration gives. Raises ValueError for an unknown key or an impossible value."""
     rule = {**TAID, "type": "object"}
-    given = read(given, rule)
-    for path, message in complaints(given, rule):
+    entry = read(entry, rule)
+    for path, message in complaints(entry, rule):
         raise ValueError(f"taid: {'.'.join(map(str, path))}{': ' if path else ''}{message}")
-    taid = Taid(**given)
+    taid = Taid(**entry)
     if taid.start > taid.end:
         raise ValueError(f"taid: the teacher's share rises; start is {taid.start}, end {taid.end}.")
-    if not taid.adaptive and {"alpha", "beta"} & given.keys():
+    if not taid.adaptive and {"alpha", "beta"} & entry.keys():
         raise ValueError("taid: alpha and beta have no effect with adaptive: false.")
     return taid

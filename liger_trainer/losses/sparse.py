@@ -1,4 +1,4 @@
-"""A teacher known at a few tokens a position, and the loss of a batch against it.
+"""The loss of a batch against a teacher that is known at a few tokens of each position.
 
 Formulas: kernels/linear_sparse_divergence.py.
 """
@@ -16,42 +16,42 @@ from ..kernels.linear_sparse_divergence import (
 )
 from ..kernels.types import token_count
 from .deferred_logits import DeferredLogits
-from .spec import IGNORE_INDEX, Logits, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """Of tokens (...,): what a teacher makes of them. fp32, in nats."""
+    """What a teacher predicts at tokens (...,). fp32, in nats."""
 
     ids: Tensor  # (..., K) int32, negative: no entry
     log_probs: Tensor  # (..., K) at the cache's temperature, -inf: no entry
     top_ids: Tensor  # (...,) int32, the likeliest token
     label_log_prob: Tensor  # (...,) at temperature 1
     entropy: Tensor | None  # (...,) at temperature 1; None: not known
-    unnamed: Tensor  # (...,) what the entries' divergence lacks to an estimate of the KL; 0 for topk without draws
+    unnamed: Tensor  # (...,) add this to the entries' divergence to estimate the KL; 0 for topk without draws
 
 
 @dataclass(frozen=True)
 class SparseAnswer(TeacherAnswer):
-    """What is known of a teacher at the positions of a batch: `targets` are (batch, length, K) or (batch, length)."""
+    """A teacher's predictions at the positions of a batch: `targets` are (batch, length, K) or (batch, length)."""
 
     targets: TokenTargets
     tail: str  # "bucket" or "none", see `linear_sparse_divergence`
-    vocab_size: int  # that its probabilities are over
+    vocab_size: int  # its probabilities are over these tokens
 
     @property
     def shape(self) -> torch.Size:
         return self.targets.log_probs.shape
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return weight * forward KL + ce_weight * CE. `weights` has the forward KL alone."""
-        how, known = options.for_teacher(), self.targets
+        how, entries = options.for_teacher(), self.targets
         weight = how.weights["forward_kl"]
         common = {
-            "ids": known.ids.flatten(0, -2), "log_probs": known.log_probs.flatten(0, -2),
+            "ids": entries.ids.flatten(0, -2), "log_probs": entries.log_probs.flatten(0, -2),
             "tail": self.tail, "labels": targets.labels, "ce_weight": how.ce_weight / weight,
-            "temperature": how.temperature, "top_ids": known.top_ids.flatten(),
+            "temperature": how.temperature, "top_ids": entries.top_ids.flatten(),
             "scale_by_temperature_squared": how.scale_by_temperature_squared,
         }  # fmt: skip
         if isinstance(student, DeferredLogits):
@@ -71,9 +71,9 @@ class SparseAnswer(TeacherAnswer):
             entropy=result.entropy,
             is_top1=result.is_top1,
             agrees=result.agrees,
-            forward_kl=result.divergence + known.unnamed.flatten() * keep if at_one else None,
-            teacher_log_prob=known.label_log_prob.flatten() * keep,
-            teacher_entropy=None if known.entropy is None else known.entropy.flatten() * keep,
+            forward_kl=result.divergence + entries.unnamed.flatten() * keep if at_one else None,
+            teacher_log_prob=entries.label_log_prob.flatten() * keep,
+            teacher_entropy=None if entries.entropy is None else entries.entropy.flatten() * keep,
             terms={"forward_kl": result.divergence},
         )
 
@@ -82,7 +82,7 @@ def _loss_of_stored(
     logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str, labels: Tensor, ce_weight: float, temperature: float,
     top_ids: Tensor, scale_by_temperature_squared: bool, num_items: float | Tensor | None,
 ) -> LinearSparseDivergence:  # fmt: skip
-    """The op on logits (N, V) that are stored, in plain torch."""
+    """Compute the op in plain torch, from logits (N, V) that are stored."""
     ce, keep = cross_entropy_reference(logits, labels, num_items=num_items), labels != -100
     factor = temperature**2 if scale_by_temperature_squared else 1.0
     divergence = logits.new_zeros(keep.shape, dtype=torch.float32)

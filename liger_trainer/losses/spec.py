@@ -1,4 +1,4 @@
-"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `Targets`.
+"""What is minimised, and on which positions: `Distillation`, `LossOptions` and `BatchTargets`.
 
 A configuration's `LossPlan` becomes a `Distillation` here.
 """
@@ -22,8 +22,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a student learns from its teacher: sum_k weights[k] D_k (times T^2) + ce_weight CE
-    + sum_k hidden_weights[k] H_k. A divergence with weight 0 is measured only."""
+    """The loss of a student: sum_k weights[k] D_k (times T^2) + ce_weight CE + sum_k hidden_weights[k] H_k.
+
+    A divergence with weight 0 is only measured.
+    """
 
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"forward_kl": 1.0}))
     beta: float = 0.5  # of the JSD, in TRL's convention
@@ -32,11 +34,11 @@ class Distillation:
     scale_by_temperature_squared: bool = True
     vocab_size: int | None = None  # the real vocabulary, where heads are padded beyond it
     skew_alpha: float = 0.1  # of the skewed KLs
-    teacher_share: float = 1.0  # in the logits that the divergences hold the student against; the rest is its own
+    teacher_share: float = 1.0  # TAID: the divergences compare with share * teacher + (1 - share) * student, in logits
     hidden_weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    terms: tuple[str, ...] = ()  # whose values are returned by name
+    terms: tuple[str, ...] = ()  # the types that are returned and logged by name
     measure_jsd: bool = False  # the JSD at temperature 1 and beta 0.5, whatever is minimised
-    uld_weight: float = 0.0  # against a teacher of another tokenizer, in the place of the divergences
+    uld_weight: float = 0.0  # in place of the divergences, where the teacher has another tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,21 @@ class LossOptions:
 
 
 @dataclass
-class Targets:
-    """What the positions of a batch are to predict. Made before the backbone runs: see `RowSelection`."""
+class BatchTargets:
+    """The labels that the positions of a batch predict. Made before the backbone runs: see `RowSelection`."""
 
     labels: Tensor  # (batch * length,) aligned with the hidden states, IGNORE_INDEX where nothing is predicted
     shape: torch.Size  # (batch, length)
-    shifted: bool  # whether they were shifted here; the last position then predicts nothing
-    num_items: float | Tensor | None
+    shifted: bool  # whether `of` shifted them; the last position then predicts nothing
+    num_items: float | Tensor | None  # the divisor of the loss; None: the number of labels that are not ignored
     rows: RowSelection | None  # None under torch.compile, where the losses select the rows themselves
-    source: Tensor  # the labels, or shifted labels, that these are made of
+    source: Tensor  # the caller's labels, or shifted labels
 
     @classmethod
     def of(
         cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None,
         ignore_index: int = IGNORE_INDEX,
-    ) -> "Targets":  # fmt: skip
+    ) -> "BatchTargets":  # fmt: skip
         source = labels if shift_labels is None else shift_labels
         assert source is not None
         aligned = source if shift_labels is not None else pad(source[..., 1:], (0, 1), value=ignore_index)
@@ -79,38 +81,40 @@ class Targets:
         return cls(flat, source.shape, shift_labels is None, num_items, _selection(flat, num_items), source)
 
     def made_of(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
-        """Whether these are the targets of what a model hands to its loss. Known by the object, without a look inside:
-        labels that the model has moved or copied are others. A model that knows no shifted labels hands them as labels.
-        """
-        handed = labels if shift_labels is None else shift_labels
-        return handed is self.source and (shift_labels is None or not self.shifted)
+        """Whether these targets belong to the labels that a model hands to its loss.
 
-    def to(self, device: torch.device) -> "Targets":
-        """Where the logits are: a model spread over devices ends on another than it begins."""
+        The tensor objects are compared, not their values, which would wait for the device. So labels that the model has
+        moved or copied do not match. A model without shifted labels in its signature hands them as labels.
+        """
+        handed_over = labels if shift_labels is None else shift_labels
+        return handed_over is self.source and (shift_labels is None or not self.shifted)
+
+    def to(self, device: torch.device) -> "BatchTargets":
+        """Return the targets on the logits' device: a model spread over devices does not end where it begins."""
         if self.labels.device == device:
             return self
         flat = self.labels.to(device)
         return replace(self, labels=flat, rows=_selection(flat, self.num_items))
 
-    def only(self, taught: Tensor) -> "Targets":
-        """Those at the positions `taught` (batch, length), still divided by the items of all."""
-        items = self.num_items
-        if items is None:
-            items = (self.labels != IGNORE_INDEX).sum().clamp(min=1)
+    def only(self, taught: Tensor) -> "BatchTargets":
+        """Return the targets at the positions `taught` (batch, length), with the divisor of all of them."""
+        num_items = self.num_items
+        if num_items is None:
+            num_items = (self.labels != IGNORE_INDEX).sum().clamp(min=1)
         flat = self.labels.masked_fill(~taught.reshape(-1).to(self.labels.device), IGNORE_INDEX)
-        return replace(self, labels=flat, num_items=items, rows=_selection(flat, items))
+        return replace(self, labels=flat, num_items=num_items, rows=_selection(flat, num_items))
 
     def per_token(self, values: Tensor) -> Tensor:
-        """(batch, length - 1) if shifted here, else (batch, length): the shapes of TRL's fused head."""
+        """Return (batch, length - 1) if shifted here, else (batch, length), as TRL's fused head does."""
         values = values.view(self.shape)
         return values[..., :-1] if self.shifted else values
 
     def for_ops(self) -> dict[str, Any]:
-        """The rows as an op takes them: their selection, or else what it makes one of."""
+        """Return the rows as an op's arguments: their selection, or under torch.compile what the op makes it from."""
         return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
 
 
-def check_lengths(targets: Targets, *sides: Any) -> None:
+def check_lengths(targets: BatchTargets, *sides: Any) -> None:
     """Raise ValueError where logits or a teacher's answer have other positions than the labels."""
     for side in sides:
         if side.shape[: len(targets.shape)] != targets.shape:
@@ -124,7 +128,7 @@ def _selection(labels: Tensor, num_items: float | Tensor | None) -> RowSelection
 
 
 def distillation_of(plan: LossPlan, scale_by_temperature_squared: bool) -> Distillation:
-    """The loss as configured, before any schedule."""
+    """Return the loss as configured, before any schedule."""
     return Distillation(
         scale_by_temperature_squared=scale_by_temperature_squared,
         terms=tuple(term.type for term in plan.terms),
@@ -133,7 +137,7 @@ def distillation_of(plan: LossPlan, scale_by_temperature_squared: bool) -> Disti
 
 
 def distillation_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of `Distillation` that scalars decide: those of the plan, with `moved` in the place of some."""
+    """Return the fields of `Distillation` that scalars decide. `moved` overrides scalars of the plan."""
     scalars = {**plan.scalars, **moved}
 
     def weights(family: str) -> dict[str, float]:
@@ -152,14 +156,14 @@ _FIELD_OF = {"divergence": "weights", "ce": "ce_weight", "uld": "uld_weight", "h
 
 
 def moved_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of `Distillation` that `moved` scalars change, and no others."""
+    """Return only the fields of `Distillation` that the `moved` scalars change."""
     fields = distillation_fields(plan, moved)
-    of_weights = {f"{term.type}_weight": _FIELD_OF[term.family] for term in plan.terms}
-    names = [of_weights.get(name, name) for name in moved]
+    weight_fields = {f"{term.type}_weight": _FIELD_OF[term.family] for term in plan.terms}
+    names = [weight_fields.get(name, name) for name in moved]
     return {name: fields[name] for name in names if name in fields}
 
 
 def final_fields(plan: LossPlan) -> dict[str, Any]:
-    """What evaluations change of the loss: scheduled scalars have their final values, whatever the step."""
+    """Return the fields that differ in evaluations: scheduled scalars have their final values at every step."""
     share = {} if plan.taid is None else {"teacher_share": plan.taid.end}
     return {**moved_fields(plan, plan.final()), **share, "measure_jsd": True}

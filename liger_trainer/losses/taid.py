@@ -1,11 +1,11 @@
-"""TAID's adaptive share of the teacher: how far the student is led follows from how fast its loss falls.
+"""TAID's adaptive share of the teacher: the faster the student's loss falls, the faster the share rises.
 
     change   = (previous loss - loss) / previous loss
     momentum = beta momentum + (1 - beta) change
     t        = min(end, max(linear in the steps, t + alpha sigmoid(momentum) (1 - t)))
 
-Source    Shing et al. 2025, TAID, arXiv:2501.16937. The loss here is kd_loss, over all tokens of an optimizer step, and
-          it is read one step late, when it has long arrived: the host does not wait for the device.
+Source    Shing et al. 2025, TAID, arXiv:2501.16937. The loss here is kd_loss, over all tokens of an optimizer step. It
+          is read one step late, when its copy has arrived on the host, so the host does not wait for the device.
 """
 
 import math
@@ -18,11 +18,14 @@ from torch import Tensor
 from ..kernels.types import HostCopy
 from .schedules import Taid
 
-LATE = 1  # steps whose loss is still on its way
+LATE = 1  # the loss of so many steps may still be on its way to the host
 
 
 class TaidShare:
-    """t over the steps of a training. `at` is called before each step, `add` for each micro-batch, `close` after it."""
+    """The teacher's share t over the steps of a training.
+
+    Call `at` before each step, `add` for each micro-batch, and `close` after the step.
+    """
 
     def __init__(self, taid: Taid):
         self.taid = taid
@@ -31,7 +34,7 @@ class TaidShare:
         self._sums: Tensor | None = None
 
     def at(self, step: int, max_steps: int) -> float:
-        """t in the step after `step` steps of `max_steps`."""
+        """Return t in the step after `step` steps of `max_steps`."""
         linear = self.taid.linear(step, max_steps)
         if not self.taid.adaptive:
             return linear
@@ -50,23 +53,23 @@ class TaidShare:
         self._previous = loss if math.isfinite(loss) else self._previous
 
     def add(self, loss: Tensor, tokens: Tensor) -> None:
-        """A micro-batch's kd_loss, summed over its `tokens` of all ranks."""
+        """Add a micro-batch: its kd_loss, summed over its `tokens` of all ranks."""
         if self.taid.adaptive:
             sums = torch.stack([loss, tokens]).detach()
             self._sums = sums if self._sums is None else self._sums + sums
 
     def close(self) -> None:
-        """The optimizer step is done."""
+        """End the optimizer step."""
         if self._sums is not None:
             self._pending.append(HostCopy(self._sums))
             self._sums = None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what a resumed training goes on with. Waits for the losses on their way."""
+        """Return the state for a checkpoint. Waits for the losses on their way."""
         pending = [copy.get().tolist() for copy in self._pending]
         return {"t": self._t, "momentum": self._momentum, "previous_loss": self._previous, "pending": pending}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._t, self._momentum, self._previous = state["t"], state["momentum"], state["previous_loss"]
-        self._sums = None  # of a step that was broken off
+        self._sums = None  # those of a step that was interrupted
         self._pending = deque(HostCopy(torch.tensor(sums, dtype=torch.float64)) for sums in state["pending"])

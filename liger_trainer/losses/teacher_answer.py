@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import Logits, LossOptions, Targets
+from .spec import BatchTargets, Logits, LossOptions
 
 
 class BatchLoss(NamedTuple):
@@ -53,7 +53,7 @@ class TeacherAnswer(ABC):
         models read the same tokens."""
         return None
 
-    def for_targets(self, targets: Targets) -> "TeacherAnswer":
+    def for_targets(self, targets: BatchTargets) -> "TeacherAnswer":
         """Return the answer with whatever depends on the targets alone.
 
         It is called before the backbone runs, so that the host need not wait for the device later.
@@ -61,5 +61,5 @@ class TeacherAnswer(ABC):
         return self
 
     @abstractmethod
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return the loss of the student's logits (batch, length, V)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from .spec import IGNORE_INDEX, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, LossOptions
 from .teacher_answer import BatchLoss
 
 
@@ -54,7 +54,7 @@ class Uncast:
         self.values = dict(output)
 
 
-def token_output(outputs: Any, result: BatchLoss, targets: Targets, options: LossOptions) -> TokenLossOutput:
+def token_output(outputs: Any, result: BatchLoss, targets: BatchTargets, options: LossOptions) -> TokenLossOutput:
     """Return the per-token values of one pass, whose model returned `outputs`."""
 
     def laid_out(values: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Universal logit distillation: what a teacher of another tokenizer makes of a batch, and the loss against it.
+"""Universal logit distillation: the loss of a batch against a teacher with another tokenizer.
 
 Formulas: kernels/linear_uld.py.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.linear_uld import linear_uld, stored_uld, uld_reference
 from .deferred_logits import DeferredLogits
 from .dense import stored
-from .spec import IGNORE_INDEX, Distillation, Logits, LossOptions, Targets
+from .spec import IGNORE_INDEX, BatchTargets, Distillation, Logits, LossOptions
 from .teacher_answer import BatchLoss, TeacherAnswer
 
 
@@ -31,7 +31,7 @@ class UldAnswer(TeacherAnswer):
     def teacher_positions(self) -> Tensor:
         return self.partners
 
-    def loss(self, student: Logits, targets: Targets, options: LossOptions) -> BatchLoss:
+    def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return uld_weight * ULD + ce_weight * CE. Tokens without a partner have cross-entropy alone."""
         how, partners = options.for_teacher(), self.partners.flatten()
         common = {
@@ -59,7 +59,7 @@ class UldAnswer(TeacherAnswer):
         )
 
 
-def _distances(s: Tensor, t: Tensor, partners: Tensor, targets: Targets, how: Distillation) -> Tensor:
+def _distances(s: Tensor, t: Tensor, partners: Tensor, targets: BatchTargets, how: Distillation) -> Tensor:
     """Return the (N,) distances of logits that are stored."""
     aligned = (partners >= 0) & (targets.labels != IGNORE_INDEX)
     distances = uld_reference(s[aligned], t[partners[aligned]], how.temperature)

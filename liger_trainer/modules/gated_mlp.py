@@ -1,4 +1,4 @@
-"""The end of a gated MLP: activation, product and down-projection, whatever layer the projection has become."""
+"""The end of a gated MLP: activation, product and down-projection, also where that is no plain linear layer."""
 
 from typing import TypeGuard
 
@@ -9,16 +9,16 @@ from ..kernels.gated_linear import gated_linear
 from ..kernels.geglu import geglu
 from ..kernels.swiglu import swiglu
 
-WEIGHTS = (nn.Parameter, Tensor)  # the types of one that is nothing more: neither sharded nor packed
+WEIGHTS = (nn.Parameter, Tensor)  # a sharded or packed weight has another type
 
 
 def project(down: nn.Module, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """down(act(gate) * up), storing only gate and up for the backward where down is a plain nn.Linear.
+    """Return down(act(gate) * up). Where down is a plain nn.Linear, only gate and up are stored for the backward.
 
-    Any other layer (LoRA, quantised, hooked, sharded) is called, so it keeps its own input.
+    Any other layer (LoRA, quantised, hooked, sharded) is called, so it stores its own input.
 
     Args:
-        down: what takes (..., I).
+        down: the layer, which takes (..., I).
         gate: (..., I), or with up=None packed [gate | up], (..., 2 I).
         up: as gate, or None.
         activation: "silu", "gelu_tanh" or "gelu" (erf).
@@ -29,7 +29,7 @@ def project(down: nn.Module, gate: Tensor, up: Tensor | None, activation: str) -
 
 
 def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up by the op of that activation. Arguments: see `project`."""
+    """Return act(gate) * up. Arguments: see `project`."""
     if activation == "silu":
         return swiglu(gate, up)
     return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,9 +1,9 @@
 """Layers as modules, under the public names and signatures of Liger-Kernel (arXiv:2410.10989), on top of our ops.
 
-Parameters have the names and shapes that Hugging Face's layers give theirs, so state dicts fit either way. An argument
-does what it says or is refused; those that only steer how Liger computes (in_place, row_mode) are taken where the
-values do not depend on them. Each module beside its counterpart, with the differences: docs/modules.md. Rotary
-embedding: rope_modules.py. Losses: loss_modules.py.
+Parameters have the names and shapes of Hugging Face's layers, so state dicts fit both ways. An argument does what it
+says or is refused. Arguments that only steer how Liger computes (in_place, row_mode) are accepted, since the values do
+not depend on them. docs/modules.md shows each module beside its counterpart, with the differences. Rotary embedding is
+in rope.py, losses are in losses.py.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class LigerRMSNorm(nn.Module):
         self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., H) to (..., H); the dtype is that of Hugging Face's layer."""
+        """Map (..., H) to (..., H); the dtype is that of Hugging Face's layer."""
         cast = casts_before_weight(self.casting_mode, hidden_states)
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, offset=self.offset, cast_before_weight=cast)
 
@@ -110,7 +110,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(norm(hidden_states + residual), hidden_states + residual), each (..., H)."""
+        """Return (norm(hidden_states + residual), hidden_states + residual), each (..., H)."""
         cast = casts_before_weight(self.casting_mode, hidden_states)
         return add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, offset=self.offset, cast_before_weight=cast
@@ -160,15 +160,16 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}"
 
 
-def _activation(config: Any, known: Mapping[str, str], module: str) -> str:
-    """Our name of the activation that a Hugging Face config asks for. Gemma's configs call it hidden_activation."""
+def _activation(config: Any, names: Mapping[str, str], module: str) -> str:
+    """Return our name of the activation that a Hugging Face config asks for."""
+    # Gemma's configs call it hidden_activation
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if name is None or name not in known:
+    if name is None or name not in names:
         raise ValueError(
-            f"{module} computes {', '.join(known)}; the config's hidden_act (hidden_activation) is {name!r}. "
+            f"{module} computes {', '.join(names)}; the config's hidden_act (hidden_activation) is {name!r}. "
             "Use the module of that activation."
         )
-    return known[name]
+    return names[name]
 
 
 class _GatedMLP(nn.Module):
@@ -188,7 +189,7 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to (..., hidden_size)."""
+        """Map (..., hidden_size) to (..., hidden_size)."""
         return project(self.down_proj, self.gate_proj(x), self.up_proj(x), self.activation)
 
 
@@ -198,7 +199,7 @@ class LigerSwiGLUMLP(_GatedMLP):
     Args:
         config: a Hugging Face config, or anything with hidden_size, intermediate_size and hidden_act ("silu" or
             "swish"); mlp_bias, where it has one, gives the three layers a bias.
-        intermediate_size: in place of the config's, for experts.
+        intermediate_size: overrides the config's, for experts.
 
     Raises:
         ValueError: the config's activation is another.
@@ -211,7 +212,7 @@ class LigerGEGLUMLP(_GatedMLP):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)): the MLP of Gemma.
 
     Args:
-        config: as of `LigerSwiGLUMLP`; hidden_activation or hidden_act says which GELU: "gelu_pytorch_tanh" (or another
+        config: see `LigerSwiGLUMLP`; hidden_activation or hidden_act says which GELU: "gelu_pytorch_tanh" (or another
             name of the tanh form) or "gelu" (exact).
 
     Raises:
@@ -228,7 +229,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
     """The SwiGLU MLP of Phi-3 and GLM-4, with gate and up packed in one layer, gate_up_proj.
 
     Args:
-        config: as of `LigerSwiGLUMLP`.
+        config: see `LigerSwiGLUMLP`.
 
     Raises:
         ValueError: the config's activation is another.
@@ -243,7 +244,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to (..., hidden_size)."""
+        """Map (..., hidden_size) to (..., hidden_size)."""
         return project(self.down_proj, self.gate_up_proj(x), None, self.activation)
 
 

@@ -1,7 +1,7 @@
 """Losses as modules, under the public names and signatures of Liger-Kernel (arXiv:2410.10989), on top of our ops.
 
-An argument does what it says or is refused. Each module beside its counterpart, with the differences: docs/modules.md.
-Layers: modules.py.
+An argument does what it says or is refused. docs/modules.md shows each module beside its counterpart, with the
+differences. Layers are in layers.py.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from ..kernels.types import LogitTransform, transform
 
 @dataclass
 class CrossEntropyOutput:
-    """What the cross-entropy modules return where more than the loss is asked for; None for what is not.
+    """The output of the cross-entropy modules where more than the loss is asked for. Fields not asked for are None.
 
-    All but the loss are without gradient.
+    Only the loss has a gradient.
     """
 
     loss: Tensor  # scalar, or (N,) with reduction="none"
     z_loss: Tensor | None = None  # the part of the loss that is lse_square_scale * lse^2, reduced like it
-    token_accuracy: Tensor | None = None  # share of labels than which no token is likelier; with "none" (N,) 0 or 1
+    token_accuracy: Tensor | None = None  # top-1 accuracy over labelled tokens; with "none" (N,) 0 or 1
     predicted_tokens: Tensor | None = None  # (N,) int64, the likeliest token, -1 where ignored
 
 
@@ -51,13 +51,14 @@ class _CrossEntropy(nn.Module):
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
 
     def _reduced(self, per_token: Tensor, keep: Tensor) -> Tensor:
-        """(N,) as it is, or summed, or divided by the number of labelled tokens; 0 without any."""
+        """Return (N,) values as they are, their sum, or their mean over labelled tokens, 0 if there are none."""
         if self.reduction == "none":
             return per_token
         return per_token.sum() / keep.sum().clamp(min=1) if self.reduction == "mean" else per_token.sum()
 
     def _accuracy(self, is_top1: Tensor, keep: Tensor) -> Tensor:
-        """Of each token, or the share of labelled tokens, for a sum too."""
+        """Return each token's accuracy for "none", otherwise the mean over labelled tokens."""
+        # Liger's mean, too, where the loss is a sum
         right = is_top1.to(torch.float32)
         return right if self.reduction == "none" else right.sum() / keep.sum().clamp(min=1)
 
@@ -66,9 +67,10 @@ class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross-entropy of given logits.
 
     Args:
-        weight: (V,), of the classes; not of the z-loss. Moves with the module, but is not in its state dict.
+        weight: (V,) weights of the classes. They do not weigh the z-loss. They move with the module, but are not in its
+            state dict.
         ignore_index: tokens with this label take no part.
-        lse_square_scale: weight of the z-loss, lse^2, whose mean is over tokens with class weights too.
+        lse_square_scale: weight of the z-loss, lse^2. Its mean is over tokens, also with class weights.
         label_smoothing: share of the target spread evenly over the vocabulary, in [0, 1).
         reduction: "mean", "sum" or "none".
         softcap: logits become softcap * tanh(logits / softcap).
@@ -101,7 +103,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         self.return_predicted_tokens, self.inplace = return_predicted_tokens, inplace
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """Loss of logits (N, V) against labels (N,)."""
+        """Return the loss of logits (N, V) against labels (N,)."""
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return self._cross_entropy(_input, target).loss
         keep = target != self.ignore_index
@@ -129,12 +131,12 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     """Cross-entropy of a linear head, from hidden states: the logits of the whole batch are never stored.
 
     Args:
-        ce_weight: (V,), of the classes; without label_smoothing and lse_square_scale. Moves with the module, but is not
-            in its state dict.
+        ce_weight: (V,) weights of the classes, only without label_smoothing and lse_square_scale. They move with the
+            module, but are not in its state dict.
         ignore_index, lse_square_scale, label_smoothing, softcap: see `LigerCrossEntropyLoss`.
         reduction: "mean", "sum", or "none", which computes the logits once more in the backward.
-        return_z_loss: return a `CrossEntropyOutput` with it; without label_smoothing. It is the difference of the loss
-            and its other part, so it has the loss's absolute error.
+        return_z_loss: return a `CrossEntropyOutput` with it, only without label_smoothing. It is the loss minus its
+            other part, so it has the loss's absolute error.
         accum_dtype: torch.float32 sums the head's gradient over chunks in fp32 and rounds it once. None: in its own
             dtype.
         use_token_scaling: weigh each token by its own probability, without gradient (dynamic fine-tuning).
@@ -172,9 +174,9 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """Loss of the head lin_weight (V, H), bias (V,) on hidden states (N, H), against labels (N,)."""
+        """Return the loss of the head lin_weight (V, H), bias (V,) on hidden states (N, H), against labels (N,)."""
         token_weight, num_items = self._token_weight(lin_weight, target), None
-        if token_weight is not None and self.reduction == "mean":
+        if token_weight is not None and self.reduction == "mean":  # torch divides by the sum of the labels' weights
             total = token_weight.sum()
             num_items = total.where(total != 0, 1)
         none = self.reduction == "none"
@@ -192,7 +194,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         return CrossEntropyOutput(result.loss, z_loss, accuracy)
 
     def _token_weight(self, lin_weight: Tensor, target: Tensor) -> Tensor | None:
-        """(N,) weight of each label's class, 0 where ignored."""
+        """Return the (N,) weight of each label's class, 0 where ignored."""
         if self.ce_weight is None:
             return None
         if self.ce_weight.shape != lin_weight.shape[:1]:
@@ -204,7 +206,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         return self.ce_weight[target.where(keep, 0)].where(keep, 0)
 
     def _z_loss(self, result: CrossEntropy, keep: Tensor) -> Tensor:
-        """What the loss has beyond the cross-entropy."""
+        """Return the loss minus its cross-entropy."""
         if not self.lse_square_scale:
             return torch.zeros_like(result.loss)
         cross_entropy = -result.log_prob
@@ -214,11 +216,11 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
-    """KL(target || prediction), from the prediction's log-probabilities: torch.nn.KLDivLoss.
+    """KL(target || prediction) from the prediction's log-probabilities, as torch.nn.KLDivLoss.
 
     Args:
-        eps: Liger's floor under the target inside its logarithm. Here 0 log 0 is 0 and needs none. Up to 1e-10, the
-            default, the two are equal to fp32's rounding; more is refused.
+        eps: Liger's floor under the target inside its logarithm. Here 0 log 0 is 0, which needs no floor. Up to 1e-10,
+            the default, both agree to fp32's rounding; larger values are refused.
         size_average, reduce: torch's deprecated names of a reduction.
         reduction: "mean" (over elements, torch's default), "batchmean" (over rows: the divergence), "sum" or "none".
         log_target: whether the target is given as log-probabilities.
@@ -242,7 +244,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Loss of log-probabilities (N, V) against probabilities (N, V), or log-probabilities with log_target."""
+        """Return the loss of log-probabilities (N, V) against probabilities (N, V), logarithms with log_target."""
         return kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target)
 
 
@@ -263,7 +265,7 @@ class LigerJSD(nn.Module):
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Mean over labelled rows; log-probabilities (N, V) of student and teacher, labels (N,)."""
+        """Return the mean over labelled rows, from log-probabilities (N, V) of student and teacher and labels (N,)."""
         return jsd(log_q, log_p, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index)
 
     def extra_repr(self) -> str:
@@ -287,7 +289,7 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Loss of probabilities (N, V) against probabilities (N, V), labels (N,)."""
+        """Return the loss of probabilities (N, V) against probabilities (N, V), with labels (N,)."""
         return tvd(p, q, reduction=self.reduction, labels=shift_labels, ignore_index=self.ignore_index)
 
     def extra_repr(self) -> str:
@@ -326,7 +328,10 @@ class LigerFusedLinearJSD(nn.Module):
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Mean over labelled rows; hidden states (N, Hs) and (N, Ht), heads (V, Hs) and (V, Ht), labels (N,)."""
+        """Return the mean over labelled rows.
+
+        Hidden states are (N, Hs) and (N, Ht), heads (V, Hs) and (V, Ht), labels (N,).
+        """
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, kind="jsd", beta=self.jsd_beta,
             labels=shift_labels, temperature=self.temperature, ignore_index=self.ignore_index,
@@ -356,7 +361,7 @@ class LigerFusedLinearDivergence(nn.Module):
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
         shift_labels: Tensor | None = None, **tensors: Any,
     ) -> LinearDivergence:  # fmt: skip
-        """The loss and its per-token values. tensors: bias, teacher_bias, num_items, rows of `linear_divergence`."""
+        """Return loss and per-token values. tensors: bias, teacher_bias, num_items, rows of `linear_divergence`."""
         return linear_divergence(
             student_input, student_weight, teacher_input, teacher_weight, kind=self.kind, labels=shift_labels,
             **self.options, **tensors,
@@ -382,7 +387,7 @@ def _check_accum_dtype(accum_dtype: torch.dtype | None) -> None:
 
 
 def _check_fused(ce_weight, lse_square_scale, label_smoothing, return_z_loss, return_predicted_tokens) -> None:
-    """Refuses what the fused head cannot do."""
+    """Raise ValueError for options that the fused head does not have."""
     if return_predicted_tokens:
         raise ValueError(
             "return_predicted_tokens=True: the fused head does not keep the likeliest token. Take the argmax of the "

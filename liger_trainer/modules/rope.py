@@ -1,6 +1,6 @@
 """Rotary embedding under Liger-Kernel's public names and signatures, and as modules, on top of our ops.
 
-See modules.py and docs/modules.md.
+See layers.py and docs/modules.md.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .layers import LigerRMSNorm, casts_before_weight
 
 
 class LigerRope(nn.Module):
-    """Rotary embedding of queries and keys, as a module: the options of the op `rope`, and no parameters.
+    """Rotary embedding of queries and keys, as a module. It has the options of the op `rope`, and no parameters.
 
     Args:
         interleaved: pairs are columns 2j and 2j + 1 (Cohere, GLM), instead of j and j + R/2.
@@ -28,7 +28,7 @@ class LigerRope(nn.Module):
         self.mrope_section = None if mrope_section is None else tuple(mrope_section)
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, Hq, S, D) and k (B, Hk, S, D), turned. cos, sin: (B or 1, S, R), see `rope`."""
+        """Return q (B, Hq, S, D) and k (B, Hk, S, D), turned. cos, sin: (B or 1, S, R), see `rope`."""
         return rope(q, k, cos, sin, **self.options())
 
     def options(self) -> dict[str, Any]:
@@ -39,8 +39,9 @@ class LigerRope(nn.Module):
 
 
 class LigerQKNormRope(nn.Module):
-    """RMSNorm of queries and keys, then their rotation, in one pass: what attention does after q_proj and k_proj in
-    Qwen3, Gemma 3 and OLMo 2.
+    """RMSNorm of queries and keys, then their rotation, in one pass.
+
+    This is what attention does after q_proj and k_proj in Qwen3, Gemma 3 and OLMo 2.
 
     Args:
         head_dim: D. With norm_over_heads, the norms' weights have num_heads * D and num_kv_heads * D entries.
@@ -69,8 +70,8 @@ class LigerQKNormRope(nn.Module):
         half_width: bool = False,
     ):
         super().__init__()
-        given = num_heads is not None and num_kv_heads is not None
-        if norm_over_heads != given or (num_heads is None) != (num_kv_heads is None):
+        has_heads = num_heads is not None and num_kv_heads is not None
+        if norm_over_heads != has_heads or (num_heads is None) != (num_kv_heads is None):
             raise ValueError(
                 "num_heads and num_kv_heads are needed with norm_over_heads=True, and only then: "
                 f"got norm_over_heads={norm_over_heads}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
@@ -81,7 +82,7 @@ class LigerQKNormRope(nn.Module):
         self.k_norm = LigerRMSNorm(head_dim * (num_kv_heads or 1), eps, offset, casting_mode, init_fn)
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, S, Hq, D) and k (B, S, Hk, D) to (B, Hq, S, D) and (B, Hk, S, D). cos, sin: see `LigerRope`."""
+        """Map q (B, S, Hq, D), k (B, S, Hk, D) to (B, Hq, S, D), (B, Hk, S, D). cos, sin: see `LigerRope`."""
         norm, q_weight, k_weight = self.q_norm, self.q_norm.weight, self.k_norm.weight
         assert q_weight is not None and k_weight is not None
         return qk_norm_rope(
@@ -100,7 +101,7 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries and keys by their positions' angles: transformers' apply_rotary_pos_emb.
+    """Turn queries and keys by their positions' angles, as transformers' apply_rotary_pos_emb.
 
     Args:
         q: (B, Hq, S, D), or (B, S, Hq, D) with unsqueeze_dim=2. Any strides.
@@ -138,7 +139,7 @@ def liger_rotary_pos_emb(
 def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries and keys by angles of three positions: transformers' apply_multimodal_rotary_pos_emb (Qwen2-VL).
+    """Turn queries and keys by angles of three positions, as transformers' apply_multimodal_rotary_pos_emb (Qwen2-VL).
 
     Args:
         q, k, unsqueeze_dim: see `liger_rotary_pos_emb`.
@@ -155,7 +156,7 @@ def liger_multimodal_rotary_pos_emb(
 
 
 def _without_heads(x: Tensor, unsqueeze_dim: int) -> Tensor:
-    """(B or 1, S, R) of cosines given without a batch, or with the heads' dimension."""
+    """Return (B or 1, S, R) cosines of such without a batch, or with the heads' dimension."""
     if x.dim() == 4 and unsqueeze_dim in (1, 2) and x.shape[unsqueeze_dim] == 1:
         return x.squeeze(unsqueeze_dim)
     return x.unsqueeze(0) if x.dim() == 2 else x

@@ -7,21 +7,22 @@ from transformers import AutoModelForCausalLM
 
 from ..common.console import announce
 from ..common.weights import load_whole
-from .patcher import PatchOptions, patch
+from .options import PatchOptions
+from .patcher import patch
 
 FLAGS = tuple(field.name for field in dataclasses.fields(PatchOptions))
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`from_pretrained` and `from_config` of AutoModelForCausalLM, whose model is patched before it is returned.
+    """AutoModelForCausalLM whose `from_pretrained` and `from_config` patch the model before they return it.
 
     Keywords that are options of a patch (see `PatchOptions`) say what to replace, everything by default. With
     `allow_missing_weights=True` the files may lack weights of the model, or have others. All other keywords go to
-    transformers. `patch(model)` with the same options gives the model's record, with `report` and `undo()`.
+    transformers. `patch(model)` with the same options returns the model's record, with `report` and `undo()`.
 
     Raises:
-        ConfigError: options that exclude each other, a model in which nothing is found to replace, or files that do
-            not have the model's weights.
+        ConfigError: options that exclude each other, a model without anything to replace, or files that do not have
+            the model's weights.
     """
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Norms of queries and keys that have not been computed: the projection, the norm, and the views taken since.
+"""Norms of queries and keys that are computed later, together with the rotation.
 
 Between the norm and the rotary function, attention only views its queries as heads and transposes them. Inside such an
-attention the norm returns a `DeferredNorm`, which takes note of these, and the rotary function takes it apart: norm and
-rotation then run in one launch. Whatever else is done to it computes the norm, with our op, and goes on from there.
+attention the norm returns a `DeferredNorm`, which records these views, and the rotary function takes it apart: norm and
+rotation then run in one launch. Any other use of it computes the norm, with our op, and goes on from there.
 """
 
 import math
@@ -15,27 +15,27 @@ from torch import Tensor, nn
 
 from ..common.hooks import is_hooked
 from ..kernels.qk_norm_rope import qk_norm_rope
-from .norms import Norm
+from .norms import NormRule
 
 
 @dataclass(eq=False)
-class _Source:
-    """The norm's input, and its output once something needed it: then all views show the same tensor."""
+class _Pending:
+    """The norm's input, and its output once something has needed it: all views share it."""
 
     x: Tensor
     module: nn.Module
-    norm: Norm
+    rule: NormRule
     grad: bool = field(default_factory=torch.is_grad_enabled)
     value: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        assert self.norm.weight is not None
-        return getattr(self.module, self.norm.weight)
+        assert self.rule.weight is not None
+        return getattr(self.module, self.rule.weight)
 
     @property
     def eps(self) -> float:
-        return getattr(self.module, self.norm.eps) if isinstance(self.norm.eps, str) else self.norm.eps
+        return self.rule.eps_of(self.module)
 
     @property
     def requires_grad(self) -> bool:
@@ -45,31 +45,31 @@ class _Source:
         if self.value is None:
             if self.requires_grad and not torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"A {type(self.module).__name__} of queries or keys that was put off is needed where no gradients "
-                    "are recorded (inside a custom autograd function or torch.no_grad()), so its own would be lost. "
+                    f"A deferred {type(self.module).__name__} of queries or keys is needed where no gradients are "
+                    "recorded (inside a custom autograd function or torch.no_grad()), so its gradients would be lost. "
                     "Patch this model with rope=False."
                 )
-            self.value = self.norm(self.module, self.x, widens=False)
+            self.value = self.rule(self.module, self.x, widens=False)
         return self.value
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredNorm:
-    """What a norm of queries or keys will be, viewed as attention views it.
+    """The result of a norm of queries or keys, not computed yet, viewed as attention views it.
 
     Attributes:
         x: the norm's input under the same views.
         over: the dimensions of x that one mean is taken over: the last, or heads and columns.
     """
 
-    source: _Source
+    pending: _Pending
     x: Tensor
     over: tuple[int, ...]
     views: tuple[tuple[str, tuple], ...] = ()
 
     @classmethod
-    def of(cls, x: Tensor, module: nn.Module, norm: Norm) -> "DeferredNorm":
-        return cls(_Source(x, module, norm), x, (x.dim() - 1,))
+    def of(cls, x: Tensor, module: nn.Module, rule: NormRule) -> "DeferredNorm":
+        return cls(_Pending(x, module, rule), x, (x.dim() - 1,))
 
     @property
     def shape(self) -> torch.Size:
@@ -85,12 +85,12 @@ class DeferredNorm:
 
     @property
     def dtype(self) -> torch.dtype:
-        casts = self.source.norm.form.cast_before_weight
-        return torch.promote_types(self.x.dtype, self.source.weight.dtype) if casts else self.x.dtype
+        casts = self.pending.rule.form.cast_before_weight
+        return torch.promote_types(self.x.dtype, self.pending.weight.dtype) if casts else self.x.dtype
 
     @property
     def requires_grad(self) -> bool:
-        return self.source.requires_grad
+        return self.pending.requires_grad
 
     def dim(self) -> int:
         return self.x.dim()
@@ -105,24 +105,24 @@ class DeferredNorm:
         return self._viewed(self.x.transpose(first, second), over, "transpose", (first, second))
 
     def view(self, *shape):
-        given = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if self.over == (self.ndim - 1,) and all(isinstance(n, int) for n in given):
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if self.over == (self.ndim - 1,) and all(isinstance(n, int) for n in sizes):
             try:
-                x = self.x.view(given)
+                x = self.x.view(sizes)
             except RuntimeError:  # the input's memory has gaps; the norm's need not have
-                return self.compute().view(given)
+                return self.compute().view(sizes)
             if x.shape[-1] == self.shape[-1]:
-                return self._viewed(x, (x.dim() - 1,), "view", (given,))
+                return self._viewed(x, (x.dim() - 1,), "view", (sizes,))
             if x.shape[:-2] == self.shape[:-1] and math.prod(x.shape[-2:]) == self.shape[-1]:
-                return self._viewed(x, (x.dim() - 2, x.dim() - 1), "view", (given,))
+                return self._viewed(x, (x.dim() - 2, x.dim() - 1), "view", (sizes,))
         return self.compute().view(*shape)
 
     def _viewed(self, x: Tensor, over: tuple[int, ...], name: str, args: tuple) -> "DeferredNorm":
-        return DeferredNorm(self.source, x, over, (*self.views, (name, args)))
+        return DeferredNorm(self.pending, x, over, (*self.views, (name, args)))
 
     def compute(self) -> Tensor:
-        """The normalised tensor."""
-        value = self.source.compute()
+        """Return the normalised tensor, under the views taken so far."""
+        value = self.pending.compute()
         for name, args in self.views:
             value = getattr(value, name)(*args)
         return value
@@ -144,6 +144,7 @@ def _operator(name: str) -> Callable:
     return compute_and_apply
 
 
+# Python looks operators up on the class, not through __getattr__.
 for _name in (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
     "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv",
@@ -159,44 +160,44 @@ def _computed(value: Any) -> Any:
     return value
 
 
-def can_wait(norm: Norm | str) -> bool:
-    """Whether a proved norm is one that `qk_norm_rope` computes."""
-    if isinstance(norm, str) or norm.form.kind != "RMSNorm":
+def can_wait(rule: NormRule | str) -> bool:
+    """Whether `qk_norm_rope` computes a norm of this rule."""
+    if isinstance(rule, str) or rule.form.kind != "RMSNorm":
         return False
-    return norm.weight is not None and norm.bias is None and norm.autocast == "keep"
+    return rule.weight is not None and rule.bias is None and rule.autocast == "keep"
 
 
-def deferring(norm: Norm) -> Callable[[nn.Module, Tensor], Any]:
-    """A forward for a norm of queries or keys whose attention turns them right after."""
+def deferring_forward(rule: NormRule) -> Callable[[nn.Module, Tensor], Any]:
+    """Return a forward for a norm of queries or keys whose attention rotates them right after."""
 
     def forward(module: nn.Module, hidden_states: Tensor):
-        if torch.compiler.is_compiling() or _watched(module):
-            return norm(module, hidden_states, widens=False)
-        return DeferredNorm.of(hidden_states, module, norm)
+        if torch.compiler.is_compiling() or _is_watched(module):
+            return rule(module, hidden_states, widens=False)
+        return DeferredNorm.of(hidden_states, module, rule)
 
     return forward
 
 
-def _watched(module: nn.Module) -> bool:
-    """Whether hooks see what the norm returns, or move its weight away when it has returned."""
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks see what the norm returns, or offload its weight when it has returned."""
     return is_hooked(module) or "_hf_hook" in vars(module)
 
 
-def normed_and_turned(
+def norm_and_rotate(
     q: DeferredNorm, k: DeferredNorm, cos: Tensor, sin: Tensor, heads_dim: int, promotes: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """Both steps in one launch; None where that is not the same as one after the other.
+    """Compute both steps in one launch; return None where that is not the same as one after the other.
 
     Args:
         q, k: (B, H, S, D), or (B, S, H, D) with heads_dim 2.
         cos, sin: as `qk_norm_rope` takes them, with `options`.
         promotes: whether the rotation's result has the dtype that its input and the cosines promote to.
     """
-    source, other = q.source, k.source
+    one, other = q.pending, k.pending
     widened = promotes and not torch.is_autocast_enabled(q.device.type)
     if (
-        (source.norm, source.eps) != (other.norm, other.eps)
-        or source.value is not None
+        (one.rule, one.eps) != (other.rule, other.eps)
+        or one.value is not None
         or other.value is not None
         or q.over != k.over
         or q.over not in ((3,), (heads_dim, 3))
@@ -204,9 +205,9 @@ def normed_and_turned(
     ):
         return None
     queries, keys = (x.x.transpose(1, 2) if heads_dim == 1 else x.x for x in (q, k))
-    form = source.norm.form
+    form = one.rule.form
     result = qk_norm_rope(
-        queries, keys, source.weight, other.weight, cos, sin, eps=source.eps, offset=form.offset,
+        queries, keys, one.weight, other.weight, cos, sin, eps=one.eps, offset=form.offset,
         cast_before_weight=form.cast_before_weight, norm_over_heads=len(q.over) == 2, **options,
     )  # fmt: skip
     return result if heads_dim == 1 else (result[0].transpose(1, 2), result[1].transpose(1, 2))

@@ -1,10 +1,10 @@
 """`apply_liger_kernel_to_<family>()` for every causal LM of transformers, with the names and flags of Liger-Kernel.
 
-The functions are made when asked for, one for each model type that transformers maps to a causal LM: importing
-`apply_liger_kernel_to_llama` from here or from `liger_trainer` is enough. With `model` they patch that object. Without,
-they patch the models of the family that are constructed from then on, in whatever way: the constructor of the model's
-class is wrapped until `undo()`, and no layer's class is touched. What a family has is found by patching its skeleton:
-the default configuration with a few layers, on the meta device.
+The functions are made on import, one for each model type that transformers maps to a causal LM: import
+`apply_liger_kernel_to_llama` from here or from `liger_trainer`. With `model` they patch that object. Without, they
+patch the models of the family that are constructed from then on, in whatever way: the constructor of the model's class
+is wrapped until `undo()`, and no layer's class is touched. To learn which options a family has layers for, its skeleton
+is patched: a few layers of the default configuration, on the meta device.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from .patcher import Patched, PatchOptions, PatchReport, base_of, patch, patched_record
+from .options import PatchOptions, PatchReport
+from .patcher import Patched, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
-# gpt_sw3: gpt-sw3
+# by the suffix of the function, "gpt_sw3": "gpt-sw3"
 FAMILIES = {model_type.replace("-", "_"): model_type for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-# What a flag shows as in a report.
+# The kinds in a report, one of which shows that an option has had an effect.
 KINDS = {
     "rope": ("rope", "QK norm + rope"),
     "rms_norm": ("RMSNorm", "QK norm + rope"),
@@ -36,7 +37,7 @@ KINDS = {
     "relu2": ("ReLU2", "ReLU2 experts"),
     "lora": ("LoRA linear", "LoRA MLP"),
     "fused_linear_cross_entropy": ("fused loss",),
-    "cross_entropy": ("cross-entropy", "fused loss"),  # wherever the one fits, so does the other
+    "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _SKELETON_LAYERS = 4
@@ -45,8 +46,9 @@ _wrapped: dict[type, "FamilyPatch"] = {}  # by the class whose constructor is wr
 
 
 class FamilyPatch:
-    """The models of a family are patched when they are constructed, until `undo()`. As a context manager it undoes on
-    leaving. Models that are patched by then stay so.
+    """Patches the models of a family when they are constructed, until `undo()`; as a context manager, until it exits.
+
+    Models that it has patched stay patched.
 
     Attributes:
         family: the model type.
@@ -61,7 +63,7 @@ class FamilyPatch:
         self.redo()
 
     def redo(self) -> None:
-        """After `undo()`: patch the models that are constructed from now on again."""
+        """Take `undo()` back: patch the models that are constructed from now on."""
         self._replacements.set(self._class, "__init__", self._patching(self._class.__init__))
         _wrapped[self._class] = self
 
@@ -69,13 +71,13 @@ class FamilyPatch:
         @functools.wraps(construct)
         def __init__(model, *args, **kwargs):
             construct(model, *args, **kwargs)
-            if type(model) is self._class:  # a subclass is not complete yet, and may be anything
+            if type(model) is self._class:  # a subclass's constructor has not ended yet
                 announce(str(_patched_as_wanted(model, self.options, self._wanted).report))
 
         return __init__
 
     def undo(self) -> None:
-        """Models constructed from now on are plain. Doing it twice does nothing."""
+        """Leave the models that are constructed from now on as they are. Doing it twice does nothing."""
         if _wrapped.get(self._class) is self:
             del _wrapped[self._class]
             self._replacements.undo()
@@ -88,7 +90,7 @@ class FamilyPatch:
 
 
 def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -> FamilyPatch | Patched:
-    """What `apply_liger_kernel_to_<family>(**flags, model=model)` does.
+    """Do what `apply_liger_kernel_to_<family>(**flags, model=model)` promises.
 
     Raises:
         ConfigError: an unknown flag; a flag set to True for which the family, or the model, has nothing; a model of
@@ -110,23 +112,23 @@ def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -
 
 
 def _apply_liger_kernel_to_instance(model: Any, **flags: bool) -> Patched:
-    """`patch(model, **flags)`, under the name by which code for Liger-Kernel imports it."""
+    """Patch one model. Code for Liger-Kernel imports the function by this name."""
     return patch(model, flags)
 
 
 @functools.cache
 def skeleton_report(family: str) -> PatchReport | None:
-    """What is found to replace in a model of the default configuration, or None if that alone does not make a model."""
+    """Return the report for a model of the default configuration, None if that is not enough to make a model."""
     config_class: Any = CONFIG_MAPPING[family]
     model_class = _model_class(family)
-    known = {*inspect.signature(config_class.__init__).parameters, *dir(config_class), *config_class.attribute_map}
-    few = {name: _SKELETON_LAYERS for name in _LAYERS if name in known}
+    names = {*inspect.signature(config_class.__init__).parameters, *dir(config_class), *config_class.attribute_map}
+    few = {name: _SKELETON_LAYERS for name in _LAYERS if name in names}
     with _plain(model_class):
-        for sizes in (few, {}):  # some check that their lists of layers fit the number
+        for sizes in (few, {}):  # some check that the length of their lists is the number of layers
             try:
                 with torch.device("meta"):
                     model = model_class(config_class(**sizes))
-            except Exception:  # each family has checks of its own
+            except Exception:  # each family checks its configuration in its own way
                 continue
             return patch(model).report
     return None
@@ -134,7 +136,7 @@ def skeleton_report(family: str) -> PatchReport | None:
 
 @contextlib.contextmanager
 def _plain(model_class: type) -> Iterator[None]:
-    """Within the context, models of the class are constructed as if nothing patched them."""
+    """Within the context, leave new models of the class unpatched."""
     active = _wrapped.get(model_class)
     if active is not None:
         active.undo()
@@ -146,7 +148,7 @@ def _plain(model_class: type) -> Iterator[None]:
 
 
 def _patched_as_wanted(model: Any, options: PatchOptions, wanted: tuple[str, ...]) -> Patched:
-    """The patched model; ConfigError, and the model as it was, if a flag that was set has nothing in it."""
+    """Patch the model. If it has nothing for an option that was set to True, raise ConfigError and undo that."""
     before = patched_record(model)
     patched = patch(model, options)
     try:
@@ -162,11 +164,10 @@ def _check_wanted(report: PatchReport, wanted: tuple[str, ...]) -> None:
     has = [name for name, kinds in KINDS.items() if any(kind in report.swapped for kind in kinds)]
     missing = [f"{name}=True" for name in wanted if name not in has]
     if missing:
-        left = "; ".join(f"{name}: {why}" for name, why in report.left_alone.items())
         raise ConfigError(
             f"{report.model} has nothing for {', '.join(missing)}. It has something for {', '.join(has)}. "
-            + (f"Left alone: {left}. " if left else "")
-            + "Leave the flag away; if it is the configuration of your model that has it, pass model=."
+            + (f"Left alone: {report.reasons}. " if report.left_alone else "")
+            + "Leave the flag out; if your own configuration has such layers, pass model=."
         )
 
 

@@ -1,10 +1,10 @@
 """Our layers through transformers' own kernel mapping: `use_kernels=True` from local code, without the Hub.
 
 Hugging Face's `kernels` package replaces the forward of layers that a model names: `RMSNorm`, `rotary_pos_emb`.
-`map_kernels(model)` gives it our layers for these, and for norms and MLPs without such a name, each proved on a
-miniature as `patch` proves it. The mapping is the model's own: nothing is fetched, and `train()` and `eval()`, which
-make transformers map again, find ours. Two things are the package's ways: a rotary function is one object for all
-models of its module, and a class without a layer name is given one.
+`map_kernels(model)` hands it our layers for these, and for norms and MLPs without such a name, each proved on a
+miniature as `patch` proves it. The mapping belongs to the model: nothing is fetched, and `train()` and `eval()`, which
+make transformers map again, find ours. The package works in two ways that we cannot undo: a rotary function is one
+object for all models of its module, and a class without a layer name gets one.
 
 `patch(model)` needs none of this, and does more: the fused loss, norms of queries and keys with the rotation, LoRA.
 """
@@ -21,17 +21,16 @@ from transformers.utils.import_utils import is_kernels_available
 
 from ..errors import ConfigError
 from . import structure
-from .mlps import MLP, prove_mlp
-from .mlps import _forward as mlp_forward
-from .norms import _forward as norm_forward
-from .norms import _looks_like_a_norm, prove
-from .patcher import PatchReport, patched_record
+from .mlps import MLPRule, looks_like_an_mlp, mlp_forward, prove_mlp
+from .norms import looks_like_a_norm, norm_forward, once_for_equal_norms
+from .options import PatchReport
+from .patcher import patched_record
 from .rotary import layouts_of, prove_rotary, replacement
 
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """What `kernels` takes for a repository: a layer class that is here already."""
+    """A layer class in the form in which `kernels` takes a repository of the Hub."""
 
     layer_name: str
     layer: type[nn.Module]
@@ -45,27 +44,34 @@ class LocalLayer:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the model that is like one of ours."""
+    """A layer of the model that looks like one of ours.
 
-    name: str  # that the mapping knows it by
+    Attributes:
+        name: the layer's name in the mapping.
+        rule: the rule that holds for it, or why none does.
+        forward: makes our forward from a rule.
+        kind: for the report.
+    """
+
+    name: str
     module: nn.Module
-    rule: Any  # what was proved, or in words why nothing is
-    forward: Callable[[Any], Callable]  # ours, of a rule
-    kind: str = ""  # for the report
+    rule: Any
+    forward: Callable[[Any], Callable]
+    kind: str = ""
 
 
 def map_kernels(model: Any) -> PatchReport:
-    """Have transformers and `kernels` run our layers in a model, as `use_kernels=True` has them run the Hub's.
+    """Have transformers and `kernels` run our layers in a model, where `use_kernels=True` would run the Hub's.
 
     Args:
         model: a transformers model on the device where it will run.
 
     Returns:
-        What was mapped, and what was left alone.
+        A report of what was mapped, and what was left alone.
 
     Raises:
-        ConfigError: `kernels` is missing, or of a version that transformers does not take; the model is patched, or
-            transformers runs other kernels in it already; nothing in it is found to map.
+        ConfigError: `kernels` is missing, or transformers does not take its version; the model is patched, or
+            transformers runs other kernels in it already; it has no layer to map.
     """
     _check(model)
     from transformers import KernelConfig
@@ -84,8 +90,7 @@ def map_kernels(model: Any) -> PatchReport:
                 if not hasattr(kind, "kernel_layer_name"):
                     hub_kernels.replace_kernel_forward_from_hub(kind, name)
     if not mapping:
-        left = "; ".join(f"{name}: {why}" for name, why in report.left_alone.items())
-        raise ConfigError(f"No layer of {report.model} is found to map. Left alone: {left or 'none'}.")
+        raise ConfigError(f"No layer of {report.model} is found to map. Left alone: {report.reasons or 'none'}.")
     model.kernel_config = KernelConfig(mapping, inherit_mapping=False)
     hub_kernels.kernelize(model)
     return report
@@ -104,29 +109,27 @@ def _check(model: Any) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    layouts, proved, functions = layouts_of(model), {}, set()
+    norm, mlp = once_for_equal_norms(), structure.once_for_equal_layers(prove_mlp)
+    layouts, functions = layouts_of(model), set()
     for module in model.modules():
-        key, kind = structure.settings(module), type(module)
-        name = getattr(kind, "kernel_layer_name", kind.__name__)
-        if _looks_like_a_norm(module):
-            rule = proved[key] = proved.get(key) or prove(module)
+        name = getattr(type(module), "kernel_layer_name", type(module).__name__)
+        if looks_like_a_norm(module):
+            rule = norm(module)
             yield _Layer(name, module, rule, norm_forward, "" if isinstance(rule, str) else rule.form.kind)
-        elif 2 <= sum(structure.is_linear(child) for child in module.children()) <= 3:
-            rule = proved[key] = proved.get(key) or prove_mlp(module)
-            if rule is not None:
-                yield _Layer(name, module, rule, _mlp_forward, "" if isinstance(rule, str) else rule.kind)
+        elif looks_like_an_mlp(module) and (rule := mlp(module)) is not None:
+            yield _Layer(name, module, rule, _mlp_without_lora, "" if isinstance(rule, str) else rule.kind)
         for function in getattr(module, "_kernel_funcs", {}).values():
             if type(function).kernel_layer_name == "rotary_pos_emb" and function not in functions:
                 functions.add(function)
                 yield _rotary(function, layouts)
 
 
-def _mlp_forward(rule: MLP) -> Callable:
+def _mlp_without_lora(rule: MLPRule) -> Callable:
     return mlp_forward(rule, lora=False)
 
 
 def _rotary(function: Any, layouts: frozenset[str]) -> _Layer:
-    own = types.MethodType(type(function).forward, function)  # what it was before it is replaced
+    own = types.MethodType(type(function).forward, function)  # kept from before `kernels` replaces it
 
     def forward(rule: Any) -> Callable:
         ours = replacement(own, rule)
@@ -136,7 +139,7 @@ def _rotary(function: Any, layouts: frozenset[str]) -> _Layer:
 
 
 def _local_layer(name: str, group: list[_Layer], report: PatchReport) -> LocalLayer | None:
-    """One class for all layers of a name, where one rule holds for all of them."""
+    """Return one class for all layers of a name, if one rule holds for all of them."""
     for layer in group:
         refused = layer.rule if isinstance(layer.rule, str) else _obstacle(layer)
         if refused is not None:
@@ -151,11 +154,12 @@ def _local_layer(name: str, group: list[_Layer], report: PatchReport) -> LocalLa
 
 
 def _obstacle(layer: _Layer) -> str | None:
-    return None if layer.kind == "rope" else structure.obstacle(layer.module)  # transformers replaces that one at will
+    # transformers replaces the forward of a rotary function itself: that is no obstacle
+    return None if layer.kind == "rope" else structure.obstacle(layer.module)
 
 
 def _layer_class(kind: type, forward: Callable) -> type[nn.Module]:
-    """A class with nothing but a forward of the same signature, as `kernels` wants it."""
+    """Return a class with nothing but a forward of the same signature, which is what `kernels` checks for."""
 
     def called(self, *args, **kwargs):
         return forward(self, *args, **kwargs)

@@ -1,11 +1,11 @@
 """PEFT's plain LoRA layers on our ops.
 
 A layer of `peft.tuners.lora` is read when it is called: base weight, active adapters and their scales, as they are
-then. Where it is plain LoRA over a frozen linear layer, in whatever state PEFT's switches have left it, `lora_linear`
-or `lora_mlp` computes it; in every other state its own forward runs, with the same result and PEFT's cost.
+then. Where that is plain LoRA over a frozen linear layer, `lora_linear` or `lora_mlp` computes it; in every other state
+its own forward runs, with the same result and PEFT's cost.
 
-Layers that PEFT adds after `patch` keep PEFT's forward: nothing in the model tells that they are new. Only the MLPs,
-whose forward is ours, look at their children at each call and find them.
+Layers that PEFT adds after `patch` keep PEFT's forward: nothing in the model announces them. Only the MLPs, whose
+forward is ours, look at their children at each call and find them.
 """
 
 import functools
@@ -29,13 +29,14 @@ from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
 from ..modules.gated_mlp import is_plain
 from . import structure
+from .options import PatchOptions, PatchReport
 
 
 class _Ineligible(Exception):
-    """Why a layer runs PEFT's forward."""
+    """The reason why PEFT's forward has to run."""
 
 
-def patch_lora(model: nn.Module, options: Any, replacements: Replacements, report: Any) -> None:
+def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
     """Swap the forward of plain LoRA layers. The output head is left to the fused loss."""
     if not options.lora:
         return
@@ -57,14 +58,14 @@ def patch_lora(model: nn.Module, options: Any, replacements: Replacements, repor
 
 
 def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Tensor | None:
-    """down(act(gate(x)) * up(x)) by `lora_mlp`; None where its layers have to be called.
+    """Compute down(act(gate(x)) * up(x)) by `lora_mlp`; return None where its layers have to be called.
 
-    They do not where at least one has plain LoRA adapters, and the others are frozen linear layers.
+    The op serves an MLP in which at least one layer has plain LoRA adapters, and the others are frozen linear layers.
 
     Args:
         x: (..., K).
         layers: the MLP's children as they are now: gate, up and down, or packed [gate | up] and down.
-        activation: as of `lora_mlp`.
+        activation: as in `lora_mlp`.
     """
     if not any(type(layer) in _lora_types() for layer in layers):
         return None
@@ -76,7 +77,7 @@ def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Te
 
 
 def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:
-    """Whether `mlp_with_lora` computes an MLP of these layers, in the state that they are in."""
+    """Whether `mlp_with_lora` computes an MLP of these layers, in their present state."""
     try:
         return any([bool(_member(layer, None).adapters) for layer in layers])
     except _Ineligible:
@@ -94,10 +95,13 @@ def _lora_linear_forward(module, x, *args, **kwargs):
 
 
 def read(module: Any, x: Tensor | None) -> Projection:
-    """A LoRA layer as it is now. `x`: what it is called with; None asks what it will be while it is trained.
+    """Read a LoRA layer as it is now.
+
+    Args:
+        x: the layer's input, or None to learn what the layer will be in training.
 
     Raises:
-        _Ineligible: why PEFT's forward has to run.
+        _Ineligible: PEFT's forward has to run.
     """
     if module._disable_adapters:
         raise _Ineligible("adapters are disabled")
@@ -130,12 +134,12 @@ def _adapter(module: Any, name: str, called: bool) -> Adapter:
 
 
 def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
-    """(weight, how to unpack it) of a base layer."""
+    """Return a base layer's weight and the function that unpacks it, None for a plain weight."""
     if type(base) is nn.Linear:
         if not (is_plain(base) or _only_aligns_devices(base)):
             raise _Ineligible("the base layer is hooked, sharded, or has another forward")
         return base.weight, None
-    if type(base) not in _4bit_types():
+    if type(base) not in bnb_4bit_types():
         raise _Ineligible(f"the base layer is a {type(base).__name__}")
     state = getattr(base.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
@@ -144,7 +148,7 @@ def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
         raise _Ineligible(f"the 4-bit layer computes in {base.compute_dtype}, another dtype than its input's")
     if is_called(base):
         raise _Ineligible("the base layer is hooked or has another forward")
-    return base.weight, functools.partial(_dequantized, state)
+    return base.weight, functools.partial(dequantized, state)
 
 
 def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
@@ -155,14 +159,14 @@ def _computes_in(dtype: torch.dtype | None, x: Tensor | None) -> bool:
     return dtype in (None, x.dtype) and not autocast
 
 
-def _dequantized(state: Any, weight: Tensor) -> Tensor:
+def dequantized(state: Any, weight: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 
     return dequantize_4bit(weight.data, state)
 
 
 def _only_aligns_devices(linear: Any) -> bool:
-    """Whether accelerate has replaced its forward just to move inputs, which those of a larger module do before."""
+    """Whether accelerate has replaced its forward only to move inputs: hooks on larger modules have moved them."""
     hook = vars(linear).get("_hf_hook")
     return (
         "_old_forward" in vars(linear)
@@ -173,7 +177,7 @@ def _only_aligns_devices(linear: Any) -> bool:
 
 
 def _member(layer: Any, x: Tensor | None) -> Projection:
-    """A child of an MLP, read instead of called: so nothing may hang on its call."""
+    """Read a child of an MLP. It is not called, so its call must have no hooks."""
     if is_plain(layer):
         if layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad):
             raise _Ineligible("a layer without adapters is trained")
@@ -188,14 +192,14 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
 
 
 def _refused(module: nn.Module) -> str | None:
-    """Why the forward of a LoRA layer cannot be replaced, whatever state it comes into."""
+    """Say why the forward of a LoRA layer cannot be replaced, in any state of it."""
     if type(module) not in _lora_types():
         return f"lora.{type(module).__name__} is another kind of layer"
     return (_disproof() if type(module) is LoraLinear else None) or structure.obstacle(module)
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """Why PEFT's forward runs in the state that a layer is in now, or will be in while it is trained."""
+    """Say why PEFT's forward will run in training, as the layer is now."""
     try:
         read(module, None)
     except _Ineligible as reason:
@@ -203,8 +207,9 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
+# Two functions each: dynamo traces no functools.cache, and a constant result needs no tracing.
 @torch.compiler.assume_constant_result
-def _4bit_types() -> tuple[type, ...]:
+def bnb_4bit_types() -> tuple[type, ...]:
     return _installed_4bit_types()
 
 
@@ -233,7 +238,7 @@ def _installed_lora_types() -> tuple[type, ...]:
 
 @functools.cache
 def _disproof() -> str | None:
-    """How PEFT's forward differs from plain LoRA, on a miniature with two adapters; None if it does not."""
+    """Say how PEFT's forward differs from plain LoRA on a miniature with two adapters; None if it does not."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for dtype, adapter_dtype, autocast in (
         (fp32, fp32, False), (bf16, fp32, False), (bf16, bf16, False), (bf16, fp32, True),
@@ -242,12 +247,12 @@ def _disproof() -> str | None:
             layer = _miniature(dtype, adapter_dtype)
             x = torch.randn(2, 5, layer.in_features, dtype=dtype, requires_grad=True)
             try:
-                own, p = type(layer).forward(layer, x), read(layer, x)
+                theirs, p = type(layer).forward(layer, x), read(layer, x)
             except Exception as error:
                 return f"its forward fails on a miniature: {type(error).__name__}: {error}"
             plain = lora_linear_reference(x, p.weight, p.bias, p.adapters)
             leaves = [x, *(tensor for a, b, _ in p.adapters for tensor in (a, b))]
-            refused = structure.difference(plain, own) or structure.gradient_difference(plain, own, leaves)
+            refused = structure.difference(plain, theirs) or structure.gradient_difference(plain, theirs, leaves)
         if refused is not None:
             return refused + f" in {dtype}"
     return None

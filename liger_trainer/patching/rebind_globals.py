@@ -1,10 +1,10 @@
-"""Methods that find another function under one global name, and the order in which their code reads names.
+"""Copies of methods that find another function under one global name, and the order in which code reads names.
 
 transformers' attention looks up `apply_rotary_pos_emb` among its module's globals. To give one instance another
-function, its forward is copied, with a name of ours in place of that one, under which the namespace holds our function.
-No name that exists is changed: other models read what they always read. In a copy of the namespace the forward would
-miss what somebody puts into the module later, and torch.compile could not guard it: it looks for a function's globals
-in the module that they are named after.
+function, its forward is copied with a new name in place of that one, and the module's namespace gets our function under
+the new name. No existing name is changed: other models read what they always read. A copy of the namespace would not
+do: the forward would miss what somebody puts into the module later, and torch.compile could not guard it, because it
+looks for a function's globals in the module that they are named after.
 """
 
 import dis
@@ -20,7 +20,7 @@ _number = itertools.count()
 
 
 def inner_functions(function: Any) -> Iterator[types.FunctionType]:
-    """The function, and those that it and they wrap: decorators keep what they call in their closure."""
+    """Yield the function and all that it wraps: decorators keep what they call in their closure."""
     pending, seen = [function], set()
     while pending:
         function = pending.pop()
@@ -32,21 +32,21 @@ def inner_functions(function: Any) -> Iterator[types.FunctionType]:
 
 
 def globals_read(function: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """By name, the wanted ones among the globals that a function reads, or one that it wraps."""
-    found: dict[str, Any] = {}
+    """Return, by name, the wanted ones among the globals that a function reads, or one that it wraps."""
+    values: dict[str, Any] = {}
     for inner in inner_functions(function):
         for name in inner.__code__.co_names:
             value = inner.__globals__.get(name)
             if value is not None and wanted(value) and _only_global(inner.__code__, name):
-                found.setdefault(name, value)
-    return found
+                values.setdefault(name, value)
+    return values
 
 
 @functools.cache  # one copy for all layers, so that torch.compile sees one function
 def rebound(function: types.FunctionType, name: str, before: Any, after: Callable) -> types.FunctionType:
-    """A copy of `function` that finds `after` where it found `before` under the global `name`.
+    """Return a copy of `function` that finds `after` where it found `before` under the global `name`.
 
-    A function that only wraps the one that reads the name is copied along, decorators and all.
+    Where a decorator wraps the function that reads the name, the decorator's function is copied too.
     """
     copied = _rebound(function, name, before, after)
     if copied is None:
@@ -69,12 +69,12 @@ def _rebound(function: Any, name: str, before: Any, after: Callable) -> types.Fu
         cells = tuple(cell if copied is None else types.CellType(copied) for cell, copied in pairs)
     result = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     functools.update_wrapper(result, function)
-    result.__kwdefaults__, result.__dict__ = function.__kwdefaults__, dict(vars(function))  # it wraps nothing
+    result.__kwdefaults__, result.__dict__ = function.__kwdefaults__, dict(vars(function))  # without __wrapped__
     return result
 
 
 def _alias(namespace: dict[str, Any], name: str, value: Any) -> str:
-    """A name of our own under which the namespace holds `value`."""
+    """Return a name of ours under which the namespace holds `value`; it stays there, for the next model."""
     start = f"_liger_trainer_{name}_"
     for alias, held in namespace.items():
         if alias.startswith(start) and held is value:
@@ -85,13 +85,13 @@ def _alias(namespace: dict[str, Any], name: str, value: Any) -> str:
 
 
 def always_reads_after(function: types.FunctionType, attribute: str, names: Collection[str]) -> bool:
-    """Whether code that reads `.attribute` goes on to read one of the globals `names`, whichever way it returns."""
+    """Whether every path through the code that reads `.attribute` goes on to read one of the globals `names`."""
     instructions = list(dis.get_instructions(function.__code__))
     position = {instruction.offset: i for i, instruction in enumerate(instructions)}
     pending = [
         i + 1 for i, x in enumerate(instructions) if x.opname in ("LOAD_ATTR", "LOAD_METHOD") and x.argval == attribute
     ]
-    found, seen = bool(pending), set()
+    reads_attribute, seen = bool(pending), set()
     while pending:
         i = pending.pop()
         instruction = instructions[i]
@@ -104,11 +104,11 @@ def always_reads_after(function: types.FunctionType, attribute: str, names: Coll
             pending.append(position[instruction.argval])
         if instruction.opname not in (*_ALWAYS_JUMPS, "RAISE_VARARGS", "RERAISE"):
             pending.append(i + 1)
-    return found
+    return reads_attribute
 
 
 def _only_global(code: types.CodeType, name: str) -> bool:
-    """Whether `name` in this code is a global and not an attribute as well: they share a table."""
+    """Whether `name` in this code is a global and nowhere an attribute: both share the table that gets renamed."""
     uses = {x.opname for x in dis.get_instructions(code) if x.argval == name and x.opname != "LOAD_CONST"}
     return uses == {"LOAD_GLOBAL"}
 
@@ -116,5 +116,5 @@ def _only_global(code: types.CodeType, name: str) -> bool:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet filled
+    except ValueError:  # an empty cell
         return None

@@ -1,8 +1,10 @@
 """A model's own rotary function, as a rule for our op: recognised by its parameters, proved by running it.
 
-The same text means different rotations, since `rotate_half` differs from module to module, and the layout of cosines
-differs from model to model. So nothing is read off the source: the function is called on random queries and keys, with
+The same source code means different rotations, since `rotate_half` differs from module to module, and the layout of
+cosines differs from model to model. So the code is not read: the function is called on random queries and keys, with
 cosines in the layouts of the model's own rotary embedding, and every rule is tried.
+
+The file has the rule first, then the replacement that follows it, then the proof, then the layouts of a model.
 """
 
 import dataclasses
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.rope import rope, rope_reference
-from .deferred_norm import DeferredNorm, normed_and_turned
+from .deferred_norm import DeferredNorm, norm_and_rotate
 from .structure import on_miniatures
 
-# From one cosine a pair, (..., R/2): all, then all again (Llama), each beside its copy (Cohere), or once (GPT-OSS).
+# What a rotary embedding makes of one cosine for each pair, (..., R/2): all, then all again (Llama); each beside its
+# copy (Cohere); or all once (GPT-OSS).
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: torch.cat((x, x), -1),
     "pairs": lambda x: x.repeat_interleave(2, -1),
@@ -34,11 +37,11 @@ class RotaryRule:
 
     Attributes:
         interleaved: pairs are columns 2j and 2j + 1.
-        half_width: cosines stand there once.
+        half_width: there is one cosine for each pair, not two.
         first_half: only the first half of the cosines' columns is read, whatever the second holds (GLM).
-        regroups: pairs come interleaved and leave as halves (DeepSeek V3).
-        complex_angles: in place of cosines and sines comes one complex tensor (Llama 4).
-        heads_dim: where the heads stand in q and k, for functions without `unsqueeze_dim`.
+        regroups: the input has pairs interleaved, the result has them as halves (DeepSeek V3).
+        complex_angles: the function takes one complex tensor in place of cosines and sines (Llama 4).
+        heads_dim: the dimension of the heads in q and k, for functions without `unsqueeze_dim`.
         promotes: the result has the dtype that q and the cosines promote to, not q's.
     """
 
@@ -54,7 +57,7 @@ class RotaryRule:
         return dict(interleaved=self.interleaved, half_width=self.half_width or self.first_half)
 
     def read(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and sines that the op is given."""
+        """Return the cosines and sines for the op."""
         half = cos.shape[-1] // 2
         return (cos[..., :half], sin[..., :half]) if self.first_half else (cos, sin)
 
@@ -72,15 +75,18 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Signature:
-    """Names of a rotary function's parameters after q and k, and the default of `unsqueeze_dim`, if there is one."""
+    """How a rotary function is called: what it takes after the angles, and where the heads are by default.
 
-    angles: tuple[str, ...]
+    Attributes:
+        heads_dim: the default of `unsqueeze_dim`, if it has that parameter.
+    """
+
     others: tuple[str, ...]
     heads_dim: int | None
 
 
 def is_rotary(function: Any) -> bool:
-    """Whether it looks like a function that turns something by angles."""
+    """Whether it looks like a function that rotates something by angles."""
     names = _parameters(function)
     return {"cos", "sin"} <= set(names) or "freqs_cis" in names
 
@@ -96,31 +102,31 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def signature(function: Any) -> Signature | str:
-    """Of queries and keys, or in words why it is another."""
+    """Return the signature of a function of queries and keys, or why it is no such function."""
     parameters = _parameters(function)
     names = list(parameters)
     heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
     if names[2:4] == ["cos", "sin"] and heads in (1, 2):
-        return Signature(("cos", "sin"), tuple(names[4:]), heads)
+        return Signature(tuple(names[4:]), heads)
     if names[2:] == ["freqs_cis"]:
-        return Signature(("freqs_cis",), (), None)
+        return Signature((), None)
     return f"it takes ({', '.join(names)}), not queries, keys, cosines, sines and unsqueeze_dim"
 
 
-def turned(
+def rotate(
     rule: RotaryRule, q: Any, k: Any, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q and k by our op.
+    """Rotate q and k by our op.
 
     Args:
         q, k: (B, H, S, D), or (B, S, H, D) if heads_dim is 2; tensors or deferred norms.
         cos, sin: (B or 1, S, R).
-        plain: by the op's reference, as the proof wants it.
+        plain: compute by the op's reference, as the proof wants it.
     """
     op = rope_reference if plain else rope
     cos, sin = rule.read(cos, sin)
     if isinstance(q, DeferredNorm) and isinstance(k, DeferredNorm) and not rule.regroups:
-        together = normed_and_turned(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
+        together = norm_and_rotate(q, k, cos, sin, heads_dim, rule.promotes, rule.options())
         if together is not None:
             return together
     q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
@@ -133,14 +139,14 @@ def turned(
 
 
 def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
-    """Under autocast the products that follow take half precision anyway, so nothing is widened before them."""
+    # Under autocast the products that follow take half precision anyway, so nothing is widened before them.
     if not rule.promotes or torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.promote_types(x.dtype, cos.dtype))
 
 
 def fits(q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
-    """Whether a call is one that the op serves. (One that is not goes to the model's own function.)"""
+    """Whether the op serves a call with these arguments. Any other goes to the model's own function."""
     if heads_dim not in (1, 2) or not all(isinstance(x, (Tensor, DeferredNorm)) for x in (q, k)):
         return False
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.requires_grad or sin.requires_grad:
@@ -158,7 +164,7 @@ def fits(q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
 
 @functools.cache  # one function for all layers and models, so that torch.compile sees one
 def replacement(function: Callable, rule: RotaryRule) -> Callable:
-    """Called like `function`, computed by the op."""
+    """Return a function that is called like `function` and computed by the op."""
     called = signature(function)
     assert isinstance(called, Signature)
 
@@ -166,25 +172,25 @@ def replacement(function: Callable, rule: RotaryRule) -> Callable:
         cos, sin = freqs_cis.real, freqs_cis.imag
         if rule.heads_dim is None or not fits(q, k, cos, sin, rule.heads_dim):
             return function(q, k, freqs_cis)
-        return turned(rule, q, k, cos, sin, rule.heads_dim)
+        return rotate(rule, q, k, cos, sin, rule.heads_dim)
 
     def apply(q, k, cos, sin, *positional, **named):
         others = {**dict(zip(called.others, positional, strict=False)), **named}
         heads_dim = others.pop("unsqueeze_dim", called.heads_dim)
         if any(x is not None for x in others.values()) or not fits(q, k, cos, sin, heads_dim):
             return function(q, k, cos, sin, *positional, **named)
-        return turned(rule, q, k, cos, sin, heads_dim)
+        return rotate(rule, q, k, cos, sin, heads_dim)
 
     return apply_complex if rule.complex_angles else apply
 
 
 @functools.cache
 def prove_rotary(function: Callable, layouts: frozenset[str]) -> RotaryRule | str:
-    """The rule of a rotary function under the layouts of cosines that its model has, or in words why there is none.
+    """Return the rule of a rotary function for the layouts of cosines that its model has, or why there is none.
 
     Args:
         function: transformers' `apply_rotary_pos_emb` of one module, or the like.
-        layouts: names in LAYOUTS, of which all must hold; if empty, any one that makes the function a rotation.
+        layouts: names in LAYOUTS. The rule must hold for all of them; for any one, if none is known.
     """
     called = signature(function)
     if isinstance(called, str):
@@ -205,7 +211,7 @@ def _candidates(called: Signature) -> Iterable[RotaryRule]:
 
 
 def _inputs(layout: str, pairs: int, heads_dim: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, ...]:
-    """Random q, k, cos and sin. Any numbers will do for the last two: a rotation is linear in them."""
+    """Draw q, k, cos and sin. Any numbers will do for the last two, because a rotation is linear in them."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(_B, h, _S, _D, generator=generator) for h in (_HEADS, _KEY_HEADS))
     cos, sin = (LAYOUTS[layout](torch.randn(_B, _S, pairs, generator=generator)) for _ in range(2))
@@ -221,25 +227,27 @@ def _theirs(function: Callable, called: Signature, inputs: tuple[Tensor, ...], h
 
 
 def _equal(function: Callable, called: Signature, rule: RotaryRule, layout: str) -> bool:
-    """Values and gradients in fp32: all columns turning, and half of them where the function can."""
+    """Compare values and gradients in fp32: with all columns rotating, and with half of them where the function can."""
     places = (1, 2) if called.heads_dim is not None else (rule.heads_dim or 1,)
     dtypes = (torch.float32, torch.float32)
-    whole, part = (
+    full, partial = (
         [_close(function, called, rule, _inputs(layout, pairs, dim, dtypes), dim) for dim in places]
         for pairs in (_D // 2, _D // 4)
     )
-    return all(whole) and False not in part
+    return all(full) and False not in partial
 
 
-def _close(function: Callable, called: Signature, rule: RotaryRule, inputs: tuple[Tensor, ...], dim: int):
-    """True or False, or None where the function does not take such inputs."""
+def _close(
+    function: Callable, called: Signature, rule: RotaryRule, inputs: tuple[Tensor, ...], dim: int
+) -> bool | None:
+    """Whether both compute the same; None where the function does not take such inputs."""
     try:
         theirs = _theirs(function, called, inputs, dim)
     except (RuntimeError, ValueError, IndexError):  # shapes that do not go together
         return None
     try:
         q, k, cos, sin = inputs
-        ours = turned(rule, q, k, cos, sin, dim, plain=True)
+        ours = rotate(rule, q, k, cos, sin, dim, plain=True)
     except (RuntimeError, ValueError):
         return False
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(theirs, ours, strict=True)):
@@ -254,7 +262,7 @@ def _gradients(outputs: tuple[Tensor, Tensor], inputs: tuple[Tensor, ...]) -> tu
 
 
 def _with_dtypes(function: Callable, called: Signature, rule: RotaryRule, layout: str) -> RotaryRule | str:
-    """The rule, with what the function does about dtypes; bf16 is compared as well."""
+    """Return the rule with `promotes` as the function does it, after a comparison in bf16; or why it fails there."""
     dim = called.heads_dim or rule.heads_dim or 1
     for dtypes in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         if called.heads_dim is None and dtypes[1] == torch.bfloat16:  # there is no complex bf16
@@ -263,7 +271,7 @@ def _with_dtypes(function: Callable, called: Signature, rule: RotaryRule, layout
         theirs = _theirs(function, called, inputs, dim)
         rule = dataclasses.replace(rule, promotes=rule.promotes or theirs[0].dtype != dtypes[0])
         q, k, cos, sin = inputs
-        for a, b in zip(theirs, turned(rule, q, k, cos, sin, dim, plain=True), strict=True):
+        for a, b in zip(theirs, rotate(rule, q, k, cos, sin, dim, plain=True), strict=True):
             if a.dtype != b.dtype:
                 return f"it returns {a.dtype} for queries in {dtypes[0]} and cosines in {dtypes[1]}, ours {b.dtype}"
             if not torch.allclose(a.float(), b.float(), rtol=2e-2, atol=4e-2):
@@ -272,8 +280,8 @@ def _with_dtypes(function: Callable, called: Signature, rule: RotaryRule, layout
 
 
 def layouts_of(model: nn.Module) -> frozenset[str]:
-    """Layouts of the cosines that the model's rotary embeddings make, as far as they can be built anew on the CPU."""
-    found: set[str] = set()
+    """Return the layouts of the cosines that the model's rotary embeddings make, where they can be rebuilt on a CPU."""
+    layouts: set[str] = set()
     built = set()
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -283,8 +291,8 @@ def layouts_of(model: nn.Module) -> frozenset[str]:
             continue
         built.add((type(module), id(config)))
         with on_miniatures(), torch.no_grad():
-            found.update(_layouts(type(module), config))
-    return frozenset(found)
+            layouts.update(_layouts(type(module), config))
+    return frozenset(layouts)
 
 
 def _layouts(rotary: Callable[..., nn.Module], config: Any) -> Iterable[str]:
@@ -292,9 +300,9 @@ def _layouts(rotary: Callable[..., nn.Module], config: Any) -> Iterable[str]:
     try:
         module = rotary(config)
         names = list(inspect.signature(module.forward).parameters)
-        given = [{"layer_type": kind} for kind in sorted(set(config.layer_types))] if "layer_type" in names else [{}]
-        outputs = [module(torch.zeros(1, _S, 8), positions, **options) for options in given]
-    except Exception:  # someone else's code, called on a guess: then its layouts are unknown
+        calls = [{"layer_type": kind} for kind in sorted(set(config.layer_types))] if "layer_type" in names else [{}]
+        outputs = [module(torch.zeros(1, _S, 8), positions, **options) for options in calls]
+    except Exception:  # this guesses how someone else's code is called; where it guesses wrong, no layout is known
         return
     for output in outputs:
         if isinstance(output, tuple) and len(output) == 2 and output[1].dim() == 3 and output[1].shape[-1] % 2 == 0:

@@ -1,16 +1,17 @@
-"""What the swapped layers look like, as data, and how a model's own layer is proved to be one of them.
+"""What a layer looks like, and how its own forward is compared with a rule.
 
 A rule is a claim about code elsewhere. Before it is acted on, the layer's own forward runs on a miniature: a shallow
-copy with small random weights on the CPU. What computes anything else than the rule is refused, with the reason. So a
-family whose code resembles a known one needs no line here, and one whose code has changed is left alone.
+copy with small random weights on the CPU. A layer that computes anything else than the rule is refused, with the
+reason. So a family whose code resembles a known one needs no line here, and one whose code has changed is left alone.
+
+The file reads in the order of a proof: look at the layer, make its miniature, run both, compare.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,69 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.hooks import is_called
 
-EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
-FIXED_EPS = (1e-5, 1e-6, 1e-12)  # of LayerNorms that keep it in their forward (OLMo)
-
-
-@dataclass(frozen=True)
-class NormForm:
-    """normalised(x) * (offset + weight) + bias.
-
-    Attributes:
-        kind: "RMSNorm", or "LayerNorm", which also subtracts the mean.
-        offset: added to the weight.
-        cast_before_weight: whether the normalised x is rounded to x's dtype before it meets the weight.
-    """
-
-    kind: str
-    offset: float = 0.0
-    cast_before_weight: bool = False
-
-
-NORM_FORMS = (
-    NormForm("RMSNorm", cast_before_weight=True),  # Llama, Mistral, Qwen
-    NormForm("RMSNorm"),  # OLMo 2, gpt-oss, Gemma 4
-    NormForm("RMSNorm", offset=1.0),  # Gemma, Qwen3-Next
-    NormForm("LayerNorm"),  # GPT-2, Cohere
-    NormForm("LayerNorm", offset=1.0),  # Nemotron
-)
-# What autocast does to a norm. "keep": nothing. "widen": half precision becomes fp32, as F.layer_norm on a GPU does.
-# "narrow": everything is cast to autocast's dtype where autocast for CUDA is on (Nemotron).
-AUTOCAST = ("keep", "widen", "narrow")
-
-ACTIVATIONS = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU", "relu2": "ReLU2"}
-OPTIONS = {  # the option of `PatchOptions` that asks for it
-    "RMSNorm": "rms_norm",
-    "LayerNorm": "layer_norm",
-    "SwiGLU": "swiglu",
-    "GEGLU": "geglu",
-    "ReLU2": "relu2",
-}
-# How gate and up come from the first linear layers: (gate, up), where None says that gate is packed [gate | up].
-LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "split": lambda gate, up: (gate, up),
-    "gate first": lambda packed: (packed, None),
-    "up first": lambda packed: packed.chunk(2, -1)[::-1],
-}
+Rule = TypeVar("Rule")
 
 _BARE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def settings(module: nn.Module) -> tuple:
-    """What a layer's behaviour may depend on beside its tensors: a key under which one proof holds for many layers.
-
-    Objects count by identity. Linear children count by name, others by their own settings.
-    """
-    own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE]
-    children = [(k, type(v) if is_linear(v) else settings(v)) for k, v in module.named_children()]
-    return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
-
-
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers."""
-    found = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    """Return a module's own parameters and buffers."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -94,7 +42,7 @@ def is_stateless(module: nn.Module) -> bool:
 
 
 def inputs_of(function: Callable) -> list[str] | None:
-    """The names of a method's inputs, None if it takes any number."""
+    """Return the names of a method's inputs, None if it takes any number."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
@@ -109,7 +57,7 @@ def is_replaced(module: nn.Module, method: str = "forward") -> bool:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """In words, why the forward of an instance cannot be replaced."""
+    """Say why the forward of this instance cannot be replaced, whatever it computes; None if it can."""
     if is_replaced(module):
         return "its forward has been replaced"
     if any(hasattr(tensor, "full_tensor") for tensor in tensors(module).values()):
@@ -120,14 +68,42 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
+def settings(module: nn.Module) -> tuple:
+    """Return what a layer's behaviour may depend on beside its tensors, as a key for `once_for_equal_layers`.
+
+    Objects count by identity. Linear children count by name, others by their own settings.
+    """
+    own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE]
+    children = [(k, type(v) if is_linear(v) else settings(v)) for k, v in module.named_children()]
+    return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
+
+
+def once_for_equal_layers(
+    prove: Callable[[nn.Module], Rule], key: Callable[[nn.Module], Hashable] = settings
+) -> Callable[[nn.Module], Rule]:
+    """Return `prove`, run once for all layers of one class with the same settings.
+
+    Keep the result no longer than the model: settings hold ids of its objects.
+    """
+    proved: dict[Hashable, Rule] = {}
+
+    def remembered(module: nn.Module) -> Rule:
+        layer = key(module)
+        if layer not in proved:
+            proved[layer] = prove(module)
+        return proved[layer]
+
+    return remembered
+
+
 def miniature(
     module: nn.Module, small: Mapping[str, Tensor], children: Mapping[str, nn.Module], training: bool = True
 ) -> nn.Module:
-    """A copy that shares every plain attribute, with tensors and children of its own, without hooks.
+    """Return a copy that shares every plain attribute, with tensors and children of its own, without hooks.
 
     Children that are not given must have no tensors: they become miniatures themselves.
     """
-    copy = object.__new__(type(module))
+    copy = object.__new__(type(module))  # no constructor: it would draw full-size weights
     vars(copy).update({k: v for k, v in vars(module).items() if k not in ("forward", "_old_forward", "_hf_hook")})
     vars(copy).update(vars(nn.Module()), training=training)
     copy._parameters.update(dict.fromkeys(module._parameters))
@@ -144,28 +120,27 @@ def miniature(
     return copy
 
 
-def first_that_holds(claims: Iterable, passed: Callable[[Any], tuple[int, str | None]]) -> Any:
-    """The first claim that passes all cases, else in words why the one that went furthest does not; None of none.
-
-    passed: of a claim, how many cases it passes and in words what differs in the next, or None.
-    """
-    nearest, reason = -1, None
-    for claim in claims:
-        cases, refused = passed(claim)
-        if refused is None:
-            return claim
-        if cases > nearest:
-            nearest, reason = cases, refused
-    return reason
-
-
-def failure(error: Exception) -> str:
-    """In words, that a layer's own forward does not run on a miniature."""
-    return f"its forward fails on a miniature: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
+@contextlib.contextmanager
+def on_miniatures(autocast: bool = False) -> Iterator[None]:
+    """Run something small on the CPU, with gradients, whatever the caller has set, and leave its random state alone."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        _GpuAutocast(),
+    ):
+        before = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", autocast)  # some layers ask for CUDA's, whatever device they are on
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", before)
 
 
 class _GpuAutocast(TorchFunctionMode):
-    """Under autocast on the CPU, torch's norms as they are under autocast on a GPU: in fp32."""
+    """Under autocast on the CPU, have torch's norms compute in fp32, as they do under autocast on a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         named = kwargs or {}
@@ -179,25 +154,6 @@ def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 else x
 
 
-@contextlib.contextmanager
-def on_miniatures(autocast: bool = False) -> Iterator[None]:
-    """Run something small on the CPU, with gradients, whatever the caller has set, and leave its random state alone."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.device("cpu"),
-        torch.random.fork_rng(devices=[]),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        _GpuAutocast(),
-    ):
-        before = torch.is_autocast_enabled("cuda")
-        torch.set_autocast_enabled("cuda", autocast)  # what some layers ask, whatever device they are on
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled("cuda", before)
-
-
 @functools.cache
 def widens_under_autocast(kind: str, device_type: str) -> bool:
     """Whether torch's own norm of that kind takes half precision to fp32 under autocast on that device."""
@@ -206,17 +162,39 @@ def widens_under_autocast(kind: str, device_type: str) -> bool:
         return norm(torch.ones(1, 1, dtype=torch.bfloat16, device=device_type), (1,)).dtype == torch.float32
 
 
+def first_that_holds(rules: Iterable, check: Callable[[Any], tuple[int, str | None]]) -> Any:
+    """Return the first rule that passes all cases, else why the one that went furthest fails; None if there is none.
+
+    Args:
+        check: takes a rule; returns how many cases it passes, and what differs in the next one, or None.
+    """
+    furthest, reason = -1, None
+    for rule in rules:
+        passed, refused = check(rule)
+        if refused is None:
+            return rule
+        if passed > furthest:
+            furthest, reason = passed, refused
+    return reason
+
+
+def failure(error: Exception) -> str:
+    """Say that a layer's own forward does not run on a miniature."""
+    return f"its forward fails on a miniature: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
+
+
 def difference(got: Tensor, want: Any, narrow: float = 1e-2) -> str | None:
-    """In words, how a layer's output differs from the rule's beyond rounding; None if it does not.
+    """Say how a layer's output differs from the rule's beyond rounding; None if it does not.
 
     fp32 is compared row by row to 1e-5, narrower dtypes as a whole to `narrow`.
     """
     if not isinstance(want, Tensor) or got.shape != want.shape:
-        found = tuple(want.shape) if isinstance(want, Tensor) else f"a {type(want).__name__}"
-        return f"it returns {found} where {tuple(got.shape)} was expected"
+        returned = tuple(want.shape) if isinstance(want, Tensor) else f"a {type(want).__name__}"
+        return f"it returns {returned} where {tuple(got.shape)} was expected"
     if got.dtype != want.dtype:
         return f"it returns {want.dtype} where {got.dtype} was expected"
     wide = want.dtype == torch.float32
+    # Row by row, because rows differ in size by 1e7: a wrong eps shows in the smallest alone.
     rows = (-1, want.shape[-1]) if wide else (1, -1)
     norm = want.double().reshape(rows).norm(dim=1)
     error = (got.double() - want.double()).reshape(rows).norm(dim=1)
@@ -226,17 +204,17 @@ def difference(got: Tensor, want: Any, narrow: float = 1e-2) -> str | None:
 
 
 def gradient_difference(got: Tensor, want: Tensor, inputs: Sequence[Tensor]) -> str | None:
-    """As `difference`, of the gradients of both outputs; compared in fp32 alone."""
+    """Do as `difference`, for the gradients of both outputs; they are compared in fp32 alone."""
     if any(x.dtype != torch.float32 for x in (got, *inputs)):
         return None
     if not want.requires_grad:
         return "its output has no gradient"
     weights = torch.linspace(-1, 1, want.numel(), dtype=torch.float32, device="cpu").view(want.shape)
-    ours, own = (torch.autograd.grad((y * weights).sum(), inputs, allow_unused=True) for y in (got, want))
-    for mine, theirs in zip(ours, own, strict=True):
-        if mine is None or theirs is None:
-            if mine is not theirs:
+    ours, theirs = (torch.autograd.grad((y * weights).sum(), inputs, allow_unused=True) for y in (got, want))
+    for a, b in zip(ours, theirs, strict=True):
+        if a is None or b is None:
+            if a is not b:
                 return "its gradients differ"
-        elif (mine - theirs).norm() > 1e-4 * theirs.norm():
+        elif (a - b).norm() > 1e-4 * b.norm():
             return "its gradients differ"
     return None

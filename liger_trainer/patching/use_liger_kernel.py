@@ -1,7 +1,7 @@
 """`use_liger_kernel=True` of an unmodified `transformers.Trainer`, and of TRL's trainers, served by `patch`.
 
 `enable()` replaces the one function through which Trainer applies the flag, and makes `evaluate` and `predict` apply it
-too: Trainer itself does so in `train` only. `disable()` puts everything back. Models stay as they are.
+too, because Trainer itself does so in `train` only. `disable()` puts both back. Patched models stay patched.
 """
 
 import functools
@@ -18,7 +18,8 @@ from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
-from .patcher import Patched, PatchOptions, base_of, patch, patched_record
+from .options import PatchOptions
+from .patcher import Patched, base_of, patch, patched_record
 
 _replacements = Replacements()
 
@@ -37,16 +38,16 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take `enable()` back: the flag then means LinkedIn's liger-kernel again. Without `enable()` nothing happens."""
+    """Undo `enable()`: the flag then means LinkedIn's liger-kernel again. Without `enable()` nothing happens."""
     _replacements.undo()
 
 
 def apply_liger_kernel(model: Any, kernel_config: Mapping[str, bool] | None) -> None:
-    """What Trainer calls with `liger_kernel_config`: patches the model and prints what was replaced.
+    """Patch the model as `liger_kernel_config` says and print what was replaced. Trainer calls this.
 
     Raises:
         ConfigError: an unknown option, or one without effect here; a model that is no PreTrainedModel, or was patched
-            otherwise before; a model in which nothing is found to replace.
+            with other options before; a model without anything to replace.
     """
     base, flags = base_of(model), dict(kernel_config or {})
     options = PatchOptions.of(flags)
@@ -68,7 +69,7 @@ def apply_liger_kernel(model: Any, kernel_config: Mapping[str, bool] | None) -> 
 
 
 def _check_agrees(done: Patched, flags: dict[str, bool]) -> None:
-    if has_trl_head(done.model):  # it stands above a fused loss from before, and TRL switches that off by itself
+    if has_trl_head(done.model):  # TRL asks for no fused loss; one from before stands below its head and is unused
         flags.pop("fused_linear_cross_entropy", None)
     differing = {name: value for name, value in flags.items() if getattr(done.options, name) != value}
     if differing:
@@ -91,7 +92,7 @@ def _patching_first(evaluation_loop: Callable) -> Callable:
 
 
 def _beside_liger() -> str:
-    """Says so where LinkedIn's package is there too."""
+    """Say that LinkedIn's package is not used, where it is installed too."""
     if importlib.util.find_spec("liger_kernel") is None:
         return ""
     try:

@@ -30,10 +30,10 @@ class ProgressBar(ProgressCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGINT or SIGTERM ends training after the step at hand, with a checkpoint; a second one ends it at once.
+    """Ends training after the current step, with a checkpoint, on SIGINT or SIGTERM; at once on a second signal.
 
-    With several processes the signals keep their usual meaning: the ranks could stop at different steps, and the
-    one that goes on would wait for the others.
+    With several processes the signals keep their usual meaning: ranks could stop at different steps, and those that go
+    on would wait for the others.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class StopOnSignal(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the two signals; the handlers from before are put back."""
+        """Handle the two signals; put the earlier handlers back at the end."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in before:
             signal.signal(number, self._receive)
@@ -64,7 +64,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class StopOnNonFinite(TrainerCallback):
-    """A logged loss that is NaN or infinite ends the run, before a checkpoint of such weights is saved."""
+    """Ends the run at a logged loss that is NaN or infinite, before a checkpoint of such weights is saved."""
 
     def __init__(self) -> None:
         self.last_finite = 0
@@ -76,11 +76,11 @@ class StopOnNonFinite(TrainerCallback):
         if math.isfinite(loss):
             self.last_finite = state.global_step
             return
-        before = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
-        advice = f"liger-trainer resume {args.output_dir} --checkpoint {before[-1].name}" if before else ""
+        finite = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
+        advice = f"liger-trainer resume {args.output_dir} --checkpoint {finite[-1].name}" if finite else ""
         raise NonFiniteError(
             f"the loss up to step {state.global_step} is {loss}; it was finite up to step {self.last_finite}. Training "
-            f"stopped. {f'The last checkpoint before: {advice}' if before else 'No checkpoint was saved before.'} "
+            f"stopped. {f'The last checkpoint before: {advice}' if finite else 'No checkpoint was saved before.'} "
             "A smaller learning_rate, warmup_steps or max_grad_norm may help; so may bf16 instead of fp16."
         )
 
@@ -88,12 +88,12 @@ class StopOnNonFinite(TrainerCallback):
 class Pace(TrainerCallback):
     """Adds `tokens_per_second` and `peak_memory_mib` to every training log.
 
-    The clock runs in steps, not in the evaluations and saves between them. Memory is the peak since training began.
+    The clock runs during steps, not during evaluations and saves. Memory is the peak since training began.
     """
 
     def __init__(self) -> None:
         self.start = self.end = self.paused = 0.0
-        self.tokens, self.elsewhere = 0.0, True
+        self.tokens, self.out_of_step = 0.0, True
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.tokens = tokens_before(state)
@@ -102,31 +102,31 @@ class Pace(TrainerCallback):
         now = time.perf_counter()
         if self.start == 0.0:
             self.start = now
-        elif self.elsewhere:
+        elif self.out_of_step:
             self.paused += now - self.end
-        self.elsewhere = False
+        self.out_of_step = False
 
     def on_step_end(self, args, state, control, **kwargs):
         self.end = time.perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self.elsewhere = True
+        self.out_of_step = True
 
     on_save = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "loss" not in logs or "num_tokens" not in logs:
             return
-        now = self.end = time.perf_counter()  # the losses were read, so the device has done its steps
+        now = self.end = time.perf_counter()  # reading the losses waited for the device, so its steps are done
         tokens, seconds = logs["num_tokens"] - self.tokens, now - self.start - self.paused
         facts = {"tokens_per_second": round(tokens / seconds, 1), "peak_memory_mib": round(peak_memory_mib(args), 1)}
-        logs.update(facts)  # for the trackers
+        logs.update(facts)  # trackers read these logs; log_history holds a copy
         state.log_history[-1].update(facts)
         self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
 
 
 def peak_memory_mib(args: TrainingArguments) -> float:
-    """Of the GPU, allocated since training began; on a CPU, the resident memory of the process."""
+    """Return the GPU memory allocated since training began; on a CPU, the resident memory of the process."""
     if args.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on disk: the newest one, whether it is whole, and what continues it. Imports no torch."""
+"""Find the checkpoints of a run, check that they are complete, and resume from one. Imports no torch."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _WEIGHTS = (
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
-    """The checkpoint-N directories of a run, oldest first."""
+    """Return the checkpoint-N directories of a run, oldest first."""
     found = [
         path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
     ]
@@ -30,12 +30,12 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.partition("-")[2])
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as names, sizes and headers tell; None if nothing is.
+    """Return what is wrong with a checkpoint, judging by names, sizes and headers; None if nothing is.
 
     Reads no weights: a safetensors file says how long it must be, torch's files are zip archives that end in a
     directory, and an index names its shards.
@@ -85,13 +85,13 @@ def _safetensors_damage(path: Path) -> Iterator[str]:
 def resumption(
     run_dir: Path, checkpoint: str | None, overrides: list[str], force: bool = False
 ) -> tuple[str, list[str]]:
-    """The configuration and the settings that continue the run in `run_dir`.
+    """Return the configuration and the settings that continue the run in `run_dir`.
 
     Args:
         run_dir: the output_dir of the run.
-        checkpoint: name of the checkpoint to go on from; None is the newest.
-        overrides: settings that go before those the run was started with.
-        force: whether to go on though data or models have changed since.
+        checkpoint: name of the checkpoint to resume from; None is the newest.
+        overrides: settings that replace those of the run.
+        force: whether to resume though data or models have changed.
 
     Raises:
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.

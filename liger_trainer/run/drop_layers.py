@@ -1,4 +1,4 @@
-"""Students made from their teacher: a copy of a causal LM with some of its decoder layers left out.
+"""Make a student from its teacher: a copy of a causal LM without some of its decoder layers.
 
 `drop_layers(teacher, keep_every_nth=2)` keeps the embeddings, the final norm, the head, every second layer
 and the last. The result is an ordinary model: it trains, generates, is saved and loaded like any other, and shares
@@ -21,9 +21,9 @@ from ..losses.model_parts import decoder_layers
 def drop_layers(
     model: PreTrainedModel, *, keep_every_nth: int | None = None, keep: Sequence[int] | None = None
 ) -> PreTrainedModel:
-    """A new model with only the kept decoder layers of `model`: weights copied, dtype and device unchanged.
+    """Return a new model with only the kept decoder layers of `model`: weights copied, dtype and device unchanged.
 
-    The layers are the one `nn.ModuleList` of the model that is as long as `config.num_hidden_layers`.
+    The layers are the one `nn.ModuleList` with `config.num_hidden_layers` entries.
     Per-layer lists of the configuration (`layer_types` and the like) shrink with them and the layers are
     numbered anew, so that the KV cache works. Exactly one of the two keywords is given.
 
@@ -84,7 +84,7 @@ def _is_int(value: Any) -> bool:
 
 
 def thinned_config(teacher_config: PreTrainedConfig, kept: list[int]) -> PreTrainedConfig:
-    """A copy with fewer layers, in which each per-layer list is cut to the kept ones."""
+    """Return a copy with fewer layers, in which each per-layer list is cut to the kept ones."""
     config = copy.deepcopy(teacher_config)
     text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
@@ -136,17 +136,17 @@ def _check_layers(teacher_layers: nn.ModuleList, student_layers: nn.Module, kept
         if different := originals.keys() ^ copies.keys():
             raise ValueError(f"Only one of teacher and student has {sorted(different)} in layer {old}.")
         for name, module in copies.items():
-            theirs = _settings(originals[name])
+            original = _settings(originals[name])
             for key, value in _settings(module).items():
-                if value != theirs.get(key) and (theirs.get(key), value) != (old, new):
+                if value != original.get(key) and (original.get(key), value) != (old, new):
                     raise ValueError(
-                        f"{name or 'The layer'} has {key}={theirs.get(key)!r} in layer {old} of the teacher "
+                        f"{name or 'The layer'} has {key}={original.get(key)!r} in layer {old} of the teacher "
                         f"and {value!r} in layer {new} of the student."
                     )
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """The plain values set on a module, without those that do not change what it computes."""
+    """Return the plain values set on a module, without those that do not change what it computes."""
     return {
         key: value
         for key, value in vars(module).items()

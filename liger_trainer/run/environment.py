@@ -13,18 +13,18 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "datasets", "accel
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers."""
-    found = {"python": platform.python_version(), "liger-trainer": __version__}
+    """Return the versions of Python and of the packages that decide the numbers."""
+    installed = {"python": platform.python_version(), "liger-trainer": __version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # triton, with a CPU build of torch
-    return found
+    return installed
 
 
 def device_facts() -> dict[str, Any]:
-    """The accelerators as torch sees them."""
+    """Return the accelerators as torch sees them."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -1,4 +1,4 @@
-"""Starting a run again through accelerate's launcher, for several processes."""
+"""Start a run again through accelerate's launcher, for several processes."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ LAUNCHED = "LIGER_TRAINER_LAUNCHED"
 
 
 def launcher_arguments(config: "RunConfig") -> list[str]:
-    """What the configuration says to `accelerate launch`: `num_processes: 2` is `--num_processes 2`.
+    """Return the configuration's arguments for `accelerate launch`: `num_processes: 2` is `--num_processes 2`.
 
     Raises:
         ConfigError: `accelerate_config` is neither a file nor one of TRL's.
@@ -36,12 +36,12 @@ def _accelerate_config(config: "RunConfig") -> Path:
     name = config["accelerate_config"]
     if Path(name).expanduser().is_file():
         return Path(name).expanduser()
-    found = importlib.util.find_spec("trl")  # finds, and imports nothing
-    folder = Path(found.origin).parent / "accelerate_configs" if found and found.origin else Path()
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise config.error("accelerate_config", f"expected a file or one of {', '.join(known)}, got {name!r}.{hint}")
+    trl = importlib.util.find_spec("trl")  # does not import it
+    folder = Path(trl.origin).parent / "accelerate_configs" if trl and trl.origin else Path()
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise config.error("accelerate_config", f"expected a file or one of {', '.join(names)}, got {name!r}.{hint}")
     return folder / f"{name}.yaml"
 
 

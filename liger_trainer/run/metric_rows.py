@@ -1,6 +1,6 @@
-"""The held-out metrics that a run is judged by: their names in `trainer.evaluate()` and in words. Imports nothing."""
+"""The held-out metrics of a run, by name and in words. Imports nothing."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -12,7 +12,7 @@ class MetricRow:
     title: str
     digits: int = 3
     better: str | None = None
-    """"lower" or "higher"; None where neither is"""
+    """"lower", "higher" or None"""
 
 
 SFT_ROWS = (
@@ -28,10 +28,23 @@ DISTILL_ROWS = (
     MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
     MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
-OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs it by both
+OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 
-def said_already(metric: str, measured: Iterable[Collection[str]]) -> bool:
-    """Whether each run that has a metric, of runs with these metrics, has it by its other name too."""
+def shown_rows(rows: Iterable[MetricRow], measured: Sequence[Collection[str]]) -> tuple[MetricRow, ...]:
+    """Return the rows whose metric some run has, each metric by one of its names.
+
+    Args:
+        measured: the names of the metrics of each run.
+    """
+    return tuple(
+        row
+        for row in rows
+        if any(row.metric in names for names in measured) and not has_other_name(row.metric, measured)
+    )
+
+
+def has_other_name(metric: str, measured: Iterable[Collection[str]]) -> bool:
+    """Whether every run that has the metric has it by its other name too."""
     other = OTHER_NAME.get(metric)
     return other is not None and all(other in names for names in measured if metric in names)

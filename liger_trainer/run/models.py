@@ -1,4 +1,4 @@
-"""Models of a run: first everything that can be checked without weights, then the weights."""
+"""Open and load the models of a run: first everything that can be checked without weights, then the weights."""
 
 import json
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that exists and whose configuration and tokenizer could be read; no weights yet."""
+    """A model with its configuration and tokenizer; no weights yet."""
 
     key: str
     """the configuration key that named it"""
@@ -39,7 +39,7 @@ class ModelFiles:
     revision: str | None
     config: PreTrainedConfig
     tokenizer: Any
-    """None for a teacher that has none beside it"""
+    """None for a teacher that was saved without one"""
 
 
 def open_model(config: "RunConfig", key: str) -> ModelFiles:
@@ -69,7 +69,9 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
 
 
 def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFiles]]:
-    """The models that teach, by name, "" for an only one; each with the configuration that `teachers` makes it.
+    """Return the models that teach, by name, each with the configuration of its entry in `teachers`.
+
+    A single teacher has the name "".
 
     Raises:
         ConfigError: as `open_model`.
@@ -77,26 +79,28 @@ def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFile
     key = "teacher_model_name_or_path"
     if not config["teachers"]:
         return {"": (config, open_model(config, key))} if config[key] else {}
-    given = config["teachers"]
-    args = SimpleNamespace(**{**config.values, "teachers": json.loads(given) if isinstance(given, str) else given})
-    found = {}
+    entries = config["teachers"]
+    args = SimpleNamespace(
+        **{**config.values, "teachers": json.loads(entries) if isinstance(entries, str) else entries}
+    )
+    opened = {}
     for entry in entries_of(args):
         if entry.args.teacher == "model":
-            own = replace(
+            entry_config = replace(
                 config, values={**config.values, **{name: getattr(entry.args, name) for name in OF_ONE_TEACHER}}
             )
             try:
-                found[entry.name] = own, open_model(own, key)
+                opened[entry.name] = entry_config, open_model(entry_config, key)
             except ConfigError as error:
                 raise config.error("teachers", f"{entry.name}: {error}") from None
-    return found
+    return opened
 
 
 def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None:
-    """What can be wrong between model, data and settings, as far as it shows without weights.
+    """Check that model, data and settings fit together, as far as it shows without weights.
 
     Raises:
-        ConfigError: chat rows without a chat template, more layers to skip than there are, unknown tokens.
+        ConfigError: chat rows without a chat template, layers that the model does not have, unknown tokens.
         DataError: a row with a role that the chat template does not know, or that it refuses.
     """
     template = config["chat_template_path"]
@@ -123,7 +127,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
 
 
 def _template_text(config: "RunConfig") -> str | None:
-    """The chat template of `chat_template_path`, a file or a model; None where that is not set."""
+    """Return the chat template of `chat_template_path`, a file or a model; None if it is not set."""
     path = config["chat_template_path"]
     if path is None:
         return None
@@ -136,8 +140,10 @@ def _template_text(config: "RunConfig") -> str | None:
 
 
 def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: ModelFiles) -> Vocabulary | None:
-    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`. None with a `uld` loss, which
-    needs nothing of the kind.
+    """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`.
+
+    Returns:
+        None with a `uld` loss, which compares models of different tokenizers.
 
     Raises:
         ConfigError: an id means different tokens, or `teacher_tokenizer_name_or_path` has no tokenizer.
@@ -153,13 +159,13 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
 
 
 def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
-    """The model that is trained: loaded as TRL would load it, then thinned if `keep_every_nth_layer` says so.
+    """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out.
 
     Call it after `config.training_args()`, which sets up the devices.
 
     Raises:
-        ConfigError: missing or broken weights, an option that this model or installation does not know, a key that
-            only `init-student` can follow.
+        ConfigError: missing or broken weights, an option that this model or installation does not know, a key of
+            `init-student`.
     """
     for key in ("student_num_layers", "student_intermediate_size"):
         if config[key] is not None:
@@ -175,7 +181,7 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
 
 
 def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
-    """The model that a student is made from: never quantised, on the CPU, in the dtype of its files if none is set.
+    """Load the model that a student is made from: not quantised, on the CPU, in the dtype of its files by default.
 
     Raises:
         ConfigError: as `load_student`.
@@ -187,7 +193,7 @@ def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
 
 
 def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreTrainedModel:
-    """`from_pretrained` with what the configuration says about it, and `changes`.
+    """Call `from_pretrained` with the options of the configuration, and `changes`.
 
     Raises:
         ConfigError: missing or broken weights, an option that this model or installation does not know.
@@ -217,8 +223,8 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
 
 
 def _device_map(config: "RunConfig") -> str | None:
-    """Straight onto the GPU where one process has it; a student that is built from parts is built on the CPU."""
-    if config.values.get("teacher") == "cache":  # whether the cache belongs to the rows shows before the GPU is needed
+    """Load straight onto the GPU if one process has it; a student that loses layers is built on the CPU."""
+    if config.values.get("teacher") == "cache":  # the cache is compared with the rows before the GPU is used
         return None
     state = PartialState()
     alone_on_gpu = state.num_processes == 1 and state.device is not None and state.device.type not in ("cpu", "mps")

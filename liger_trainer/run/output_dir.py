@@ -1,4 +1,4 @@
-"""The output directory of a run: what may be written there, what is, and in which order.
+"""The output directory of a run: what may be written there, what is written, and in which order.
 
 The trained weights are saved before the last evaluation, and metrics.json last of all: its presence means that the
 run is finished, and nothing that follows training can lose the model.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check_output_dir(config: "RunConfig") -> Path:
-    """The output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
+    """Return the output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
 
     Raises:
         ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
@@ -46,38 +46,42 @@ def check_output_dir(config: "RunConfig") -> Path:
         raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
     for key in ("model_name_or_path", "teacher_model_name_or_path"):
         name = config.values.get(key)
-        there = [
+        taken = [
             path for path in (output_dir, *earlier) if name and path.resolve() == Path(name).expanduser().resolve()
         ]
-        if there:
-            raise config.error("output_dir", f"{there[0]} is also {key}, which would be overwritten.")
+        if taken:
+            raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
     check_writable(config, "output_dir", output_dir)
     return output_dir
 
 
 def check_writable(config: "RunConfig", key: str, path: Path) -> None:
-    """By making something there, since the rights of a network's folder are not what the system tells of them.
+    """Check that a folder can be written to, by making something there.
+
+    The access rights of a network folder do not say what its server will refuse.
 
     Raises:
         ConfigError: the folder, or the nearest one above it that exists, cannot be written to.
     """
-    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    nearest = next(above for above in (path, *path.absolute().parents) if above.exists())
     try:
-        with TemporaryDirectory(dir=there, prefix=".liger-trainer-"):
+        with TemporaryDirectory(dir=nearest, prefix=".liger-trainer-"):
             pass
     except OSError as error:
-        why = f" ({error.strerror})" if there.is_dir() else ""
-        raise config.error(key, f"{there} is no directory that can be written to{why}.") from None
+        why = f" ({error.strerror})" if nearest.is_dir() else ""
+        raise config.error(key, f"{nearest} is no directory that can be written to{why}.") from None
 
 
 def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
-    """Those that a run which does not go on from one must not be taken for: resuming and `save_total_limit` go by the
-    number of the step."""
+    """Return checkpoints that this run does not resume from.
+
+    They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
+    """
     return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
 
 
 def start_output(trainer: Trainer, config: "RunConfig") -> None:
-    """At the start of training: config.yaml, which `liger-trainer resume` reads, and nothing of a run that this one
+    """At the start of training, write config.yaml, which `liger-trainer resume` reads, and remove the run that this one
     overwrites."""
     if trainer.is_world_process_zero():
         output_dir = Path(str(trainer.args.output_dir))
@@ -92,7 +96,7 @@ def start_output(trainer: Trainer, config: "RunConfig") -> None:
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
     """Save the trained weights and the tokenizer, so that transformers alone can load them.
 
-    A LoRA adapter is saved as such, unless its base model was made by dropping layers: that base is nowhere on
+    A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
     disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
     """
     if isinstance(trainer.model, PeftModel) and config.drops_layers():
@@ -103,11 +107,11 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
 
 
 def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """Everything after the last evaluation: the model card, the hub if asked for, metrics.json, report.html.
+    """Write what follows the last evaluation: the model card, the push to the hub, metrics.json, report.html.
 
     Raises:
         NonFiniteError: a metric of the trained model is NaN; metrics.json says which.
-        LigerTrainerError: the hub refused the model, or could not be reached; everything is written here.
+        LigerTrainerError: the hub refused the model, or could not be reached; all files are written by then.
     """
     _write_card(trainer, config, output_dir, results)
     refused = _push(trainer, config) if config["push_to_hub"] else None
@@ -116,25 +120,25 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
     trainer.accelerator.end_training()
-    lost = [name for name, value in results.after.items() if math.isnan(value)]
-    if lost:
-        raise NonFiniteError(f"the trained model's {', '.join(lost)} is NaN; what is in {output_dir} is of no use.")
+    nans = [name for name, value in results.after.items() if math.isnan(value)]
+    if nans:
+        raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
     if refused is not None:
         again = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
         raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {again}")
 
 
 def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
-    """What came in the way; it must not cost the results of the run, which are not written yet."""
+    """Push the model and return the error, if any: it must not cost the results, which are not written yet."""
     try:
         trainer.push_to_hub(dataset_name=config["dataset_name"])
-    except Exception as error:  # huggingface_hub's, and those of what it asks the hub with
+    except Exception as error:  # errors of huggingface_hub and of its HTTP client
         return error
     return None
 
 
 def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
-    """The card of this run in place of what TRL and PEFT write at every save; `push_to_hub` writes it once more."""
+    """Write the card of this run in place of the one that TRL and PEFT write; `push_to_hub` writes it once more."""
     from .reports.model_card import NAME, Published, model_card
 
     model = Published(
@@ -153,7 +157,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
 
 
 def _circumstances(config: "RunConfig") -> dict[str, Any]:
-    """What a run came from and happened on."""
+    """Return what a run came from, and where it ran."""
     return {
         "settings": {key: {"value": value, "set_by": where} for key, (value, where) in config.changes().items()},
         "versions": versions(),
@@ -163,7 +167,7 @@ def _circumstances(config: "RunConfig") -> dict[str, Any]:
 
 
 def _report(output_dir: Path) -> None:
-    """report.html. Whatever may go wrong with a drawing, the run is done and everything else is saved."""
+    """Write report.html. An error in it is printed: the run is done, and everything else is saved."""
     from .reports.html import write_report
     from .reports.read_run import read_run
 
@@ -175,7 +179,7 @@ def _report(output_dir: Path) -> None:
 
 
 def _for_json(value: Any) -> Any:
-    """JSON has no NaN: a number that is none is written as its name."""
+    """Replace NaN and infinities, which JSON does not have, by their names."""
     if isinstance(value, dict):
         return {str(k): _for_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

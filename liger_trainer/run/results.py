@@ -1,4 +1,4 @@
-"""What a run says: its effective configuration and data at the start, its results at the end."""
+"""The results of a run, and what it prints: configuration and data at the start, results at the end."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the training took. `peak_memory_mib` is allocated GPU memory during training, or, on a CPU, the
-    resident memory of the whole process up to its end."""
+    """What the training took. `peak_memory_mib` is the GPU memory allocated in training, or, on a CPU, the resident
+    memory of the process up to its end."""
 
     steps: int
     epochs: float
@@ -35,8 +35,7 @@ class TrainingFacts:
     trainable_parameters: int
     parameters: int
     resumed_at: int = 0
-    """the step that a resumed run went on from; seconds and tokens_per_second are those of the steps after it, tokens
-    those of the whole run"""
+    """the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RunResults:
 
 
 def patch_facts(**models: Patched | None) -> dict[str, Any]:
-    """What was swapped in each model, by name, and what was left alone and why; not of a model that is None."""
+    """Return, for each model that is not None, what was swapped, what was left alone, and why."""
     reports = {name: patched.report for name, patched in models.items() if patched is not None}
     return {
         name: {"model": report.model, "swapped": dict(report.swapped), "left_alone": report.left_alone}
@@ -69,12 +68,12 @@ def patch_facts(**models: Patched | None) -> dict[str, Any]:
 
 
 def run_console() -> Console:
-    """The console of a run; silent in all processes but the first, by the RANK that launchers set."""
+    """Return the console of a run, which is silent in all processes but the first."""
     return Console(quiet=not is_main_process())
 
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
-    """The settings that differ from the defaults, with their origin, and what is known about the data."""
+    """Print the settings that differ from the defaults, where each was set, and the facts about the data."""
     settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")
@@ -85,21 +84,21 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
 
 
 def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
-    """What is known about the data; in yellow rows that are there more than once."""
+    """Print the facts about the data; counts of repeated rows in yellow."""
     data = Table(title="data", title_justify="left", show_header=False)
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
         shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
-        twice = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
-        data.add_row(name.replace("_", " "), shown, style="yellow" if twice else None)
+        repeated = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
+        data.add_row(name.replace("_", " "), shown, style="yellow" if repeated else None)
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)
 
 
 def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, ...], output_dir: Path) -> None:
-    """The end of a run: completions, the table before/after, speed, memory, and where everything is."""
+    """Print completions, the table of metrics, speed, memory, and where the files are."""
     print_completions(console, results.completions)
     console.print(comparison_table(rows, results.before, results.after))
     training = results.training
@@ -113,7 +112,7 @@ def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, 
 
 
 def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
-    """What the trainer made of the rows of each split; in yellow what is lost of them."""
+    """Print what the trainer made of the rows of each split; losses in yellow."""
     table = Table(title="rows, tokenized", title_justify="left")
     table.add_column()
     for split in rows:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 ANSWERS = ("assistant", "model")  # roles
-TEXT_PROMPT_TOKENS = 32  # of a row of plain text or token ids, which has no prompt of its own
+TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out prompt, as shown and as tokens, with the answer the dataset gives."""
+    """A held-out prompt as text and as tokens, with the answer in the dataset."""
 
     text: str
     input_ids: list[int]
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt with what each model made of it; `teacher` is None where there is none."""
+    """One prompt with the completion of each model; `teacher` is None without a teacher."""
 
     prompt: str
     reference: str | None
@@ -46,7 +46,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A student at one moment: its held-out metrics, named without `eval_`, and what it makes of the prompts."""
+    """A student at one moment: its held-out metrics, named without `eval_`, and its completions."""
 
     metrics: dict[str, float]
     texts: list[str]
@@ -63,7 +63,7 @@ def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) ->
 def compare(
     prompts: Sequence[Prompt], before: Measurement, after: Measurement, teacher: Sequence[str] | None = None
 ) -> list[Completion]:
-    """The completions of each prompt, side by side."""
+    """Return the completions of each prompt, side by side."""
     return [
         Completion(prompt.text, prompt.reference, before.texts[i], after.texts[i], teacher[i] if teacher else None)
         for i, prompt in enumerate(prompts)
@@ -71,10 +71,9 @@ def compare(
 
 
 def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """`num_sample_completions` prompts from rows spread evenly over the held-out rows.
+    """Return `num_sample_completions` prompts, from rows spread evenly over the held-out rows.
 
-    Call it once the trainer exists: it may have changed the chat template. A prompt longer than `max_length`
-    keeps its end.
+    Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
     count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
@@ -86,10 +85,10 @@ def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTo
 def in_other_tokens(
     prompts: Sequence[Prompt], config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The same prompts for a model of another tokenizer, in its own chat template."""
+    """Return the same prompts for a model with another tokenizer, in its chat template."""
     if data.facts.form != "text":
         return held_out_prompts(config, data, tokenizer)
-    return [Prompt(p.text, tokenizer(p.text)["input_ids"], p.reference) for p in prompts]  # cut by the other's tokens
+    return [Prompt(p.text, tokenizer(p.text)["input_ids"], p.reference) for p in prompts]  # cut as the student's were
 
 
 def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, text_field: str) -> Prompt:
@@ -113,21 +112,21 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
         messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
     )
     ids = rendered["input_ids"]
-    return Prompt(_said(messages[-1:]), ids, _said(answer) if answer else None)
+    return Prompt(_text_of(messages[-1:]), ids, _text_of(answer) if answer else None)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
-def _said(messages: Sequence[dict[str, Any]]) -> str:
+def _text_of(messages: Sequence[dict[str, Any]]) -> str:
     return "\n".join(str(message.get("content") or "") for message in messages)
 
 
 def complete(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[str]:
-    """Greedy completions, one prompt at a time (so no padding).
+    """Return greedy completions, made one prompt at a time, so that nothing is padded.
 
     Args:
         model: a transformers or PEFT model; it is left in the mode it was in.
@@ -148,8 +147,10 @@ def complete(
         with torch.no_grad():
             for prompt in prompts:
                 ids = torch.tensor([prompt.input_ids], device=device)
-                made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-                texts.append(_decode(tokenizer, made[0, ids.shape[1] :]))
+                generated = model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+                )
+                texts.append(_decode(tokenizer, generated[0, ids.shape[1] :]))
     finally:
         model.train(training)
     return texts
@@ -158,7 +159,11 @@ def complete(
 def complete_by_each(
     models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[str] | None:
-    """Of each prompt the completion, or, by several models, a line of each that begins with its name; None by none."""
+    """Return the completion of each prompt. Of several models, each has a line that begins with its name.
+
+    Returns:
+        None without a model.
+    """
     texts = [complete(model, tokenizer, prompts, max_new_tokens) for model in models.values()]
     if len(texts) < 2:
         return texts[0] if texts else None
@@ -169,7 +174,7 @@ def complete_by_each(
 
 
 def comparison_table(rows: Sequence[MetricRow], before: dict[str, float], after: dict[str, float]) -> Table:
-    """The held-out metrics before and after training, with the relative change."""
+    """Return the held-out metrics before and after training, with the relative change."""
     table = Table(title="Held-out rows, before and after training", title_justify="left")
     table.add_column("metric")
     for column in ("before", "after", "change"):
@@ -187,7 +192,7 @@ def _change(old: float, new: float) -> str:
 
 
 def print_completions(console: Console, completions: Sequence[Completion]) -> None:
-    """Each prompt with its completions, one panel a prompt."""
+    """Print each prompt with its completions in a panel."""
     for completion in completions:
         parts = [Text(completion.prompt, style="bold")]
         for title in ("teacher", "before", "after"):

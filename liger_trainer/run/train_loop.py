@@ -47,11 +47,11 @@ class Clock:
 
 
 class MeasureFirst(TrainerCallback):
-    """Measures the student once training is set up and before its first step, and stores that with each checkpoint.
-    Then the output directory becomes that of this run.
+    """Measures the student before the first step, prepares the output directory, and stores the result with each
+    checkpoint.
 
-    Earlier would be wrong with several processes: an evaluation before `Trainer.train()` marks the model as prepared,
-    so that `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
+    It waits until training is set up: an evaluation before `Trainer.train()` marks the model as prepared, and then
+    `train()` leaves out the DDP wrapper and every rank follows its own gradients (accelerate 1.15).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MeasureFirst(TrainerCallback):
             else:
                 self.result = self.measure()
         _check_best_metric(self.config, self.result.metrics)
-        start_output(self.trainer, self.config)  # once nothing speaks against it: it takes away what is overwritten
+        start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.ended = time.perf_counter()
@@ -95,7 +95,7 @@ def train(
     measure: Callable[[], Measurement],
     clock: Clock,
 ) -> tuple[Measurement, TrainingFacts]:
-    """Measure the student, then train it to the end; from a checkpoint, with its measurement, if one is given.
+    """Measure the student, then train it to the end. A checkpoint brings its own measurement.
 
     Raises:
         ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
@@ -104,7 +104,7 @@ def train(
         NonFiniteError: a logged loss is NaN or infinite.
     """
     stop, first = StopOnSignal(), MeasureFirst(trainer, config, checkpoint, measure, clock)
-    trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, which get its values too
+    trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(StopOnNonFinite())
     trainer.add_callback(first)
@@ -123,7 +123,7 @@ def train(
 
 
 def _interrupted(trainer: LigerTrainer) -> Interrupted:
-    """Says what was saved. A checkpoint of a later step may be there, of before the run went back to an earlier one."""
+    """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
     state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
     saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
@@ -134,8 +134,10 @@ def _interrupted(trainer: LigerTrainer) -> Interrupted:
 
 
 def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: str | None) -> None:
-    """Trainer would take one more step than `max_steps`. After the last epoch it takes none: a run that was killed when
-    it had trained comes to its end."""
+    """Refuse a checkpoint of the last step: Trainer would take one more step than `max_steps`.
+
+    After the last epoch it takes none, so a run that was killed when it had trained is finished.
+    """
     finished = Path(str(args.output_dir), METRICS).is_file()
     if checkpoint and state.global_step >= state.max_steps and (finished or state.epoch < state.num_train_epochs):
         raise ConfigError(
@@ -146,23 +148,23 @@ def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: 
 
 
 def _check_optimizer(trainer: LigerTrainer, config: "RunConfig") -> None:
-    """Trainer makes it after the student was measured."""
+    """Find out now whether Trainer can make the optimizer: it makes it only after the student is measured."""
     model: Any = trainer.model
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    except (ImportError, ValueError) as error:  # of a package that is not installed; arguments that it does not take
+    except (ImportError, ValueError) as error:  # a package that is not installed; wrong optim_args
         raise config.error("optim", f"{config['optim']}: {error}") from None
 
 
-def _check_best_metric(config: "RunConfig", known: Mapping[str, float]) -> None:
-    """Trainer looks for it after the first evaluation, some time into the training."""
+def _check_best_metric(config: "RunConfig", metrics: Mapping[str, float]) -> None:
+    """Find out now whether there is such a metric: Trainer looks only after the first evaluation."""
     name = config["metric_for_best_model"]
-    if name is not None and config["eval_strategy"] != "no" and name.removeprefix("eval_") not in known:
-        raise config.error("metric_for_best_model", f"expected one of {', '.join(sorted(known))}, got {name!r}.")
+    if name is not None and config["eval_strategy"] != "no" and name.removeprefix("eval_") not in metrics:
+        raise config.error("metric_for_best_model", f"expected one of {', '.join(sorted(metrics))}, got {name!r}.")
 
 
 def checkpoint_of(config: "RunConfig") -> str | None:
-    """The checkpoint directory that `resume_from_checkpoint` means; true is the newest one in output_dir.
+    """Return the checkpoint directory that `resume_from_checkpoint` means; true is the newest one in output_dir.
 
     Raises:
         ConfigError: there is none.

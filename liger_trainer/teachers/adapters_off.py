@@ -1,4 +1,4 @@
-"""`teacher: self`: the student without its adapters. The same weights serve twice; none are loaded or copied."""
+"""`teacher: self`: the student without its adapters. No weight is loaded or copied."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from .vocabulary import check_student_vocabulary, tokenizer_size
 class SelfTeacher(Teacher):
     """The base of a PEFT student, with every adapter, saved module and trained token switched off.
 
-    Its pass is over before the student's begins, in eval mode and without gradient; flags, modes and what requires a
-    gradient are then as they were.
+    It answers before the student's pass begins, in eval mode and without gradient, and leaves flags, modes and
+    requires_grad as they were.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SelfTeacher(Teacher):
             logits = teacher_logits(base, base, **without_labels(inputs))
         if not isinstance(logits, DeferredLogits):
             return logits
-        # computed later, if at all, when the head has its adapters again
+        # The logits are computed later, when the head has its adapters again: so use its bare weight.
         return replace(logits, project=partial(linear, weight=logits.head.weight, bias=logits.head.bias))
 
     @contextlib.contextmanager
@@ -57,9 +57,9 @@ class SelfTeacher(Teacher):
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within, a PEFT model in eval mode computes what its base does. Afterwards all is as it was.
+    """Within the context, a PEFT model is in eval mode and computes what its base does; afterwards all is as before.
 
-    PEFT's own `disable_adapter` also sets what requires a gradient, by its own rules and not as it was.
+    PEFT's own `disable_adapter` would not do: it sets requires_grad by its own rules, not to what it was.
     """
     modes = [(module, module.training) for module in model.modules()]
     switches: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
@@ -77,7 +77,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _check_adapters(student: Any) -> None:
-    """Raise ConfigError where switching adapters off would not give the model as it was before training."""
+    """Raise ConfigError where the model without adapters is not the model before training."""
     if not isinstance(student, PeftModel):
         raise ConfigError(
             "teacher: self is the student without its adapters, but the student has none. Train adapters "
@@ -99,6 +99,6 @@ def _check_adapters(student: Any) -> None:
 
 
 def _is_adapters(student: Any, name: str) -> bool:
-    """Whether a parameter belongs to an adapter, or to its copy of a module."""
+    """Return whether a parameter belongs to an adapter, or to its copy of a module."""
     return any(part in f".{name}" for part in (f".{student.base_model.prefix}", ".modules_to_save.", ".token_adapter.",
                                                ".trainable_tokens_"))  # fmt: skip

@@ -1,7 +1,7 @@
-"""What `LigerDistillTrainer` asks of a teacher, wherever it comes from: models, a cache, a server, the student.
+"""What a trainer asks of a teacher: a model, a cache, a server, or the student itself.
 
-A kind of teacher is a class: it is made from the trainer's arguments before anything is loaded, looks at the prepared
-rows, is put beside the student once that exists, and then answers for each batch.
+Each kind of teacher is a class. It is made from the trainer's arguments before anything is loaded, checks the prepared
+rows, takes its place once the student exists, and then answers for each batch.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, p
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 Cut = Callable[[np.ndarray], np.ndarray]
-"""What truncation or packing leaves of the token ids, or labels, of a row."""
+"""Cuts the token ids or the labels of a row as truncation will."""
 
 
 class DistillHost(Protocol):
-    """What a teacher is told about the trainer that it teaches in."""
+    """What a teacher may read of its trainer in `prepare`. It does not keep the trainer."""
 
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
@@ -46,15 +46,15 @@ class DistillHost(Protocol):
 
 
 class Teacher(ABC):
-    """One kind of teacher. Refusals are ConfigErrors, as early as the reason shows.
+    """One kind of teacher. It refuses what cannot work with a ConfigError, as early as possible.
 
     Attributes:
-        model: the teacher's model, as it is called; None where none is in this process.
+        model: the teacher's model; None where this process has none.
         patched: the record of what was replaced in it, or None.
-        knows_new_tokens: whether it can answer about tokens that are in no dataset.
-        tokenizer: its own, where it does not read the student's tokens; else None.
-        reads: once it is prepared, how many of the student's token ids it can read; None for all.
-        unshared: once it is prepared, ids that only one of the two tokenizers has.
+        knows_new_tokens: whether it can answer about tokens that are in no dataset, such as sampled ones.
+        tokenizer: the teacher's own, where it does not read the student's tokens; else None.
+        reads: after `prepare`, how many of the student's token ids it can read; None for all.
+        unshared: after `prepare`, ids that only one of the two tokenizers has.
     """
 
     model: Any = None
@@ -68,30 +68,30 @@ class Teacher(ABC):
         self, prepare: Callable[[Any, bool], Any], dataset: Any, packing: bool, name: str, *, tokenizer: Any,
         formatting_func: Any,
     ) -> Any:  # fmt: skip
-        """What the trainer's own `prepare(dataset, packing)` makes of the rows, seen on the way by the teacher."""
+        """Return the rows as the trainer's own `prepare(dataset, packing)` makes them, after checking them."""
         prepared = prepare(dataset, packing)
         self.check(prepared, name, tokenizer)
         return prepared
 
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
-        """The tokenized rows of a dataset with all their columns, before they are cut to length and packed."""
+        """Look at the tokenized rows of a dataset, with all columns, before they are cut to length and packed."""
         return None
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
-        """Whether it can teach a prepared dataset, made with this tokenizer. Before any model is loaded."""
+        """Raise where it cannot teach a prepared dataset, made with this tokenizer. No model is loaded yet."""
         return None
 
     def collator(self, collator: Any) -> Any:
-        """The trainer's collator, with what the answers need beside it."""
+        """Return the trainer's collator, or one around it that adds what `answer` needs."""
         return collator
 
     def fingerprints(self) -> dict[str, Any]:
-        """What it is known by in checkpoints, once it is prepared: by name, text or again a dictionary."""
+        """Return what identifies it in checkpoints, after `prepare`: {name: text or a dictionary of the same form}."""
         return {}
 
     @abstractmethod
     def prepare(self, trainer: DistillHost) -> int:
-        """Take the place beside the student. Returns the size of the vocabulary that both share."""
+        """Get ready to answer, now that the student exists. Return the size of the vocabulary that both share."""
 
     @abstractmethod
     def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
@@ -99,13 +99,13 @@ class Teacher(ABC):
 
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
-        """Models that can generate as the teacher while the context lasts, by the teachers' names; "" for an only one.
-        Empty where none is in this process."""
+        """Yield models that can generate as the teacher within the context, by the teachers' names; "" for a single
+        one. Empty where this process has none."""
         yield {} if self.model is None else {"": self.model}
 
 
 def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What a teacher reads of a batch."""
+    """Return the part of a batch that a teacher reads."""
     return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
 
 
@@ -120,31 +120,33 @@ def check_apart(student: Any, teacher: Any) -> None:
 
 
 def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Patched | None:
-    """The layers of a model, without its loss. One that is patched already stays so; None if nothing is found."""
-    done = patched_record(model)
-    if done is not None:
-        return done
+    """Patch the layers of a model, not its loss, and return the record; None where nothing can be patched.
+
+    A model that is patched already keeps its patches.
+    """
+    record = patched_record(model)
+    if record is not None:
+        return record
     try:
-        done = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
+        record = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
     except NothingToPatch as error:
         announce(f"{name}: {error}")
         return None
-    announce(f"{name}: {done.report}")
-    return done
+    announce(f"{name}: {record.report}")
+    return record
 
 
 def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: Any) -> DeferredLogits | Tensor:
-    """The deferred logits of `call(*args, **inputs)`, a teacher around `base`: hidden states, and how its head goes
-    on. Without gradient.
+    """Return the deferred logits of `call(*args, **inputs)`, where `call` wraps the model `base`. No gradient.
 
     Raises:
-        ConfigError: an encoder-decoder without the tokens of its decoder, which a student makes of its labels.
+        ConfigError: an encoder-decoder gets no decoder inputs (a student makes them from its labels).
     """
     config = getattr(base, "config", None)
     if getattr(config, "is_encoder_decoder", False) and not any(name in inputs for name in _OF_DECODER):
         raise ConfigError(
-            f"The teacher, a {type(base).__name__}, is asked without labels, of which it would make the input of its "
-            "decoder. Have the data collator add decoder_input_ids to the batch: both models then read the same."
+            f"The teacher, a {type(base).__name__}, gets no labels, from which it would make the input of its decoder. "
+            "Have the data collator add decoder_input_ids to the batch: both models then read the same."
         )
     with torch.no_grad(), deferred_logits(base, outlive=True):
         return call(*args, **inputs).logits

@@ -5,30 +5,29 @@ Two forms of the same question:
     vllm   `prompt_logprobs: k`, vLLM's own; per place {token id: {"logprob": x}}
     echo   `echo: true, logprobs: k` with `return_tokens_as_token_ids: true`; per place {"token_id:123": x}
 
-Both send back the token that stands at each place among the others, so an answer about other tokens than
-those that were sent is found out. One token is generated and not looked at: not every server takes `max_tokens: 0`.
-
-The standard library's HTTP client does it: huggingface_hub brings one of two others, by its version.
+Both also send back the token at each place, so the client notices when the server read other tokens than it was sent.
+One token is generated and ignored: not every server takes `max_tokens: 0`.
 """
 
-import http.client
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 
 from ..errors import ConfigError, NonFiniteError, TeacherServerError
 
 logger = logging.getLogger(__name__)
-PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts; each is twice the one before
+LONGEST_RETRY_AFTER = 60.0  # seconds; a server that asks for more is asked again after these
+BYTES_PER_ENTRY = 512  # vLLM writes about 80 for a token and its log-probability
 SHOWN = 300  # characters of an answer in a message
 TOKEN_ID = "token_id:"
 
@@ -55,7 +54,7 @@ class Question(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """Of n places: the likeliest tokens, likeliest first, and the token that stands there."""
+    """The answer for n places: the K likeliest tokens, likeliest first, and the token that stands there."""
 
     ids: np.ndarray  # (n, K) int32
     log_probs: np.ndarray  # (n, K) fp32, natural
@@ -63,21 +62,32 @@ class TopTokens(NamedTuple):
 
 
 class CompletionsServer:
-    """Answers questions, several at a time.
+    """Ask a server questions, several at a time.
 
     Raises, when asked:
-        ConfigError: the server refuses, speaks another protocol, gives fewer tokens than it was asked for, read other
-            tokens than were sent, or gives numbers that are no log-probabilities.
+        ConfigError: the server refuses or redirects, speaks another protocol, gives fewer tokens than it was asked for,
+            read other tokens than were sent, or gives numbers that are no log-probabilities.
         NonFiniteError: it gives NaN.
         TeacherServerError: it cannot be reached, or fails, after all attempts.
     """
 
     def __init__(self, options: ServerOptions, pause: Callable[[float], None] = time.sleep):
         self.options, self._pause = options, pause
-        self.endpoint = options.url.rstrip("/") + "/completions"
+        try:
+            self._url = httpx.URL(options.url.rstrip("/") + "/completions")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
+        self.endpoint = _shown_url(self._url)
+        # Redirects are never followed: they would carry the prompts, and perhaps the key, to another host.
+        self._client = httpx.Client(
+            headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
+            timeout=options.timeout,
+            limits=httpx.Limits(max_connections=options.concurrency),
+            follow_redirects=False,
+        )
 
     def ask(self, questions: Sequence[Question]) -> list[TopTokens]:
-        """In the order of the questions. The first error ends them all."""
+        """Return the answers in the order of the questions. The first error ends them all."""
         if not questions:
             return []
         pool = ThreadPoolExecutor(min(self.options.concurrency, len(questions)))
@@ -87,29 +97,23 @@ class CompletionsServer:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, question: Question) -> TopTokens:
-        answer = self._answer(json.dumps(self._request(question.ids)).encode())
+        answer = self._answer(question)
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
             places = read(answer["choices"][0], question)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"{self.endpoint} answers in another form than teacher_server_protocol: {self.options.protocol} has "
-                f"({type(error).__name__}: {error}): {_shown(answer)}"
+                f"({type(error).__name__}: {error}): {self._quoted(json.dumps(answer))}"
             ) from None
         return self._top_tokens(places, question)
 
-    def _request(self, ids: list[int]) -> dict[str, Any]:
-        common = {"model": self.options.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
-        if self.options.protocol == "vllm":
-            return {**common, "prompt_logprobs": self.options.top_k}
-        return {**common, "echo": True, "logprobs": self.options.top_k, "return_tokens_as_token_ids": True}
-
-    def _answer(self, body: bytes) -> Any:
-        """The parsed answer to a request, after as many attempts as it takes."""
+    def _answer(self, question: Question) -> Any:
+        """Return the parsed answer, after as many attempts as it takes."""
         for attempt in range(self.options.retries + 1):
             try:
-                return self._parsed(self._sent(body))
-            except _Passing as error:
+                return self._sent(question)
+            except _TransientError as error:
                 if attempt == self.options.retries:
                     attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
                     raise TeacherServerError(f"The teacher's server {self.endpoint}, {attempts}: {error}") from None
@@ -118,54 +122,84 @@ class CompletionsServer:
                 self._pause(seconds)
         raise AssertionError("unreachable")
 
-    def _sent(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self.options.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.options.api_key}"
-        request = urllib.request.Request(self.endpoint, body, headers)
+    def _sent(self, question: Question) -> Any:
         try:
-            with urllib.request.urlopen(request, timeout=self.options.timeout) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace").strip()
-            message = f"HTTP {error.code} {error.reason}: {said[:SHOWN]}"
-            if error.code in PASSING:
-                raise _Passing(message, _seconds(error.headers.get("Retry-After"))) from None
-            raise ConfigError(f"The teacher's server {self.endpoint} refuses: {message}") from None
-        except TimeoutError:
-            raise _Passing(f"no answer within {self.options.timeout:g} s") from None
-        except urllib.error.URLError as error:
-            silent = isinstance(error.reason, TimeoutError)
-            raise _Passing(f"no answer within {self.options.timeout:g} s" if silent else str(error.reason)) from None
-        except (http.client.HTTPException, OSError) as error:
-            raise _Passing(f"the answer broke off: {type(error).__name__}: {error}") from None
+            with self._client.stream("POST", self._url, json=self._request(question.ids)) as response:
+                content = self._body(response, question)
+        except httpx.TimeoutException:
+            raise _TransientError(f"no answer within {self.options.timeout:g} s") from None
+        except httpx.RequestError as error:
+            raise _TransientError(self._quoted(f"{type(error).__name__}: {error}")) from None
+        if not response.is_success:
+            raise self._refusal(response, content)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise _TransientError(f"the answer is no JSON: {self._quoted(content)}") from None
 
-    def _parsed(self, text: bytes) -> Any:
-        try:
-            return json.loads(text)
-        except ValueError:
-            shown = text[:SHOWN].decode(errors="replace")
-            raise ConfigError(f"The teacher's server {self.endpoint} answers with no JSON: {shown}") from None
+    def _request(self, ids: list[int]) -> dict[str, Any]:
+        common = {"model": self.options.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        if self.options.protocol == "vllm":
+            return {**common, "prompt_logprobs": self.options.top_k}
+        return {**common, "echo": True, "logprobs": self.options.top_k, "return_tokens_as_token_ids": True}
+
+    def _body(self, response: httpx.Response, question: Question) -> bytes:
+        """Return the content, refusing more than any true answer needs: it would fill the memory."""
+        most = 2**20 + (len(question.ids) + 1) * (self.options.top_k + 1) * BYTES_PER_ENTRY
+        content = bytearray()
+        for chunk in response.iter_bytes():
+            content += chunk
+            if len(content) > most:
+                raise ConfigError(
+                    f"The teacher's server {self.endpoint} answers with more than {most:,} bytes to a prompt of "
+                    f"{len(question.ids)} tokens: this is no answer to the question."
+                )
+        return bytes(content)
+
+    def _refusal(self, response: httpx.Response, content: bytes) -> Exception:
+        message = f"HTTP {response.status_code} {response.reason_phrase}: {self._quoted(content)}"
+        if response.status_code in TRANSIENT:
+            return _TransientError(message, _retry_after(response.headers.get("Retry-After")))
+        if response.has_redirect_location:
+            target = _shown_url(response.url.join(response.headers["Location"]))
+            return ConfigError(
+                f"The teacher's server {self.endpoint} redirects to {target} (HTTP {response.status_code}). Redirects "
+                "are not followed: if you trust that server, set teacher_server_base_url to it."
+            )
+        return ConfigError(f"The teacher's server {self.endpoint} refuses: {message}")
+
+    def _quoted(self, text: str | bytes) -> str:
+        """Shorten what a server said, and hide the key: some servers quote it."""
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        if self.options.api_key:
+            text = text.replace(self.options.api_key, "***")
+        text = text.strip()
+        return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
     def _top_tokens(self, places: list[dict[int, float]], question: Question) -> TopTokens:
         k = self.options.top_k
         ids, log_probs = np.empty((len(places), k), np.int32), np.empty((len(places), k), np.float32)
         labels = np.empty(len(places), np.float32)
-        for row, (place, known) in enumerate(zip(question.places, places, strict=True)):
-            if len(known) < k:
+        for row, (place, entries) in enumerate(zip(question.places, places, strict=True)):
+            if len(entries) < k:
                 raise ConfigError(
-                    f"The teacher's server {self.endpoint} gives {len(known)} tokens for one place where {k} were "
+                    f"The teacher's server {self.endpoint} gives {len(entries)} tokens for one place where {k} were "
                     "asked for. Lower teacher_server_top_k, or raise the server's limit (vLLM: --max-logprobs)."
                 )
-            likeliest = sorted(known.items(), key=lambda item: -item[1])[:k]
+            likeliest = sorted(entries.items(), key=lambda item: -item[1])[:k]
             ids[row], log_probs[row] = zip(*likeliest, strict=True)
-            labels[row] = known[question.ids[place]]
+            labels[row] = entries[question.ids[place]]
         self._check_log_probs(log_probs)
         return TopTokens(ids, log_probs, labels)
 
     def _check_log_probs(self, log_probs: np.ndarray) -> None:
         if np.isnan(log_probs).any():
             raise NonFiniteError(f"The teacher's server {self.endpoint} gives NaN for a log-probability.")
+        if np.isneginf(log_probs).all(-1).any():
+            raise ConfigError(
+                f"The teacher's server {self.endpoint} gives -inf for every token of a place: these are no "
+                "log-probabilities over the vocabulary."
+            )
         mass = np.exp(log_probs.astype(np.float64)).sum(-1).max(initial=0.0)
         if not mass <= 1.01:  # bf16 logits are normalised no better
             raise ConfigError(
@@ -174,7 +208,7 @@ class CompletionsServer:
             )
 
 
-class _Passing(Exception):
+class _TransientError(Exception):
     """A failure that may not come again. `after`: seconds that the server wants to be left alone."""
 
     def __init__(self, message: str, after: float | None = None):
@@ -182,32 +216,45 @@ class _Passing(Exception):
         self.after = after
 
 
-def _seconds(retry_after: str | None) -> float | None:
-    """Of a header, where it is a number; it may be a date too."""
+def _retry_after(header: str | None) -> float | None:
+    """Read a `Retry-After` header, seconds or an HTTP date, as seconds from now; None where it is neither."""
     try:
-        return min(max(float(retry_after or ""), 0.0), 2 * LONGEST_PAUSE)
+        seconds = float(header or "")
     except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    if seconds != seconds:  # "nan" is a float, and no pause
         return None
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
+
+
+def _shown_url(url: httpx.URL) -> str:
+    """Return a URL for messages, without user, password and query."""
+    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def _read_vllm(choice: Any, question: Question) -> list[dict[int, float]]:
-    given, sent = choice["prompt_logprobs"], question.ids
-    _check_tokens(sent, choice.get("prompt_token_ids"), len(given))
+    listed, sent = choice["prompt_logprobs"], question.ids
+    _check_tokens(sent, choice.get("prompt_token_ids"), len(listed))
     for place in range(1, len(sent)):
-        if str(sent[place]) not in given[place]:
+        if str(sent[place]) not in listed[place]:
             raise ConfigError(_other_tokens(f"at place {place} stands another token than {sent[place]}"))
-    return [{int(token): float(entry["logprob"]) for token, entry in given[place].items()} for place in question.places]
+    return [
+        {int(token): float(entry["logprob"]) for token, entry in listed[place].items()} for place in question.places
+    ]
 
 
 def _read_echo(choice: Any, question: Question) -> list[dict[int, float]]:
-    given = choice["logprobs"]
-    n = len(question.ids)
-    tokens = [_token_id(token) for token in given["tokens"][:n]]
+    listed = choice["logprobs"]
+    tokens = [_token_id(token) for token in listed["tokens"][: len(question.ids)]]  # the generated token is behind them
     _check_tokens(question.ids, tokens, len(tokens))
-    own, places = given["token_logprobs"], []
+    places = []
     for place in question.places:
-        known = {_token_id(token): float(x) for token, x in given["top_logprobs"][place].items()}
-        places.append({question.ids[place]: float(own[place]), **known})
+        likeliest = {_token_id(token): float(x) for token, x in listed["top_logprobs"][place].items()}
+        # Some servers list the token that stands here only where it is among the likeliest.
+        places.append({question.ids[place]: float(listed["token_logprobs"][place]), **likeliest})
     return places
 
 
@@ -223,10 +270,10 @@ def _check_tokens(sent: list[int], read: list[int] | None, places: int) -> None:
         raise ConfigError(_other_tokens(f"{len(sent)} were sent and {places} read"))
 
 
-def _other_tokens(how: str) -> str:
+def _other_tokens(difference: str) -> str:
     return (
-        f"The teacher's server read other tokens than it was sent: {how}. It must take token ids as they are, without "
-        "a token put before them and without cutting them off."
+        f"The teacher's server read other tokens than it was sent: {difference}. It must take token ids as they are, "
+        "without a token put before them and without cutting them off."
     )
 
 
@@ -234,8 +281,3 @@ def _token_id(token: str) -> int:
     if not token.startswith(TOKEN_ID):
         raise ValueError(f"tokens must be named by their ids, as {TOKEN_ID}123, got {token!r}")
     return int(token.removeprefix(TOKEN_ID))
-
-
-def _shown(answer: Any) -> str:
-    text = json.dumps(answer)
-    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."

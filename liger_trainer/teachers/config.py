@@ -1,7 +1,6 @@
-"""The fields of LigerDistillConfig about teachers: their kind, their number, their place, their server.
+"""The fields of LigerDistillConfig about teachers: kind, number, place, cache and server.
 
-What goes together is checked where a configuration is made; what needs a model or a server, in the teachers' classes.
-Imports no torch.
+This module checks what needs no model and no server; the teachers' classes check the rest. It imports no torch.
 """
 
 import json
@@ -24,7 +23,7 @@ SERVER = tuple(
     f"teacher_server_{name}"
     for name in ("base_url", "model", "protocol", "top_k", "api_key_env", "timeout", "retries", "concurrency")
 )
-# field: the kind of teacher without which nothing reads it. The directory of a cache is also where one is captured.
+# {field: the only kind of teacher that reads it}. Not teacher_cache_dir: a capture of any teacher writes there.
 OF_ONE_KIND = {**dict.fromkeys(SERVER, "server"), "verify_teacher_cache": "cache"}
 FILES = (
     "teacher_model_name_or_path",
@@ -154,7 +153,7 @@ class TeacherConfig:
             self._check_sparse(SPARSE[self.teacher], distillation)
 
     def _keep_to_one_gpu(self) -> None:
-        """Where a GPU is the teacher's: transformers would spread the student of one process over all it sees."""
+        """Keep the student off the teacher's GPU: transformers would spread one process over all GPUs it sees."""
         entries = entries_of(self) if self.teachers else []
         devices = [self.teacher_device, *(entry.args.teacher_device for entry in entries)]
         if any(str(device).startswith("cuda") for device in devices) and getattr(self, "n_gpu", 1) > 1:
@@ -201,24 +200,24 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class TeacherEntry:
-    """One of `teachers`. `args` are the configuration with the entry's own fields in the place of the common ones."""
+    """One of `teachers`. `args` is the configuration in which the entry's own fields replace the common ones."""
 
     name: str
     weight: float
-    routes: tuple[str, ...]  # the values of teacher_column that it teaches
+    routes: tuple[str, ...]  # the values of teacher_column whose rows it teaches
     args: Any
 
 
 def entries_of(args: Any, names: Mapping[str, Any] | None = None) -> list[TeacherEntry]:
-    """The `teachers` of a configuration; where it has none, one for each of `names`, teachers given in Python.
+    """Return the `teachers` of a configuration; where it has none, one for each of `names`, teachers given in Python.
 
     Raises:
-        ValueError: what an entry says is unknown, missing, or said twice.
+        ValueError: an entry has an unknown key, lacks one, or claims a name or route of another.
     """
-    given = args.teachers if args.teachers is not None else [{"name": name} for name in names or ()]
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"teachers must be a list such as [{{name: math, weight: 0.7, ...}}], got {given!r}.")
-    entries = [_entry(args, entry) for entry in given]
+    listed = args.teachers if args.teachers is not None else [{"name": name} for name in names or ()]
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"teachers must be a list such as [{{name: math, weight: 0.7, ...}}], got {listed!r}.")
+    entries = [_entry(args, entry) for entry in listed]
     claimed: dict[str, str] = {}
     for entry in entries:
         for value in (entry.name, *(entry.routes if args.teacher_column else ())):
@@ -246,18 +245,18 @@ def _entry(args: Any, entry: Any) -> TeacherEntry:
         raise ValueError(
             f"teachers: {name} is the student: leave {', '.join(sorted(set(entry) & set(OF_ONE_TEACHER)))} out."
         )
-    own = copy(args)
-    own.teachers = own.teacher_column = None
-    own.teacher = kind
+    entry_args = copy(args)
+    entry_args.teachers = entry_args.teacher_column = None
+    entry_args.teacher = kind
     for key in OF_ONE_TEACHER:
         if key in entry:
-            setattr(own, key, entry[key])
-    check_placement(own)
-    return TeacherEntry(name, float(weight), tuple(str(value) for value in routes or [name]), own)
+            setattr(entry_args, key, entry[key])
+    check_placement(entry_args)
+    return TeacherEntry(name, float(weight), tuple(str(value) for value in routes or [name]), entry_args)
 
 
 def teacher_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with the teachers of a configuration beyond types, as key and message."""
+    """Yield (key, message) for what is wrong with the teachers of a configuration, beyond types."""
     args = SimpleNamespace(**values)
     for key, check in (("teachers", _check_loaded), ("teacher_load_in_4bit", check_placement)):
         try:
@@ -267,7 +266,7 @@ def teacher_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_its_own_teacher(values: Mapping[str, Any]) -> bool:
-    """Whether the student of a configuration teaches, alone or among several. False where `teachers` is wrong."""
+    """Return whether the student teaches, alone or among several; False where `teachers` is wrong."""
     args = SimpleNamespace(**values)
     if getattr(args, "teachers", None) is None:
         return getattr(args, "teacher", None) == "self"
@@ -279,7 +278,7 @@ def is_its_own_teacher(values: Mapping[str, Any]) -> bool:
 
 
 def _check_loaded(args: Any) -> None:
-    """Of a configuration alone: nobody gives a model beside it."""
+    """Check `teachers` of a YAML configuration, where no model can be passed in Python."""
     if args.teachers is None:
         return
     args.teachers = json.loads(args.teachers) if isinstance(args.teachers, str) else args.teachers
@@ -289,12 +288,12 @@ def _check_loaded(args: Any) -> None:
 
 
 def placed(args: Any) -> str | None:
-    """The first of the fields about placement that is set."""
+    """Return the first of the fields about placement that is set."""
     return next((name for name in PLACEMENT if getattr(args, name)), None)
 
 
 def check_placement(args: Any) -> None:
-    """Raise ValueError for ways of keeping a teacher that exclude each other."""
+    """Raise ValueError for placements that exclude each other."""
     kwargs = getattr(args, "teacher_model_init_kwargs", None)
     kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
     quantised = next((n for n in ("teacher_load_in_4bit", "teacher_load_in_8bit") if getattr(args, n)), None)

@@ -1,8 +1,8 @@
-"""A teacher of another tokenizer, for a `uld` loss: it reads the same rows in its own tokens and chat template.
+"""A teacher with another tokenizer, for a `uld` loss: it reads the same rows in its own tokens and chat template.
 
-Rows are prepared once more with its tokenizer, and set beside the student's by the text they share. As with a teacher
-cache, a row is found again by its own content, so that shuffling and packing may do with it what they like; the
-teacher reads the documents of a packed row one by one.
+Rows are prepared a second time with its tokenizer and aligned with the student's by text. As with a teacher cache, a
+row is found again by its key, after any shuffling and packing; the teacher reads the documents of a packed row one by
+one.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from trl import is_conversational
 from trl.data_utils import is_conversational_from_value
@@ -21,15 +20,16 @@ from ..common.console import announce
 from ..errors import ConfigError, DataError
 from ..losses.uld import UldAnswer
 from .base import DistillHost
+from .collators import DocumentCollator
 from .config import TeacherConfig
 from .fingerprints import describe_tokenizer
 from .model import ModelTeacher
-from .row_keys import row_key, spans, supervised_tokens
+from .row_keys import row_key, supervised_tokens
 from .text_alignment import aligned, partners, runs
 from .vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
 
 ROW, IDS, PARTNERS = "liger_row", "teacher_input_ids", "teacher_partners"  # columns
-INPUT_IDS, MASK, OF_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
+INPUT_IDS, MASK, IN_BATCH = "uld_input_ids", "uld_attention_mask", "uld_partners"  # in a batch
 PrepareRows = Callable[[Any, bool], Any]
 """The trainer's own preparation of a dataset, packed or not."""
 RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
@@ -37,10 +37,10 @@ RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
 
 
 class CrossTokenizerTeacher(ModelTeacher):
-    """A causal LM of another tokenizer, which is that of `teacher_tokenizer_name_or_path` or lies beside the model.
+    """A causal LM with another tokenizer: `teacher_tokenizer_name_or_path`, or the one beside the model.
 
     Raises:
-        ConfigError: no tokenizer is known; rows that are streamed, tokenized already, or cut at their beginnings.
+        ConfigError: no tokenizer is known; rows are streamed, tokenized already, or lose their beginnings.
     """
 
     knows_new_tokens = False
@@ -53,13 +53,13 @@ class CrossTokenizerTeacher(ModelTeacher):
                 "A uld loss finds each row's text again in the teacher's tokens, so rows must begin with their own "
                 "beginning: set packing_strategy to 'bfd' and truncation_mode to 'keep_start'."
             )
-        found = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
-        if found is None:
+        tokenizer = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
+        if tokenizer is None:
             raise ConfigError(
                 "A uld loss needs the teacher's tokenizer, and none lies beside the teacher: name it in "
                 "teacher_tokenizer_name_or_path."
             )
-        self.tokenizer: Any = found
+        self.tokenizer: Any = tokenizer
         self.rows = TeacherRows()
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
@@ -85,12 +85,12 @@ class CrossTokenizerTeacher(ModelTeacher):
         return prepare(prepared, True) if packing else prepared
 
     def _beside(self, prepared: Dataset, raw: Dataset, name: str, tokenizer: Any, formatting_func: Any) -> Dataset:
-        """Of each prepared row its tokens, labels, and what the teacher reads in its place."""
+        """Return, for each prepared row, its tokens and labels and what the teacher reads in its place."""
         theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
             ["input_ids", "labels", ROW]
         )
         left = sorted(set(prepared[ROW]) - set(theirs[ROW]))
-        if left:  # nothing of them is supervised for the teacher
+        if left:  # nothing in these rows is supervised for the teacher
             nothing = {"input_ids": [[] for _ in left], "labels": [[] for _ in left], ROW: left}
             theirs = concatenate_datasets([theirs, Dataset.from_dict(nothing, features=theirs.features)])
         place = {row: index for index, row in enumerate(theirs[ROW])}
@@ -125,12 +125,12 @@ class CrossTokenizerTeacher(ModelTeacher):
 
     def _report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
         tokens = sum(supervised_tokens(labels) for labels in prepared["labels"])
-        found = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
+        paired = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
         announce(
-            f"uld: {found:,} of {tokens:,} supervised tokens ({found / max(tokens, 1):.1%}) of the {name} dataset "
+            f"uld: {paired:,} of {tokens:,} supervised tokens ({paired / max(tokens, 1):.1%}) of the {name} dataset "
             "begin where one of the teacher's does."
         )
-        if not found:
+        if not paired:
             raise DataError(
                 f"No supervised token of the {name} dataset begins where one of the teacher's does, so a uld loss has "
                 "nothing to compare: do both chat templates write the same text for the completions, in as many parts?"
@@ -140,102 +140,81 @@ class CrossTokenizerTeacher(ModelTeacher):
         return CrossTokenizerCollator(collator, self.rows)
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
-        """Of the student's own tokens."""
+        """Return the number of the student's tokens: uld does not compare ids."""
         size, rows = tokenizer_size(self.tokenizer), teacher.get_output_embeddings().weight.shape[0]
         if rows < size:
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
 
     def answer(self, inputs: dict[str, Any]) -> Any:
-        ids, mask, of_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, OF_BATCH))
+        ids, mask, in_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, IN_BATCH))
         logits = self.logits(input_ids=ids, attention_mask=mask, use_cache=False)
-        return UldAnswer(logits, of_batch, tokenizer_size(self.tokenizer))
+        return UldAnswer(logits, in_batch, tokenizer_size(self.tokenizer))
 
 
 def _aligned_row(row: dict[str, Any], tokenizer: Any, teacher_tokenizer: Any) -> dict[str, Any]:
-    own = runs(row["input_ids"], row["labels"], tokenizer)
-    found = partners(row["labels"], aligned(own, runs(row[IDS], row["teacher_labels"], teacher_tokenizer)))
-    # the teacher reads no further than it is asked: so much of the text as the student's max_length has left
-    return {PARTNERS: found, IDS: row[IDS][: max(found, default=-1) + 1]}
+    student_runs = runs(row["input_ids"], row["labels"], tokenizer)
+    teacher_runs = runs(row[IDS], row["teacher_labels"], teacher_tokenizer)
+    positions = partners(row["labels"], aligned(student_runs, teacher_runs))
+    # The teacher need not read beyond the last position that it is asked about.
+    return {PARTNERS: positions, IDS: row[IDS][: max(positions, default=-1) + 1]}
 
 
 @dataclass(frozen=True)
 class TeacherRow:
-    """What the teacher reads in the place of a row, and, for each supervised token of the row, its position there."""
+    """What the teacher reads in the place of a row, and its position there for each supervised token of the row."""
 
     input_ids: list[int]
     partners: list[int]
 
 
 class TeacherRows:
-    """What the teacher reads, by the content of the student's rows."""
+    """What the teacher reads, by the keys of the student's rows."""
 
     def __init__(self) -> None:
         self._datasets: list[Dataset] = []
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, rows: Dataset, name: str) -> None:
-        """Rows with the columns input_ids, labels, teacher_input_ids and teacher_partners."""
+        """Add rows with the columns input_ids, labels, teacher_input_ids and teacher_partners."""
         for index, row in enumerate(rows.select_columns(["input_ids", "labels"])):
             self._places[row_key(row["input_ids"], row["labels"])] = (len(self._datasets), index)  # pyright: ignore
         self._datasets.append(rows.select_columns([IDS, PARTNERS]))
 
-    def find(self, input_ids: list[int], labels: list[int]) -> TeacherRow | None:
-        place = self._places.get(row_key(input_ids, labels))
+    def find(self, key: bytes) -> TeacherRow | None:
+        place = self._places.get(key)
         if place is None:
             return None
         row = self._datasets[place[0]][place[1]]
         return TeacherRow(row[IDS], row[PARTNERS])
 
 
-class CrossTokenizerCollator:
-    """TRL's collator, and what the teacher reads: `uld_input_ids` and `uld_attention_mask` (documents, length), padded
-    on the right, and `uld_partners`, like the student's input_ids: for each position that predicts a token, the
-    teacher's, as an index into documents * length; -1 for none.
-
-    Raises, when called:
-        DataError: a row that was not prepared with the trainer.
-    """
+class CrossTokenizerCollator(DocumentCollator):
+    """Add what the teacher reads: `uld_input_ids` and `uld_attention_mask` (documents, length), padded on the right,
+    and `uld_partners` (batch, length): for each position that predicts a token, the teacher's position as an index into
+    documents * length; -1 for none."""
 
     def __init__(self, collator: Any, rows: TeacherRows):
-        self.collator, self.rows = collator, rows
+        super().__init__(
+            collator,
+            "is none that the trainer prepared, so what the teacher reads in its place is not known. Give its text to "
+            "the trainer as train_dataset or eval_dataset.",
+        )
+        self.rows = rows
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(examples)
-        documents = [document for example in examples for document in self._of(example)]
-        predicts = pad(batch["labels"][:, 1:], (0, 1), value=-100) != -100
-        if sum(len(document.partners) for document in documents) != int(predicts.sum()):
-            raise DataError(
-                "A batch has other supervised tokens than its rows. Labels must be as the rows have them: with "
-                "eval_packing, use packing too, so that the collator keeps documents apart."
-            )
-        length = max([1, *(len(document.input_ids) for document in documents)])
-        ids = torch.zeros(max(len(documents), 1), length, dtype=torch.int64)
+    def look_up(self, key: bytes, tokens: int) -> TeacherRow | None:
+        return self.rows.find(key)
+
+    def columns(self, answers: list[TeacherRow], predicts: torch.Tensor) -> dict[str, Any]:
+        length = max([1, *(len(row.input_ids) for row in answers)])
+        ids = torch.zeros(max(len(answers), 1), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        mask[:, 0] = 1  # a row of nothing but padding has no attention
+        mask[:, 0] = 1  # a row of nothing but padding would have no attention
         places: list[int] = []
-        for row, document in enumerate(documents):
-            size = len(document.input_ids)
-            ids[row, :size], mask[row, :size] = torch.tensor(document.input_ids, dtype=torch.int64), 1
-            places += [-1 if partner < 0 else row * length + partner for partner in document.partners]
-        of_batch = torch.full(predicts.shape, -1)
-        of_batch[predicts] = torch.tensor(places, dtype=torch.int64)
-        return {**batch, INPUT_IDS: ids, MASK: mask, OF_BATCH: of_batch}
-
-    def _of(self, example: dict[str, Any]) -> list[TeacherRow]:
-        """Of an example's documents, in their order."""
-        ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-        found = []
-        for start, end in spans(len(ids), example.get("seq_lengths")):
-            tokens = supervised_tokens(labels[start:end])
-            if not tokens:
-                continue
-            row = self.rows.find(ids[start:end], labels[start:end])
-            if row is None:
-                raise DataError(
-                    f"A row of {end - start} tokens, beginning with {list(ids[start : start + 8])}, is none that the "
-                    "trainer prepared, so what the teacher reads in its place is not known. Give its text to the "
-                    "trainer as train_dataset or eval_dataset."
-                )
-            found.append(row)
-        return found
+        for number, row in enumerate(answers):
+            size = len(row.input_ids)
+            ids[number, :size], mask[number, :size] = torch.tensor(row.input_ids, dtype=torch.int64), 1
+            places += [-1 if partner < 0 else number * length + partner for partner in row.partners]
+        in_batch = torch.full(predicts.shape, -1)
+        in_batch[predicts] = torch.tensor(places, dtype=torch.int64)
+        return {INPUT_IDS: ids, MASK: mask, IN_BATCH: in_batch}

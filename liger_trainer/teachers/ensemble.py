@@ -1,7 +1,6 @@
-"""Several teachers: each row taught by all of them, by weight; or by its own, which a column of the rows names.
+"""Several teachers: all of them teach each row, by weight; or a column of the rows names the teacher of each.
 
-TRL's packing and its collator keep no columns, but token ids and labels. So a document's content says which route it
-has: the key of a row in the teacher cache is that of its route here.
+The column does not survive TRL's packing, so a document's key says which teacher it has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,26 +12,27 @@ from datasets import Dataset
 
 from ..errors import ConfigError, DataError
 from ..losses.multi_teacher import SeveralAnswers, WeightedAnswer
-from ..losses.spec import IGNORE_INDEX
 from .adapters_off import SelfTeacher
 from .base import Cut, DistillHost, Teacher
+from .collators import DocumentCollator
 from .config import TeacherConfig, TeacherEntry, entries_of
 from .fingerprints import data_fingerprint
 from .model import ModelTeacher
-from .row_keys import documents, row_key, spans, supervised_tokens
+from .row_keys import documents, row_key
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
 
 
 class EnsembleTeacher(Teacher):
-    """Teachers by name: those of `args.teachers`, or a dictionary of models and paths that the trainer was given.
+    """Teachers by name: those of `args.teachers`, or a dictionary of models and paths given to the trainer.
 
-    With `args.teacher_column` a teacher that has no token in a batch does not read it, unless its weights are sharded.
+    With `args.teacher_column` a teacher without a token in a batch does not read it, unless its weights are sharded:
+    then all ranks must take part in each pass.
 
     Raises:
         ConfigError: a name without a model, a model without a name, a value of the wrong kind; later, packing that cuts
-            documents, teachers whose vocabularies differ.
+            documents, or teachers with different vocabularies.
         DataError, with a column: a row without a value, or with one that no teacher has; equal rows with different
             values.
     """
@@ -68,7 +68,7 @@ class EnsembleTeacher(Teacher):
         return {name: teacher.model for name, teacher in self.teachers.items()}
 
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
-        """The route of every document, by its content as truncation will leave it."""
+        """Remember the teacher of every document, by its key after truncation."""
         if self._column is None:
             return
         if self._column not in dataset.column_names:
@@ -142,8 +142,8 @@ class EnsembleTeacher(Teacher):
     def live(self) -> Iterator[dict[str, Any]]:
         """All at once: one that is the student without adapters is so as long as the context lasts."""
         with ExitStack() as stack:
-            found = {name: stack.enter_context(teacher.live()) for name, teacher in self.teachers.items()}
-            yield {name: model for name, models in found.items() for model in models.values()}
+            live = {name: stack.enter_context(teacher.live()) for name, teacher in self.teachers.items()}
+            yield {name: model for name, models in live.items() for model in models.values()}
 
 
 def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
@@ -157,44 +157,20 @@ def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
     return ModelTeacher(entry.args, model, f"teacher {entry.name}")
 
 
-class RouteCollator:
-    """TRL's collator, and `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token,
-    and `teachers_present`, those that have any.
-
-    Raises, when called:
-        DataError: a row whose route is not known.
-    """
+class RouteCollator(DocumentCollator):
+    """Add `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token, and
+    `teachers_present`, the teachers that have any."""
 
     def __init__(self, collator: Any, routes: Mapping[bytes, int]):
-        self.collator, self.routes = collator, routes
+        super().__init__(collator, "is of no dataset that the trainer prepared, so its teacher is not known.")
+        self.routes = routes
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(examples)
-        found = [self._of(ids, labels) for example in examples for ids, labels in _documents(example)]
-        routes = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-        predicts = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) != IGNORE_INDEX
-        if len(routes) != int(predicts.sum()):
-            raise DataError(
-                f"A batch has {int(predicts.sum())} supervised tokens, and its rows {len(routes)}. Labels must be as "
-                "the rows have them: with eval_packing, use packing too, so that the collator keeps documents apart."
-            )
-        laid_out = torch.full(predicts.shape, NO_ROUTE)
-        laid_out[predicts] = routes
-        return {**batch, ROUTES: laid_out, PRESENT: tuple(sorted(set(routes.tolist())))}
+    def look_up(self, key: bytes, tokens: int) -> torch.Tensor | None:
+        route = self.routes.get(key)
+        return None if route is None else torch.full((tokens,), route)
 
-    def _of(self, ids: Any, labels: Any) -> torch.Tensor:
-        route = self.routes.get(row_key(ids, labels))
-        if route is None:
-            raise DataError(
-                f"A row of {len(ids)} tokens, beginning with {list(ids[:8])}, is of no dataset that the trainer "
-                "prepared, so its teacher is not known."
-            )
-        return torch.full((supervised_tokens(labels),), route)
-
-
-def _documents(example: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The supervised documents of an example: token ids and labels."""
-    ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-    for start, end in spans(len(ids), example.get("seq_lengths")):
-        if supervised_tokens(labels[start:end]):
-            yield ids[start:end], labels[start:end]
+    def columns(self, answers: list[torch.Tensor], predicts: torch.Tensor) -> dict[str, Any]:
+        routes = torch.full(predicts.shape, NO_ROUTE)
+        if answers:
+            routes[predicts] = torch.cat(answers)
+        return {ROUTES: routes, PRESENT: tuple(routes[predicts].unique().tolist())}

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 
-LABEL = "name"  # for people: a dataset or a model may move
-# of a configuration: where and how a model or an adapter was loaded, what trainers set, what it returns
+LABEL = "name"  # for people, not compared: a dataset or a model may move
+# Fields of a configuration that say where and how a model was loaded or what it returns, not what it computes.
 _NOT_THE_MODEL = frozenset(
     "_name_or_path transformers_version architectures dtype torch_dtype quantization_config use_cache return_dict "
     "pad_token_id bos_token_id eos_token_id initializer_range router_aux_loss_coef id2label label2id "
@@ -29,7 +29,7 @@ _SAMPLE = 1500  # elements of a weight, or up to twice as many
 
 
 def rows_fingerprint(dataset: Dataset) -> str:
-    """Of all columns of the rows in their order, however they lie in memory. Some two seconds a GB."""
+    """Hash all columns of the rows, in order, whatever their layout in memory. About two seconds per GB."""
     digest = hashlib.sha256()
     for table in dataset.with_format("arrow").iter(1000):
         columns: Any = table
@@ -50,7 +50,7 @@ def _digest_column(digest: Any, array: Any) -> None:
 
 
 def data_fingerprint(keys: Iterable[bytes]) -> str:
-    """Of a set of rows, in whatever order."""
+    """Hash a set of row keys, whatever their order."""
     digest = hashlib.sha256()
     for key in sorted(set(keys)):
         digest.update(key)
@@ -58,7 +58,7 @@ def data_fingerprint(keys: Iterable[bytes]) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Vocabulary, merges, added tokens, and how text is split. Not padding and truncation, which calls change."""
+    """Hash vocabulary, merges, added tokens and how text is split; not padding and truncation, which calls change."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python
         content = {"vocabulary": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_decoder))}
@@ -70,7 +70,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
-    """Of the chat template; None without one."""
+    """Hash the chat template; None without one."""
     template = getattr(tokenizer, "chat_template", None)
     return None if template is None else _json_sha256(template)
 
@@ -81,13 +81,16 @@ def _json_sha256(content: Any) -> str:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Of a state dict as it is in memory: another dtype gives another one."""
+    """Hash a state dict as it is in memory; another dtype gives another hash."""
     return _weights_sha256(sorted(model.state_dict().items()))
 
 
 def sampled_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Of evenly spaced elements of each weight, rounded to bfloat16: milliseconds for any model, on any device, and the
-    same whatever dtype it was loaded in. None where this process does not have the weights, or there are none."""
+    """Hash evenly spaced elements of each weight, rounded to bfloat16.
+
+    This takes milliseconds for any model on any device, and does not depend on the dtype that it was loaded in. None
+    where this process does not hold the weights, or there are none.
+    """
     weights = list(weights)
     if not weights or any(w.is_meta or w.numel() == 0 or isinstance(w, DTensor) for _, w in weights):
         return None
@@ -98,14 +101,13 @@ def sampled_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    # no power of two, as widths often are: such a step would see a few columns alone
+    # An odd step: a power of two, as widths often are, would see only a few columns.
     sample = weight.detach().flatten()[:: weight.numel() // _SAMPLE | 1]
     return sample.to(torch.bfloat16) if sample.is_floating_point() else sample
 
 
 def teacher_fingerprint(teacher: nn.Module | str, args: Any) -> str:
-    """Of a model in memory, or of the files that a name means together with `teacher_model_revision` and, in
-    `teacher_model_init_kwargs`, `gguf_file`."""
+    """Hash a model in memory, or the files of a named one at its `teacher_model_revision` and `gguf_file`."""
     if not isinstance(teacher, str):
         return weights_fingerprint(teacher)
     return files_fingerprint(
@@ -114,9 +116,9 @@ def teacher_fingerprint(teacher: nn.Module | str, args: Any) -> str:
 
 
 def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | None = None) -> str:
-    """Of the weights in a model directory, or of a hub id's files on this machine; however they are cut into files.
+    """Hash the weights in a model directory or a hub id's local files, however they are split into files.
 
-    They are read once, at the speed of SHA-256 or of the disk; no model is built and little memory is needed.
+    The files are read once; no model is built and little memory is needed.
 
     Raises:
         ConfigError: the weights are not on this machine.
@@ -138,14 +140,15 @@ def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | N
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read weights from, by its order of preference."""
+    """Return the files that transformers would read weights from, in its order of preference."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{stem}.index.json"
         if index.is_file():
             return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         if (folder / stem).is_file():
             return [folder / stem]
-    return next((found for end in ("safetensors", "bin", "gguf") if (found := sorted(folder.glob(f"*.{end}")))), [])
+    candidates = (sorted(folder.glob(f"*.{end}")) for end in ("safetensors", "bin", "gguf"))
+    return next((files for files in candidates if files), [])
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -161,7 +164,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 
 def shortened(value: Any) -> str:
-    """For a message: the beginning of a SHA-256, other values whole."""
+    """Return a value as messages show it: only the beginning of a SHA-256."""
     text = str(value)
     return f"{text[:12]}..." if len(text) == 64 else text
 
@@ -174,11 +177,11 @@ def _safetensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights_sha256(weights: Iterable[tuple[str, Any]]) -> str:
-    """In the order given."""
+    """Hash names, dtypes, shapes and bytes, in order."""
     digest = hashlib.sha256()
     for name, tensor in weights:
         if not isinstance(tensor, Tensor):
-            continue  # quantised layers may keep settings in their state
+            continue  # quantised layers may keep settings in their state dict
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
         for chunk in data.split(_CHUNK) if data.numel() else ():
@@ -187,6 +190,7 @@ def _weights_sha256(weights: Iterable[tuple[str, Any]]) -> str:
 
 
 def describe_tokenizer(tokenizer: Any, template_of: Any) -> dict[str, Any]:
+    """Return what identifies a tokenizer in a checkpoint; the chat template is `template_of`'s."""
     return {
         "vocabulary": tokenizer_fingerprint(tokenizer),
         "chat template": template_fingerprint(template_of) or "none",
@@ -194,7 +198,7 @@ def describe_tokenizer(tokenizer: Any, template_of: Any) -> dict[str, Any]:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """Of a model without its weights."""
+    """Return what identifies a model in a checkpoint, without its weights."""
     base = base_of(model)
     adapters = getattr(model, "peft_config", {})
     return {
@@ -207,12 +211,12 @@ def describe_model(model: Any) -> dict[str, Any]:
 
 
 def describe_frozen_model(model: Any) -> dict[str, Any]:
-    """Of a model that does not train."""
+    """Return what identifies a model that does not train: as `describe_model`, with a sample of its weights."""
     return {**describe_model(model), "weights": sampled_fingerprint(model.named_parameters())}
 
 
 def _settings(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """What a model computes, of its configuration: dropout and outputs may change."""
+    """Return the part of a configuration that decides what the model computes; dropout and outputs may change."""
     return {
         str(name): _settings(value) if isinstance(value, Mapping) else _plain(value)
         for name, value in config.items()

@@ -20,10 +20,10 @@ from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teac
 
 
 class ModelTeacher(Teacher):
-    """A model, or its directory or hub id, which is loaded when the student is there.
+    """A model, or its directory or hub id, which is loaded once the student exists.
 
     Args:
-        args: what is said about the teacher: where it comes from and where it lives.
+        args: where the teacher comes from and where it lives.
         teacher: the model or its name.
         name: for messages.
     """
@@ -61,11 +61,11 @@ class ModelTeacher(Teacher):
         return self._fingerprints
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
-        """Of the tokens that student and teacher share."""
+        """Return how many tokens student and teacher share."""
         vocabulary = with_heads(self._shared(trainer.tokenizer), trainer.student, teacher)
         announce(f"vocabulary: {vocabulary}")
         self.unshared, self.reads = vocabulary.unshared, embedding_rows(teacher)
-        # of tokens that are the student's alone, rows hold the padding and no other
+        # `check` refused rows with tokens of the student alone; only padding may be one of them.
         self._padding_is_beyond = any(i >= self.reads for i in vocabulary.student_only)
         return vocabulary.size
 
@@ -87,14 +87,14 @@ class ModelTeacher(Teacher):
         return teacher
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
-        """Deferred: its hidden states, and how its head goes on."""
+        """Return deferred logits: hidden states, and the head that makes logits of them."""
         read = without_labels(inputs)
         if self._padding_is_beyond and self.reads is not None:
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
         return self.logits(**read)
 
     def logits(self, **read: Any) -> Logits:
-        """Of what it is called with, and on the device of its input_ids, wherever the teacher lives."""
+        """Return the logits on the device of `input_ids`, wherever the teacher lives."""
         base = self._accelerator.unwrap_model(self.model)
         if not stays(self._args):
             return teacher_logits(self.model, base, **read)

@@ -1,4 +1,4 @@
-"""Where a teacher's weights are, in which form, and how what it says comes to the student's device."""
+"""Where a teacher's weights live, in which form, and how its answers come to the student's device."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,11 +21,11 @@ STAYS = ("teacher_load_in_4bit", "teacher_load_in_8bit", "teacher_device", "teac
 
 
 def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrainedModel:
-    """The model that a name means, in the dtype, form and place that `args` say; not streamed yet.
+    """Load a teacher in the dtype, form and place that `args` name; offloading comes later. A model is returned as is.
 
     Raises:
         ConfigError: `args` say how to load a model that is loaded already; bitsandbytes is not installed; the files
-            do not have the model's weights.
+            lack weights of the model.
     """
     if not isinstance(teacher, str):
         set_in_vain = placed(args) or next((name for name in OF_LOADING if getattr(args, name)), None)
@@ -36,8 +36,8 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
             )
         return teacher
     try:
-        # With it, transformers 5.17 leaves zeros in all ranks but the first. accelerate sends these the student's
-        # weights; TRL's preparation of a teacher sends nothing.
+        # RAM-efficient loading leaves zeros in all ranks but the first (transformers 5.17). accelerate then sends the
+        # student's weights to the others, but nobody sends the teacher's.
         with patch_environment(**{RAM_EFFICIENT: "false"}):
             return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
     except ImportError as error:
@@ -45,12 +45,12 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
 
 
 def teacher_dtype(args: TrainingArguments | TeacherConfig) -> str:
-    """That of the run, for a teacher loaded from its path."""
+    """Return the run's dtype, the default for a teacher loaded from its path."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
 def check_alike(fingerprints: dict[str, Any], name: str) -> None:
-    """Raise ConfigError where the ranks, which are about to shard a teacher, hold different ones."""
+    """Raise ConfigError where the ranks hold different teachers and are about to shard them as one."""
     everywhere = gather_object([fingerprints])
     if any(there != everywhere[0] for there in everywhere):
         raise ConfigError(
@@ -79,18 +79,18 @@ def _load_kwargs(args: TeacherConfig) -> dict[str, Any]:
         kwargs["device_map"] = None
     elif stays(args):
         kwargs["device_map"] = {"": args.teacher_device or str(args.device)}
-    elif args.world_size > 1:  # else TRL spreads it over the GPUs that each process sees
+    elif args.world_size > 1:  # TRL's default would spread it over all GPUs that a process sees
         kwargs.setdefault("device_map", None)
     return kwargs
 
 
 def stays(args: TeacherConfig) -> bool:
-    """Whether the trainer leaves the teacher where it was loaded."""
+    """Return whether the trainer leaves the teacher where it was loaded."""
     return any(getattr(args, name) for name in STAYS)
 
 
 def check_processes(args: TeacherConfig, processes: int, sharded: bool) -> None:
-    """Raise ConfigError where a place means something else to each process, or sharding decides about it."""
+    """Raise ConfigError where a place names another device in each process, or FSDP or DeepSpeed decides on it."""
     if not stays(args):
         return
     name = next(name for name in STAYS if getattr(args, name))
@@ -104,11 +104,12 @@ def check_processes(args: TeacherConfig, processes: int, sharded: bool) -> None:
 
 
 def stream_weights(model: Any, device: torch.device | str) -> None:
-    """Keep the weights in CPU memory and bring each layer's to the device while it computes. The head, which the loss
-    reads after the forward pass, moves there for good.
+    """Keep the weights in CPU memory and bring each layer's to the device while it computes.
+
+    The head moves to the device for good, because the loss reads it after the forward pass.
 
     Raises:
-        ConfigError: the model's layers cannot be told from its head.
+        ConfigError: the model has no backbone apart from its head.
     """
     backbone = model.base_model
     if backbone is model or output_module(model) is None:
@@ -120,7 +121,7 @@ def stream_weights(model: Any, device: torch.device | str) -> None:
 
 
 class Carrier:
-    """Brings a frozen teacher's deferred logits to another device. Its head is copied there once."""
+    """Bring a frozen teacher's deferred logits to another device. The head is copied there once."""
 
     def __init__(self) -> None:
         self._head: Head | None = None
@@ -130,12 +131,12 @@ class Carrier:
             return logits.to(device)
         if self._head is None:
             self._head = _head_on(logits.head, device)
-        own, project = logits.device, logits.project
+        teacher_device, project = logits.device, logits.project
         return replace(
             logits,
             hidden=logits.hidden.to(device),
             head=self._head,
-            project=lambda hidden: project(hidden.to(own)).to(device),
+            project=lambda hidden: project(hidden.to(teacher_device)).to(device),
         )
 
 

@@ -16,7 +16,7 @@ KEY_BYTES = 16
 
 
 class Document(NamedTuple):
-    """A stretch of one row of a prepared dataset over which the model reads on: the row, or a part of a packed one."""
+    """A row of a prepared dataset, or one of the documents in a packed row."""
 
     row: int
     start: int
@@ -29,12 +29,12 @@ class Document(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Those with something to predict."""
+        """The number of supervised tokens."""
         return supervised_tokens(self.labels)
 
 
 def row_key(input_ids: Any, labels: Any) -> bytes:
-    """Of a row's token ids and labels, sequences of integers. The first label is never predicted, so it is left out."""
+    """Hash a row's token ids and labels. The first label is never predicted, so it is left out."""
     digest = hashlib.blake2b(len(input_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(input_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(labels, dtype="<i4")[1:].data)
@@ -42,11 +42,12 @@ def row_key(input_ids: Any, labels: Any) -> bytes:
 
 
 def supervised_tokens(labels: Any) -> int:
+    """Return how many tokens of a row are predicted; the first never is."""
     return int((np.asarray(labels)[1:] != -100).sum())
 
 
 def documents(dataset: Dataset) -> Iterator[Document]:
-    """Of a dataset as the trainer prepared it: columns input_ids, labels, and seq_lengths if it is packed."""
+    """Yield the documents of a prepared dataset with columns input_ids, labels, and seq_lengths where it is packed."""
     row = 0
     for table in dataset.with_format("arrow").iter(1000):
         columns: Any = table
@@ -59,7 +60,7 @@ def documents(dataset: Dataset) -> Iterator[Document]:
 
 
 def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int]]:
-    """Where the documents of a row begin and end."""
+    """Return where the documents of a row begin and end."""
     if seq_lengths is None:
         return [(0, length)]
     ends = np.cumsum(np.asarray(seq_lengths, dtype=np.int64)).tolist()
@@ -67,7 +68,7 @@ def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int
 
 
 def ragged(array: Any) -> Any:
-    """A column of lists of one length as one of any length, whose values lie between offsets."""
+    """Return a column of fixed-size lists as one of lists with offsets; other columns as they are."""
     fixed = pa.types.is_fixed_size_list(array.type)
     return array.cast(pa.list_(array.type.value_type)) if fixed else array
 

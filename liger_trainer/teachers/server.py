@@ -1,4 +1,4 @@
-"""`teacher: server`: a model that is served elsewhere, known by its likeliest tokens and the mass of the rest."""
+"""`teacher: server`: a model that runs elsewhere and tells its likeliest tokens."""
 
 import os
 from typing import Any
@@ -16,19 +16,19 @@ from .config import TeacherConfig
 from .row_keys import documents, row_key
 from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
 
-REMEMBERED = 256 * 2**20  # bytes of answers that are kept: an evaluation asks the same rows again
+REMEMBERED = 256 * 2**20  # bytes of answers that are kept, because each evaluation asks for the same rows
 PROBED = 8  # tokens of the question that is asked before training
 
 
 class ServerTeacher(Teacher):
-    """An OpenAI-compatible server of `/v1/completions`. See docs/teachers.md for what it must be able to do.
+    """A server of `/v1/completions`; docs/teachers.md says what it must be able to do.
 
-    Every document of a batch is a question of its own, up to its last supervised token; all of a batch are under way at
-    a time. The first answers are kept, as many as fit into 256 MiB, and not asked for again.
+    Each document of a batch is one question, up to its last supervised token; the questions of a batch are asked
+    together. The first 256 MiB of answers are kept and not asked for again.
 
     Raises:
-        ConfigError: no key in the environment variable that is to hold it; later, tokens beyond the vocabulary, and
-            what `CompletionsServer` refuses.
+        ConfigError: the environment variable for the key is not set; later, tokens beyond the vocabulary, and what
+            `CompletionsServer` refuses.
     """
 
     def __init__(self, args: TeacherConfig):
@@ -52,7 +52,7 @@ class ServerTeacher(Teacher):
         self._known_bytes = 0
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
-        """Ask about the first tokens of the dataset: whatever is wrong with the server shows before training."""
+        """Ask about the first tokens of the dataset, so that a faulty server shows before training."""
         self._shared(tokenizer).check_rows(dataset, name)
         rows = documents(dataset) if isinstance(dataset, Dataset) else ()
         first = next((row for row in rows if len(row.input_ids) > 1), None)
@@ -61,7 +61,7 @@ class ServerTeacher(Teacher):
             self._check_ids(self.server.ask([Question(ids, list(range(1, len(ids))))])[0])
 
     def fingerprints(self) -> dict[str, Any]:
-        """A server tells its model's name, and no more of it."""
+        """A server tells nothing but its model's name."""
         return {"model": self.server.options.model}
 
     def prepare(self, trainer: DistillHost) -> int:
@@ -72,11 +72,11 @@ class ServerTeacher(Teacher):
         return check_student_vocabulary(trainer.student, size)
 
     def _shared(self, tokenizer: Any) -> Vocabulary:
-        """A server does not tell its tokenizer; it is compared where the configuration names it."""
+        """Compare tokenizers where the configuration names the teacher's: a server does not tell its own."""
         if self._vocabulary is None:
             named = self._tokenizer
-            theirs = named and teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code)
-            self._vocabulary = compare_tokenizers(tokenizer, theirs)
+            teachers = named and teacher_tokenizer(None, named, trust_remote_code=self._trust_remote_code)
+            self._vocabulary = compare_tokenizers(tokenizer, teachers)
         return self._vocabulary
 
     @property
@@ -87,13 +87,13 @@ class ServerTeacher(Teacher):
     def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
         ids = inputs["input_ids"]
         stretches = _documents(inputs)
-        known = self._ask([list(row) for _, *row in stretches])
+        answers = self._ask([list(row) for _, *row in stretches])
         shape, k = ids.shape, self.server.options.top_k
         tokens = torch.full((*shape, k), -1, dtype=torch.int32)
         log_probs = torch.full((*shape, k), -torch.inf)
         labels = torch.zeros(shape)
-        for ((row, at), _, supervised), answer in zip(stretches, known, strict=True):
-            places = at[np.flatnonzero(supervised[1:] != -100)]  # that predict the supervised tokens
+        for ((row, at), _, supervised), answer in zip(stretches, answers, strict=True):
+            places = at[np.flatnonzero(supervised[1:] != -100)]  # the positions that predict supervised tokens
             tokens[row, places] = torch.from_numpy(answer.ids)
             log_probs[row, places] = torch.from_numpy(answer.log_probs)
             labels[row, places] = torch.from_numpy(answer.label_log_prob)
@@ -122,31 +122,33 @@ class ServerTeacher(Teacher):
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    key = os.environ.get(variable)
+    key = os.environ.get(variable, "").strip()  # a key read from a file often ends with a newline
     if not key:
         raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
     return key
 
 
 def _documents(inputs: dict[str, Any]) -> list[tuple[tuple[int, np.ndarray], np.ndarray, np.ndarray]]:
-    """((row, positions), token ids, labels) of each stretch of a batch that a model reads on over, if any of its labels
-    is predicted. Where several stand in a row, position_ids begin anew."""
+    """Return ((row, positions), token ids, labels) of each document in a batch that has something to predict.
+
+    In a padding-free row, position_ids start again at 0 with each document.
+    """
     ids, labels = (inputs[name].cpu().numpy() for name in ("input_ids", "labels"))
     mask, positions = (
         None if (x := inputs.get(n)) is None else x.cpu().numpy() for n in ("attention_mask", "position_ids")
     )
-    found = []
+    documents_in_batch = []
     for row in range(len(ids)):
         read = np.arange(ids.shape[1]) if mask is None else np.flatnonzero(mask[row])
         starts = np.flatnonzero(positions[row, read] == 0)[1:] if positions is not None else []
         for at in np.split(read, starts):
             if (labels[row, at][1:] != -100).any():
-                found.append(((row, at), ids[row, at], labels[row, at]))
-    return found
+                documents_in_batch.append(((row, at), ids[row, at], labels[row, at]))
+    return documents_in_batch
 
 
 def _question(ids: np.ndarray, labels: np.ndarray) -> Question:
-    """About the supervised tokens, with nothing behind the last of them."""
+    """Ask about the supervised tokens, with a prompt that ends at the last of them."""
     places = (np.flatnonzero(labels[1:] != -100) + 1).tolist()
     return Question(ids[: places[-1] + 1].tolist(), places)
 

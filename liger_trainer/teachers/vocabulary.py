@@ -21,11 +21,10 @@ class Vocabulary:
     """The shared ids, 0 to `size` - 1, and what either side has beside them.
 
     Attributes:
-        size: of what both share.
-        compared: whether the tokenizers were; else `size` is the student's tokenizer's.
-        student_only, teacher_only: {id: token} that one tokenizer alone has, beyond `size` or where the other has a
-            hole.
-        student_rows, teacher_rows: of the heads, once they are known.
+        size: the number of shared ids.
+        compared: whether the tokenizers were compared; if not, `size` is the student's.
+        student_only, teacher_only: {id: token} that only one tokenizer has, beyond `size` or in a gap of the other.
+        student_rows, teacher_rows: rows of the heads, once the models are loaded.
     """
 
     size: int
@@ -60,7 +59,7 @@ class Vocabulary:
 
     @property
     def unshared(self) -> frozenset[int]:
-        """The ids that one tokenizer alone has."""
+        """The ids that only one tokenizer has."""
         return frozenset({*self.student_only, *self.teacher_only})
 
     def check_rows(self, dataset: Any, name: str) -> None:
@@ -87,9 +86,9 @@ class Vocabulary:
 
 
 def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
-    """What two tokenizers share; all of the student's where the teacher's is not known.
+    """Return what two tokenizers share; all of the student's tokens where the teacher's tokenizer is unknown.
 
-    Only tokens are compared, as the vocabularies spell them, not how either splits text.
+    Tokens are compared as the vocabularies spell them, not how either tokenizer splits text.
 
     Raises:
         ConfigError: an id means different tokens, or they have no id in common.
@@ -101,10 +100,12 @@ def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
     both = ours.keys() & theirs.keys()
     different = sorted(i for i in both if ours[i] != theirs[i])
     if different or not both:
-        told = (f"id {i} is {ours[i]!r} for the student and {theirs[i]!r} for the teacher" for i in different[:SHOWN])
-        shown = "; ".join(told)
-        known = set(ours.values())
-        same = sum(token in known for token in theirs.values())
+        examples = (
+            f"id {i} is {ours[i]!r} for the student and {theirs[i]!r} for the teacher" for i in different[:SHOWN]
+        )
+        shown = "; ".join(examples)
+        students_tokens = set(ours.values())
+        same = sum(token in students_tokens for token in theirs.values())
         raise ConfigError(
             f"student and teacher have different tokenizers: {len(different):,} of {len(both):,} shared ids differ; "
             f"{shown}{'; ...' if len(different) > SHOWN else ''}. The student knows {same:,} of the teacher's "
@@ -122,7 +123,7 @@ def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
 
 
 def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary:
-    """The same once the models are there.
+    """Return the vocabulary with the rows of both heads, once the models are loaded.
 
     Raises:
         ConfigError: a head lacks tokens of the shared vocabulary.
@@ -139,7 +140,7 @@ def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary
 
 
 def check_student_vocabulary(student: Any, real: int) -> int:
-    """`real`, the number of tokens, if the student has them all. Raises ConfigError otherwise."""
+    """Return `real`, the number of tokens, if the student has them all; else raise ConfigError."""
     size = student.get_output_embeddings().weight.shape[0]
     if size < real:
         raise ConfigError(
@@ -155,7 +156,7 @@ def tokenizer_size(tokenizer: Any) -> int:
 
 
 def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any | None:
-    """The tokenizer that lies beside a model: a directory, a hub id, or a model loaded from either. None without one.
+    """Return the tokenizer beside a model (a directory, a hub id, or a model loaded from either); None without one.
 
     Args:
         revision: of a hub id.
@@ -165,35 +166,35 @@ def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any
     if not name:
         return None
     if not isinstance(model, str) and not Path(name).is_dir():
-        options["local_files_only"] = True  # a model in memory needs no network, and nor does the name it had
+        options["local_files_only"] = True  # a model in memory must not cause a download
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
     except (OSError, ValueError, KeyError, ImportError):
         return None
-    # without files some classes are made with nothing but their special tokens
+    # Without files, transformers makes some classes with nothing but special tokens.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
 def teacher_tokenizer(teacher: Any, named: str | None = None, **options: Any) -> Any | None:
-    """The tokenizer of a teacher, a model or its name.
+    """Return the tokenizer of a teacher, a model or its name.
 
     Args:
-        named: `teacher_tokenizer_name_or_path`, in the place of the one that lies beside it.
+        named: `teacher_tokenizer_name_or_path`, which replaces the one beside the teacher.
         **options: as for `tokenizer_of`.
 
     Raises:
-        ConfigError: there is none where `named` says.
+        ConfigError: `named` has none.
     """
     if named is None:
         return tokenizer_of(teacher, **options)
-    found = tokenizer_of(named, trust_remote_code=options.get("trust_remote_code", False))
-    if found is None:
+    tokenizer = tokenizer_of(named, trust_remote_code=options.get("trust_remote_code", False))
+    if tokenizer is None:
         raise ConfigError(f"teacher_tokenizer_name_or_path: {named} has no tokenizer that transformers can read.")
-    return found
+    return tokenizer
 
 
 def options_of_teacher(teacher: Any, args: Any) -> dict[str, Any]:
-    """What a configuration says about the files beside a teacher, for `teacher_tokenizer`."""
+    """Return what a configuration says about the files of a teacher, as keywords of `teacher_tokenizer`."""
     options = {"named": args.teacher_tokenizer_name_or_path, "trust_remote_code": args.trust_remote_code}
     if isinstance(teacher, str):
         options["revision"] = args.teacher_model_revision

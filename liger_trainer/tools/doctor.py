@@ -1,4 +1,4 @@
-"""What `patch` would swap in a model and what it would leave alone, found from its configuration, without weights."""
+"""Report what `patch` would swap in a model and what it would leave alone, from its configuration, without weights."""
 
 import difflib
 import inspect
@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from ..errors import ConfigError
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
 
-# The kinds of a report (`PatchReport.swapped`) by the column of the table that they stand in.
+# column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
     "norms": ("RMSNorm", "LayerNorm"),
     "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts", "LoRA MLP"),
@@ -32,18 +32,18 @@ COLUMNS = {
 }
 
 
-# By model type, after the causal LMs: what else has the head of one.
+# classes with a causal-LM head by model type, asked after the causal LMs
 _OTHERS = (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )  # fmt: skip
-_TRANSDUCERS = ("ForCTC", "ForRNNT", "ForTDT")  # generate too, but align their labels with frames of speech
+_TRANSDUCERS = ("ForCTC", "ForRNNT", "ForTDT")  # they generate, but align their labels with frames of speech
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The report of a family's causal LM, or of another class, or in words why that could not be built."""
+    """The report of a family's causal LM or of another class, or the reason why it could not be built."""
 
     family: str
     class_name: str
@@ -57,15 +57,15 @@ class Diagnosis:
 
 
 def config_of(model: str) -> Any:
-    """The configuration of a model: of a directory or a cached hub id its own, of a model type the default one.
+    """Return the configuration of a directory or a cached hub id, or the default one of a model type.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: `model` is none of them.
     """
     if model in CONFIG_MAPPING and not os.path.isdir(model):
         try:
             return CONFIG_MAPPING[model]()
-        except Exception as error:  # each family has checks of its own
+        except Exception as error:  # each family has its own checks
             raise ConfigError(f"{model} has no default configuration: {_words(error)}") from None
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
@@ -83,7 +83,7 @@ def _words(error: Exception) -> str:
 
 
 def diagnose(config: Any, options: PatchOptions | None = None) -> PatchReport:
-    """What `patch` does to the model of a configuration (`class_of`), built on the meta device.
+    """Report what `patch` does to the model of a configuration (`class_of`), built on the meta device.
 
     Raises:
         ConfigError: transformers has no class with a causal-LM head for it, or cannot build it.
@@ -99,7 +99,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
         with torch.device("meta"):
             model = build(config)
     except Exception as error:  # each family has checks of its own
-        if str(error).startswith("Unrecognized configuration class"):  # and all that there are
+        if str(error).startswith("Unrecognized configuration class"):  # the message lists every class
             raise ConfigError(
                 f"transformers {transformers.__version__} has no causal LM for a {type(config).__name__}. "
                 "patch(model) takes any model, and its report says what was found."
@@ -113,7 +113,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 
 
 def class_of(config: Any) -> str | None:
-    """The class of a configuration's checkpoint where that has a causal-LM head, else the one of its model type."""
+    """Return the class of the checkpoint if it has a causal-LM head, else that of the model type."""
     for name in config.architectures or ():
         if _has_causal_lm_head(getattr(transformers, name, None)):
             return name
@@ -122,14 +122,14 @@ def class_of(config: Any) -> str | None:
 
 
 def other_classes() -> list[str]:
-    """The classes of transformers with a causal-LM head that AutoModelForCausalLM does not make, by name."""
-    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    classes = [name for name in dir(transformers) if name[:1].isupper() and name not in known]
+    """Name the classes of transformers with a causal-LM head that AutoModelForCausalLM does not make."""
+    causal_lms = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    classes = [name for name in dir(transformers) if name[:1].isupper() and name not in causal_lms]
     return [name for name in classes if _has_causal_lm_head(getattr(transformers, name))]  # imports every model
 
 
 def _has_causal_lm_head(model_class: Any) -> bool:
-    """Whether its models write token after token and learn from labels."""
+    """Whether models of the class generate tokens and learn from labels."""
     if not (inspect.isclass(model_class) and issubclass(model_class, PreTrainedModel)):
         return False
     name = model_class.__name__
@@ -139,8 +139,7 @@ def _has_causal_lm_head(model_class: Any) -> bool:
 
 
 def diagnose_all() -> list[Diagnosis]:
-    """Every class with a causal-LM head of the installed transformers, with its default configuration: the families of
-    AutoModelForCausalLM, then the others."""
+    """Diagnose every class with a causal-LM head, with its default configuration: families first, then the others."""
     families = [_of_family(family, name) for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
     return families + [_of_class(name) for name in other_classes()]
 
@@ -157,12 +156,12 @@ def _of_class(class_name: str) -> Diagnosis:
     family = model_class.config_class.model_type
     try:
         return Diagnosis(family, class_name, _diagnosis_of(model_class.config_class(), model_class._from_config))
-    except Exception as error:  # a configuration's checks too
+    except Exception as error:  # the configuration checks itself too
         return Diagnosis(family, class_name, problem=str(error) if isinstance(error, ConfigError) else _words(error))
 
 
 def cells(report: PatchReport) -> dict[str, str]:
-    """What is swapped, by column; empty where nothing is."""
+    """Return what is swapped, by column; empty if nothing is."""
     return {
         column: ", ".join(kind for kind in kinds if report.swapped[kind]).replace("fused loss", "fused")
         for column, kinds in COLUMNS.items()
@@ -174,7 +173,7 @@ def family_of(config: Any) -> str:
 
 
 def markdown_report(report: PatchReport) -> str:
-    """One model's report."""
+    """Write the report of one model."""
     swapped = [f"| {kind} | {count} |" for kind, count in report.swapped.items()]
     left = [f"| {_cell(name)} | {_cell(why)} |" for name, why in report.left_alone.items()]
     lines = ["| layer | instances |", "|---|---|", *swapped]
@@ -182,7 +181,7 @@ def markdown_report(report: PatchReport) -> str:
 
 
 def markdown(diagnoses: Iterable[Diagnosis]) -> str:
-    """The tables of families and of other classes, and the layers that are left alone with the reasons."""
+    """Write the tables of families and of other classes, and the layers that are left alone with the reasons."""
     diagnoses = list(diagnoses)
     built = [d for d in diagnoses if d.report is not None]
     families, others = [d for d in built if d.name == d.family], [d for d in built if d.name != d.family]
@@ -230,7 +229,7 @@ def _cell(text: str) -> str:
 
 
 def document(diagnoses: Iterable[Diagnosis]) -> str:
-    """docs/models.md."""
+    """Write docs/models.md."""
     diagnoses = list(diagnoses)
     families = [d for d in diagnoses if d.name == d.family]
     return "\n".join(

@@ -1,6 +1,6 @@
-"""A student against its teacher on the held-out rows: one that a run has saved, or the one that a configuration names.
+"""Evaluate a student on the held-out rows: one that a run has saved, or the one that a configuration names.
 
-The trainers measure; what is added here is how well the student knows what it knows (calibration).
+The trainers measure; calibration is added here.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ ADAPTER, WEIGHTS = "adapter_config.json", ("*.safetensors", "pytorch_model*.bin"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated. `weights`: the directory that they are in; None takes the configuration's own model."""
+    """What is evaluated. `weights` is a directory; None means the model of the configuration."""
 
     name: str
     config: "RunConfig"
@@ -66,9 +66,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics: those of `trainer.evaluate()` without `eval_`, and the calibration error; in nats where not said.
-    Without the losses that projectors of hidden states are part of.
-    teacher: as the configuration names it; several are joined by commas, and None where none is loaded by a name."""
+    """The result of an evaluation.
+
+    Attributes:
+        metrics: those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, and
+            the calibration error. Losses, KLs and entropies are in nats.
+        teacher: names in the configuration, joined by commas; None if no teacher is loaded by name.
+    """
 
     name: str
     recipe: str
@@ -79,10 +83,10 @@ class Evaluation:
 
 
 def subject_of(target: str, overrides: Iterable[str]) -> Subject:
-    """A configuration, or the directory of a run or of one of its checkpoints.
+    """Return what `target` names: a configuration, or the directory of a run or of one of its checkpoints.
 
     Raises:
-        ConfigError: neither; a directory without weights or without the configuration of a run.
+        ConfigError: it is none of these, or a directory without weights or without the configuration of a run.
     """
     path = Path(target).expanduser()
     if not path.is_dir():
@@ -113,31 +117,31 @@ def evaluate(subject: Subject) -> Evaluation:
         files = base if subject.weights is None else _saved_files(base, subject.weights)
         check_student(config, files, data)
         teachers = open_teachers(config) if config.recipe == "distill" else {}
-        for own, teacher in teachers.values():
-            check_same_tokenizer(own, files, teacher)
+        for entry_config, teacher in teachers.values():
+            check_same_tokenizer(entry_config, files, teacher)
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
-        found = trainer.evaluate()
+        measured = trainer.evaluate()
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
-    metrics = {name.removeprefix("eval_"): value for name, value in found.items() if isinstance(value, float)}
+    metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}
-    lost = [name for name, value in metrics.items() if not math.isfinite(value)]
-    if lost:
-        raise NonFiniteError(f"{subject.name}: {', '.join(lost)} of the model is not finite.")
+    wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if wrong:
+        raise NonFiniteError(f"{subject.name}: {', '.join(wrong)} of the model is not finite.")
     model = str(subject.weights or config["model_name_or_path"])
-    named = [own["teacher_model_name_or_path"] for own, _ in teachers.values()]
-    return Evaluation(subject.name, config.recipe, model, ", ".join(named) or None, metrics, data.facts)
+    names = [entry_config["teacher_model_name_or_path"] for entry_config, _ in teachers.values()]
+    return Evaluation(subject.name, config.recipe, model, ", ".join(names) or None, metrics, data.facts)
 
 
 def _unlearned(trainer: Any) -> list[str]:
-    """What fresh projectors of hidden-state losses are part of. A run keeps its own in its checkpoints alone."""
+    """Name the losses that fresh projectors are part of: only checkpoints keep the trained ones."""
     if not trainer.progress.parameters():
         return []
     return ["loss", *(f"loss/{term.type}" for term in trainer.args.loss_plan().of("hidden"))]
 
 
 def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
-    """Without what belongs to training: where it is saved, what it is reported to, other processes."""
+    """Remove what belongs to training: saving, trackers, other processes."""
     here = {
         "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "load_best_model_at_end": False, "use_vllm": False, "fsdp": None, "fsdp_config": None, "deepspeed": None,
@@ -148,12 +152,12 @@ def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
 
 
 def _saved_files(base: ModelFiles, weights: Path) -> ModelFiles:
-    """Configuration and tokenizer from beside the weights, where they are there."""
+    """Read configuration and tokenizer from beside the weights, if they are there."""
     try:
-        own = (weights / "config.json").is_file()
-        model_config = AutoConfig.from_pretrained(weights) if own else base.config
-        named = any((weights / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer = AutoTokenizer.from_pretrained(weights) if named else base.tokenizer
+        has_config = (weights / "config.json").is_file()
+        model_config = AutoConfig.from_pretrained(weights) if has_config else base.config
+        has_tokenizer = any((weights / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        tokenizer = AutoTokenizer.from_pretrained(weights) if has_tokenizer else base.tokenizer
     except (OSError, ValueError) as error:
         raise CorruptError(f"{weights} cannot be read as a model directory: {error}") from None
     return ModelFiles(base.key, str(weights), None, model_config, tokenizer)
@@ -179,7 +183,9 @@ def _trainer(
     teachers: dict[str, str],
 ) -> Any:
     args = config.training_args()
-    cached = config.recipe == "distill" and config["teacher"] == "cache"  # which looks at the training rows too
+    cached = (
+        config.recipe == "distill" and config["teacher"] == "cache"
+    )  # a cache is compared with the training rows too
     with config.refusals("the evaluation"):
         common: dict[str, Any] = {
             "args": args, "train_dataset": data.train if cached else data.test, "eval_dataset": data.test,
@@ -200,8 +206,10 @@ def _trainer(
 
 
 def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
-    """(batch, length - 1) of logits (batch, length, V): the probability of the likeliest token, negative where it is
-    not the label, 0 where there is none."""
+    """Return the top-1 probability of each token, negative if it is not the label, 0 without a label.
+
+    logits: (batch, length, V); the result: (batch, length - 1).
+    """
     confident = torch.stack([_confidence(row) for row in logits[:, :-1]])
     target = labels[:, 1:].to(logits.device)
     right = logits[:, :-1].argmax(-1) == target
@@ -209,13 +217,13 @@ def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _confidence(logits: Tensor) -> Tensor:
-    """(length,) of one row of the batch, so that no more than that is widened at a time."""
+    """Return the top-1 probabilities (length,) of one row: a whole batch in fp32 would take too much memory."""
     wide = logits.float()
     return (wide.amax(-1) - wide.logsumexp(-1)).exp()
 
 
 def _calibration(predictions: Any) -> dict[str, float]:
-    """For `compute_metrics`, which gets rows of different lengths filled up with -100."""
+    """Compute the metric for `compute_metrics`, which gets rows of different lengths, padded with -100."""
     signed = np.concatenate([np.ravel(x) for x in np.atleast_1d(predictions.predictions)])
     return {CALIBRATION.metric: calibration_error(signed[(signed != 0) & (np.abs(signed) <= 1.001)])}
 
@@ -225,5 +233,5 @@ def calibration_error(signed: np.ndarray) -> float:
     width, of |share that is right - mean confidence| (Naeini et al. 2015; Guo et al. 2017, arXiv:1706.04599)."""
     confidence, right = np.abs(signed).astype(np.float64), signed > 0
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)  # of a bin: tokens times its gap
+    gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)  # tokens of a bin times its gap
     return float(np.abs(gaps).sum() / max(1, len(signed)))

@@ -1,4 +1,4 @@
-"""`liger-trainer preview`: rows as the model will see them, prepared by the trainer itself around no weights."""
+"""`liger-trainer preview`: rows as the model will see them, prepared by the trainer itself, without weights."""
 
 import copy
 import tempfile
@@ -23,7 +23,7 @@ EXACT = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens as text, all supervised or none."""
+    """Neighbouring tokens as text; all are supervised or none is."""
 
     text: str
     supervised: bool
@@ -31,15 +31,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class SeenRow:
-    """A row of the prepared training set. Supervised are the tokens that the loss is taken on."""
+    """A row of the prepared training set. The loss is taken on supervised tokens."""
 
     place: str
-    """where the row comes from; of a packed one, how many documents it holds"""
+    """where the row comes from; of a packed row, how many documents it holds"""
     documents: list[list[Piece]]
     tokens: int
     supervised: int
     tokens_cut: int | None
-    """beyond `max_length`; None where rows are packed: their documents cannot be told apart any more"""
+    """beyond `max_length`; None for packed rows, whose documents cannot be traced back"""
     supervised_cut: int | None
 
 
@@ -50,7 +50,7 @@ class Preview:
 
 
 class _Followed(Preparation):
-    """Preparation in which each row can be followed from the dataset, with the counts it had before it was cut."""
+    """Preparation that follows each row from the dataset, with its counts before it is cut."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.uncut: dict[str, dict[int, tuple[int, int]]] = {}
@@ -60,15 +60,15 @@ class _Followed(Preparation):
         dataset = dataset.add_column(ROW, list(range(len(dataset))))
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
-    def _learnable(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
+    def learnable_rows(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:
         tokens, supervised, _ = count_each(tokenized, None)
         counts = zip(tokens.tolist(), supervised.tolist(), strict=True)
         self.uncut[dataset_name] = dict(zip(tokenized[ROW], counts, strict=True))
-        return super()._learnable(tokenized, args, packing, dataset_name)
+        return super().learnable_rows(tokenized, args, packing, dataset_name)
 
 
 def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: int) -> Preview:
-    """The first `count` rows of the training set as the trainer prepares it, and counts over all rows.
+    """Return the first `count` rows of the prepared training set, and counts over all rows.
 
     Raises:
         ConfigError: TRL refuses the settings.
@@ -92,7 +92,7 @@ def _seen(trainer: Any, row: dict[str, Any], data: "RunData") -> SeenRow:
     batch = trainer.data_collator([row])
     ids = batch["input_ids"][0, :length].tolist()
     supervised = (batch["labels"][0, :length] != -100).tolist()
-    supervised[0] = False  # nothing comes before it to predict it from
+    supervised[0] = False  # the first token is not predicted
     lengths = row.get("seq_lengths") or [length]
     documents, start = [], 0
     for size in lengths:
@@ -107,12 +107,12 @@ def _seen(trainer: Any, row: dict[str, Any], data: "RunData") -> SeenRow:
 
 
 def _pieces(tokenizer: Any, ids: list[int], supervised: list[bool]) -> Iterator[Piece]:
-    """The text of each stretch of tokens that are all supervised or all not."""
+    """Yield the text of each stretch of tokens that are all supervised or all not."""
     start, before = 0, ""
     for end in range(1, len(ids) + 1):
         if end < len(ids) and supervised[end] == supervised[start]:
             continue
-        # by difference: decoded alone, a stretch may lose the space it begins with
+        # A stretch decoded alone may lose its leading space, so texts of prefixes are subtracted.
         text = tokenizer.decode(ids[:end], **EXACT)
         alone = not text.startswith(before)  # the stretch before ended within a character
         piece = tokenizer.decode(ids[start:end], **EXACT) if alone else text[len(before) :]

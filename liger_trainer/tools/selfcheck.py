@@ -1,9 +1,9 @@
-"""The gradient checks of the ops and of a small patched model, on the user's own device.
+"""Check the outputs and gradients of the ops and of a small patched model, on the user's own device.
 
-Truth is plain torch in fp64 on the same numbers. An op passes if each of its outputs and gradients errs at most twice
-as much as plain torch does in the op's dtype, plus a floor of a few roundings: in the distance to the truth, and in the
-length along it, where roundings cancel and a wrong factor does not. Each comparison is made a second time with 1 %
-planted in what the op gave, to show that it would have been seen.
+The truth is plain torch in fp64 on the same numbers. An op passes if the error of each output and gradient is at most
+twice that of plain torch in the op's dtype, plus a floor of a few roundings. Two errors are bounded: the distance to
+the truth, and its part along the truth, where roundings cancel and a wrong factor does not. Each comparison is repeated
+with an error of 1 % planted in the op's result, to show that it would be seen.
 """
 
 import copy
@@ -26,13 +26,13 @@ PLANTED = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output ("out0") or gradient ("d_x") of a check: how far it is from the truth, relative to that in L2.
+    """One output ("out0") or gradient ("d_x") of a check, with its errors relative to the truth, in L2.
 
     Attributes:
-        error, bound: the distance, and what it may be.
-        factor, factor_bound: the same of the part along the truth alone.
+        error, bound: the distance to the truth, and its limit.
+        factor, factor_bound: the part along the truth, and its limit.
         plain: the distance of plain torch.
-        sees_one_percent: with 1 % planted it would not have passed.
+        sees_one_percent: whether it fails with 1 % planted.
     """
 
     tensor: str
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """Of what it may be off, by the measure that comes nearer."""
+        """The larger of the two errors, each as a share of its bound."""
         share = max(self.error / self.bound, self.factor / self.factor_bound)
         return share if math.isfinite(share) else math.inf
 
@@ -56,7 +56,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check in one dtype. `failure`: what the op raised instead of giving a result."""
+    """A check in one dtype. `failure` is the error that the op raised."""
 
     name: str
     dtype: str
@@ -75,12 +75,12 @@ class CheckResult:
 
     @property
     def sees_one_percent(self) -> bool:
-        """In one of its tensors at least."""
+        """Whether at least one of its tensors shows an error of 1 %."""
         return any(c.sees_one_percent for c in self.comparisons)
 
 
 def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """fp32, and what models are trained in there."""
+    """Return fp32, and the dtype that models are trained in on the device."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float32, torch.float16
     return torch.float32, torch.bfloat16
@@ -89,7 +89,7 @@ def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 def run_checks(
     device: torch.device, dtypes: Sequence[torch.dtype], checks: Sequence[Check] | None = None
 ) -> Iterator[CheckResult]:
-    """Each check in each dtype, as it is done; after these a small model of each family in MODELS."""
+    """Yield the result of each check in each dtype, and of a small model of each family in MODELS."""
     for dtype in dtypes:
         for check in CHECKS if checks is None else checks:
             yield _result(check.name, dtype, lambda check=check, dtype=dtype: _compare(check, device, dtype))
@@ -100,7 +100,7 @@ def run_checks(
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the ops launch Triton kernels there; otherwise they are computed by torch."""
+    """Whether the ops launch Triton kernels on the device; otherwise torch computes them."""
     return use_triton(torch.empty(1, device=device))
 
 
@@ -126,10 +126,10 @@ def _compare(check: Check, device: torch.device, dtype: torch.dtype) -> list[Com
 def _outputs_and_gradients(
     function: Callable[..., Outputs], tensors: dict[str, Tensor], leaves: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Outputs by number and gradients by leaf. Each output's own gradient is random, and the same for all callers."""
+    """Return outputs by number and gradients by leaf. Gradients of outputs are random, the same in each call."""
     inputs = {name: x.detach().clone().requires_grad_(name in leaves) for name, x in tensors.items()}
-    made = function(**inputs)
-    outputs = made if isinstance(made, tuple) else (made,)
+    result = function(**inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
     draw, trained = Draw(), [x for x in outputs if x.requires_grad]
     upstream = [draw(*x.shape).to(x.device, x.dtype) if x.dim() else torch.ones_like(x) for x in trained]
     gradients = torch.autograd.grad(trained, [inputs[name] for name in leaves], upstream)
@@ -152,14 +152,13 @@ def _interleaved(errors: tuple[float, float], bounds: tuple[float, float]) -> tu
 
 
 def _errors(x: Tensor, truth: Tensor) -> tuple[float, float]:
-    """(distance, its part along the truth), both relative to it."""
+    """Return (distance, its part along the truth), both relative to the truth."""
     length, difference = truth.norm().clamp(min=1e-30), x.double() - truth
     along = (difference * truth).sum() / length**2
     return (difference.norm() / length).item(), along.abs().item()
 
 
-# A small model of each kind of attention and norm that is patched, with its loss
-
+# small models that have each kind of attention and norm that is patched
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
@@ -182,7 +181,7 @@ def _compare_model(family: str, device: torch.device, dtype: torch.dtype) -> lis
 
 
 def _loss_and_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """The loss, and the gradients of all weights in one vector."""
+    """Return the loss, and the gradients of all weights in one vector."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return {"loss": loss.detach(), "gradients": torch.cat([p.grad.flatten() for p in model.parameters()])}

@@ -1,5 +1,4 @@
-"""What `selfcheck` compares: each op as data, with what it must equal in plain torch. Plain torch's own functions where
-it has them, else the op's reference."""
+"""The cases of `selfcheck`: each op with what it must equal, a function of torch or else the op's reference."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from ..kernels.swiglu import swiglu
 from ..kernels.tvd import tvd, tvd_reference
 from ..kernels.types import Adapter, Projection
 
-ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # no multiples of the tiles
+ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # not multiples of the tiles
 HEADS, KEYS, WIDTH = 4, 2, 64
 EPS, IGNORED = 1e-6, -100
 
@@ -40,7 +39,7 @@ Outputs = Tensor | tuple[Tensor, ...]
 
 
 class Draw:
-    """Draws tensors in fp64 on the CPU, the same every time, so that all devices see the same numbers."""
+    """Draws the same tensors every time, in fp64 on the CPU, so that all devices see the same numbers."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -59,7 +58,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Check:
-    """An op and what it must equal, on tensors by name. Gradients are compared of those named in `leaves`."""
+    """An op and what it must equal, on tensors by name. `leaves` names the tensors whose gradients are compared."""
 
     name: str
     op: Callable[..., Outputs]
@@ -132,8 +131,8 @@ def _other_vocabulary(draw: Draw) -> dict[str, Tensor]:
     return {**_head(draw), **teacher}
 
 
-def _known(draw: Draw) -> dict[str, Tensor]:
-    """A student's head, and the 16 likeliest tokens of a teacher."""
+def _top_tokens(draw: Draw) -> dict[str, Tensor]:
+    """A student's head, and the 16 top tokens of a teacher."""
     log_probs, ids = draw(ROWS, VOCAB, std=2.0).log_softmax(-1).topk(16)
     return {**_head(draw), "ids": ids, "log_probs": log_probs}
 
@@ -233,7 +232,7 @@ CHECKS: tuple[Check, ...] = (
     *(
         Check(
             f"linear_sparse_divergence, {tail}", _loss(linear_sparse_divergence, tail=tail),
-            _loss(linear_sparse_divergence_reference, tail=tail), _known, HEAD_LEAVES,
+            _loss(linear_sparse_divergence_reference, tail=tail), _top_tokens, HEAD_LEAVES,
         )
         for tail in ("bucket", "none")
     ),

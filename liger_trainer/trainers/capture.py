@@ -1,4 +1,4 @@
-"""Capture: a teacher reads the very rows that training will see, and what it makes of each token is written down.
+"""Capture a teacher cache: the teacher reads the rows that training will see, and its records of each token are saved.
 
 Rows are taken in the order of their keys and cut into shards of about one size. A shard depends on its rows alone, so
 a capture that was killed goes on with the first shard that is not in the index, and ends with the same files.
@@ -44,7 +44,7 @@ from .token_ids import check_ids
 
 LOCK, MIB = ".lock", 2**20
 Progress = Callable[[int, int], None]
-"""Called with the tokens that have been read and those there will be."""
+"""Called with the number of tokens read so far and the number of all."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,30 @@ class CapturePlan:
 
     @classmethod
     def of(cls, rows: PreparedRows, tokens_of_shard: int) -> "CapturePlan":
-        found: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
+        entries: dict[bytes, tuple[tuple[str, int, int, int], int]] = {}
         for name, dataset in rows.datasets.items():
             for document in documents(dataset):
                 if document.tokens:
                     end = document.start + len(document.input_ids)
-                    found.setdefault(document.key, ((name, document.row, document.start, end), document.tokens))
-        keys = sorted(found)
-        tokens = np.array([found[key][1] for key in keys], dtype=np.int64)
+                    entries.setdefault(document.key, ((name, document.row, document.start, end), document.tokens))
+        keys = sorted(entries)
+        tokens = np.array([entries[key][1] for key in keys], dtype=np.int64)
         before = np.cumsum(tokens) - tokens
         shard = np.unique(before // tokens_of_shard, return_inverse=True)[1]
-        return cls(rows, keys, [found[key][0] for key in keys], tokens, shard)
+        return cls(rows, keys, [entries[key][0] for key in keys], tokens, shard)
 
     @property
     def shards(self) -> int:
         return int(self.shard[-1]) + 1 if len(self.keys) else 0
 
     def row(self, index: int) -> tuple[Tensor, Tensor]:
-        """Token ids and labels."""
+        """Return the token ids and labels of a row."""
         name, row, start, end = self.places[index]
         content = self.rows.datasets[name][row]
         return torch.tensor(content["input_ids"][start:end]), torch.tensor(content["labels"][start:end])
 
     def batches(self, shard: int, size: int) -> list[np.ndarray]:
-        """The rows of a shard, those of like length together."""
+        """Return the rows of a shard in batches, rows of similar length together."""
         rows = np.flatnonzero(self.shard == shard)
         lengths = [self.places[row][3] - self.places[row][2] for row in rows]
         rows = rows[np.argsort(lengths, kind="stable")]
@@ -98,7 +98,7 @@ def capture(
     Args:
         teacher: a causal LM, or its directory or hub id.
         args: as for training from the cache: `teacher_cache_dir`, the `cache_` fields, `temperature`, and all that
-            decides rows. `per_device_eval_batch_size` rows are read at a time.
+            decides how rows are prepared. `per_device_eval_batch_size` rows are read at a time.
         tokenizer, train, test: as the trainer will get them.
 
     Returns:
@@ -133,7 +133,7 @@ def capture(
 
 
 def _earlier(path: Path) -> CacheIndex | None:
-    """What an interrupted capture left, whole; its unfinished files are taken away."""
+    """Return the index that an interrupted capture left, or None. Check its shards and remove unfinished files."""
     for leftover in path.glob(".*.tmp"):
         leftover.unlink()
     if not (path / INDEX).is_file():
@@ -154,7 +154,7 @@ def _earlier(path: Path) -> CacheIndex | None:
 
 @dataclass
 class _Capture:
-    """One capture at work."""
+    """A capture while it runs."""
 
     path: Path
     plan: CapturePlan
@@ -173,19 +173,19 @@ class _Capture:
         _check_vocabulary(model, settings.vocab_size)
         check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
         check_ids(rows.largest_ids, "labels", settings.vocab_size, "the tokenizer has")
-        given = teacher if isinstance(teacher, str) else None
+        path_or_id = teacher if isinstance(teacher, str) else None
         index = CacheIndex(
             version=VERSION,
             finished=False,
             teacher=TeacherName(
-                name=given or type(model).__name__,
-                revision=args.teacher_model_revision if given else None,
+                name=path_or_id or type(model).__name__,
+                revision=args.teacher_model_revision if path_or_id else None,
                 dtype=str(model.dtype).removeprefix("torch."),
             ),
             settings=settings,
             fingerprints=Fingerprints(
                 teacher=teacher_fingerprint(teacher, args),
-                teacher_from="files" if given else "memory",
+                teacher_from="files" if path_or_id else "memory",
                 tokenizer=tokenizer_fingerprint(rows.tokenizer),
                 chat_template=template_fingerprint(rows.tokenizer),
                 data=data_fingerprint(plan.keys),
@@ -198,7 +198,7 @@ class _Capture:
             different = before.differences(index)
             if different:
                 raise ConfigError(
-                    f"{path} holds a capture with other settings, which cannot be gone on with: "
+                    f"{path} holds a capture with other settings, which cannot be continued: "
                     f"{'; '.join(different)}. Restore them, remove it, or choose another teacher_cache_dir."
                 )
             index = before
@@ -252,7 +252,7 @@ def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
 
 
 def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:
-    """Frozen, in eval mode, on the run's device; a quantized or spread model stays where it is."""
+    """Freeze the teacher and move it to the run's device. A quantized or spread model stays where it is."""
     spread = len(set((getattr(teacher, "hf_device_map", None) or {}).values())) > 1
     if args.teacher_offload:
         stream_weights(teacher, args.device)

@@ -6,32 +6,32 @@ learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError
 from trl.data_utils import get_dataset_column_names
 
 from ..errors import ConfigError, DataError
 
 ROLES = {"human": "user", "gpt": "assistant"}
 BASIC_ROLES = ("system", "user", "assistant")
+NO_ANSWERS = ("system", "developer", "user", "tool")  # any other role may be a model's
 ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
 _READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+NO_ROLE = "no-such-role"
 
 
 def in_messages(dataset: Any, text_field: str = "text") -> Any:
-    """Rows of ShareGPT as messages, and of Alpaca as prompt and completion; rows of other forms as they are.
+    """Return rows of ShareGPT as messages, of Alpaca as prompt and completion, and rows of other forms as they are.
 
     Args:
         dataset: a Dataset or an IterableDataset.
         text_field: a column of plain text, which is read instead of `instruction` and `output` where there is one.
     """
-    if not isinstance(dataset, Dataset | IterableDataset):  # TRL refuses it by name
+    if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return dataset
     columns = set(get_dataset_column_names(dataset))
     if columns & {"input_ids", "prompt", "messages"}:
@@ -44,8 +44,10 @@ def in_messages(dataset: Any, text_field: str = "text") -> Any:
 
 
 def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """The datasets among a trainer's arguments, as `in_messages` makes them; none with a function that formats rows.
-    TRL decides by the columns what is learned, so it has to be given these."""
+    """Return the datasets among a trainer's arguments as `in_messages` makes them; none with a `formatting_func`.
+
+    TRL decides by the columns what is learned, so it has to get these.
+    """
     if arguments.get("formatting_func") is not None:
         return {}
     text_field = getattr(args, "dataset_text_field", "text")
@@ -61,16 +63,30 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
 
 
 def split_last(dataset: Any) -> Any:
-    """Rows of messages as a prompt and the last message as its completion; rows with a prompt as they are."""
+    """Return rows of messages as a prompt and the last answer as its completion; rows with a prompt as they are.
 
-    def split(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+    Messages behind the last answer are left out: it cannot see them, and they are not learned.
+
+    Raises:
+        DataError: a row without an answer, or with nothing before it.
+    """
+
+    def split(row: dict[str, Any], index: int) -> dict[str, Any]:
+        messages = row["messages"]
+        answers = [place for place, message in enumerate(messages) if message["role"] not in NO_ANSWERS]
+        if not answers or answers[-1] == 0:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"row {index}: only the last answer is to be learned, but there is none with a message before it; the "
+                f"roles are: {roles or 'none'}. Take the row out, or learn all messages."
+            )
+        return {"prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
 
     dataset = in_messages(dataset)
     columns = set(get_dataset_column_names(dataset))
     if "messages" not in columns or "prompt" in columns:
         return dataset
-    return dataset.map(split, remove_columns="messages")
+    return dataset.map(split, with_indices=True, remove_columns="messages")
 
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +121,7 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
     Args:
         dataset: rows with `messages` or `prompt`.
         template: instead of the tokenizer's own.
-        place: where row i stands.
+        place: names row i in an error.
 
     Raises:
         ConfigError: the template is not one.
@@ -113,20 +129,19 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
     """
     if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
         return
-    if not (template or tokenizer.chat_template):  # TRL says so
+    if not (template or tokenizer.chat_template):  # TRL refuses it
         return
     columns = [column for column in _READ if column in dataset.column_names]
-    known, seen = None, set()
+    seen: set[tuple[str, ...]] = set()
     for index, row in enumerate(dataset.select_columns(columns) if columns else ()):
         messages = _all_messages(row)
         if messages is None:
             return
-        known = known or {*BASIC_ROLES, *_roles_of(template or tokenizer.chat_template)}
         roles = tuple(message["role"] for message in messages)
         if roles in seen:
             continue
         seen.add(roles)
-        problem = _unknown(roles, known) or _refusal(row, messages, tokenizer, template)
+        problem = _problem(row, messages, tokenizer, template)
         if problem:
             raise DataError(f"{place(index)}: {problem}")
 
@@ -136,43 +151,47 @@ def _all_messages(row: Any) -> list[dict[str, Any]] | None:
     return [*messages, *(row.get("completion") or [])] if isinstance(messages, list) else None
 
 
-def _unknown(roles: tuple[str, ...], known: set[str]) -> str | None:
-    for role in roles:
-        if role not in known:
-            others = ", ".join(sorted(known))
-            return (
-                f"the chat template does not know the role {role!r}; it knows {others} (human and gpt of ShareGPT are "
-                "read as user and assistant). Rename the role, or set chat_template_path to a template that has it."
-            )
-    return None
+def _problem(row: Any, messages: list[dict[str, Any]], tokenizer: Any, template: str | None) -> str | None:
+    """Return why the template cannot render a row, or None."""
 
+    def rendered(messages: list[dict[str, Any]]) -> str:
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = row.get("chat_template_kwargs") or {}
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, tokenize=False, **options
+        )  # fmt: skip
 
-def _refusal(row: Any, messages: list[dict[str, Any]], tokenizer: Any, template: str | None) -> str | None:
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = row.get("chat_template_kwargs") or {}
+    unknown = next((role for role in _special_roles(messages) if not _knows(role, messages, rendered)), None)
+    if unknown is not None:
+        return (
+            f"the chat template does not know the role {unknown!r}: it renders it as it renders any other name (human "
+            "and gpt of ShareGPT are read as user and assistant). Rename the role, or set chat_template_path to a "
+            "template that has it."
+        )
     try:
-        tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **options)
+        rendered(messages)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from None
     except TemplateError as error:
         return f"the chat template refuses the row: {error}"
     return None
 
 
-def _roles_of(template: str | dict[str, str]) -> set[str]:
-    """What a template compares a role with."""
-    if isinstance(template, dict):
-        return set().union(*map(_roles_of, template.values()))
+def _special_roles(messages: list[dict[str, Any]]) -> list[str]:
+    return [role for role in dict.fromkeys(message["role"] for message in messages) if role not in BASIC_ROLES]
+
+
+def _knows(role: str, messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Return whether a template does something else with a role than with a name that it cannot know."""
+    renamed = [{**message, "role": NO_ROLE} if message["role"] == role else message for message in messages]
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from None
-    found = (*tree.find_all(nodes.Compare), *tree.find_all(nodes.Test))
-    texts = (const.value for node in found if _of_role(node) for const in node.find_all(nodes.Const))
-    return {text for text in texts if isinstance(text, str)} - {"role"}
-
-
-def _of_role(node: nodes.Node) -> bool:
-    """Whether `message.role`, `message["role"]` or a variable named after it is part of a comparison."""
-    names = [found.attr for found in node.find_all(nodes.Getattr)] + [found.name for found in node.find_all(nodes.Name)]
-    keys = [found.arg.value for found in node.find_all(nodes.Getitem) if isinstance(found.arg, nodes.Const)]
-    return "role" in keys or any("role" in name for name in names)
+        text = rendered(messages)
+    except TemplateError:  # the row is refused in the template's own words
+        return True
+    try:
+        without = rendered(renamed)
+    except Exception:  # however it fails, the template tells the two apart
+        return True
+    # Templates may write a role in capitals.
+    return without.casefold().replace(NO_ROLE, role.casefold()) != text.casefold()

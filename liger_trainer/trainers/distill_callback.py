@@ -17,27 +17,28 @@ from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
-from ..losses.spec import Logits, LossOptions, distillation_of, final_fields, moved_fields
+from ..losses.spec import Logits, LossOptions, distillation_of
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.placement import teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .evaluation_rows import tokens_that_count
+from .loss_schedule import LossSchedule
 from .token_metrics import TokenMetrics, per_token_values
 
 
 class DistillationCallback(TrainerCallback):
     """`Trainer(..., callbacks=[DistillationCallback(teacher)])`: the student learns the teacher's distributions.
 
-    From the beginning of training to its end the model's loss is the distillation loss, in training and evaluation,
-    divided as the trainer divides its own. Both models' layers are patched for as long; the student is then as it was
-    before. The teacher stays frozen, in eval mode, and on the student's device.
+    While training lasts, the model's loss is the distillation loss, in training steps and evaluations, divided as the
+    trainer divides its own, and both models' layers are patched. Afterwards the student is as it was before. The
+    teacher stays frozen, in eval mode, and on the student's device.
 
     Args:
         teacher: a causal LM, or its directory or hub id, loaded when training begins.
         losses, beta, skew_alpha, temperature, schedules, taid, scale_loss_by_temperature_squared: as in
-            `LigerDistillConfig`. `taid` with adaptive false, and hidden-state losses where no projector is learned.
+            `LigerDistillConfig`, but no adaptive `taid`, and no hidden-state losses that learn projectors.
         teacher_model_init_kwargs: keywords for the `from_pretrained` of a teacher that is loaded, such as dtype
             (default: that of the run) and revision.
 
@@ -49,8 +50,8 @@ class DistillationCallback(TrainerCallback):
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
-        ConfigError, when training begins: what a callback cannot do right (`refuse` lists it), a teacher that is made
-            of the student's weights, different vocabularies. In the first step: a trainer that computes its loss
+        ConfigError: when training begins, arguments that a callback cannot serve (`refuse` lists them), a teacher that
+            shares the student's weights, different vocabularies; in the first step, a trainer that computes its loss
             outside of the model.
     """
 
@@ -79,9 +80,9 @@ class DistillationCallback(TrainerCallback):
                 "teacher_model_init_kwargs is about a teacher that is loaded by its name, but a model was given. Load "
                 "it that way, or pass its name."
             )
+        self._schedule = LossSchedule(self._plan)
         self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
         self._loss: _DistillationLoss | None = None
-        self._logged: dict[str, float] = {}
         self.teacher: Any = None if isinstance(teacher, str) else teacher
         self._path = teacher if isinstance(teacher, str) else None
         self._init_kwargs = teacher_model_init_kwargs or {}
@@ -112,39 +113,31 @@ class DistillationCallback(TrainerCallback):
         self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        moved = self._plan.at(state.global_step, state.max_steps)
-        changes = moved_fields(self._plan, moved)
-        if self._plan.taid is not None:
-            share = self._plan.taid.linear(state.global_step, state.max_steps)
-            moved["teacher_share"] = changes["teacher_share"] = share
-        self._logged = {f"schedule/{name}": value for name, value in moved.items()}
+        changes = self._schedule.changes(state)
         if changes:
             self._set_loss(changes)
 
     def _set_loss(self, changes: dict[str, Any]) -> None:
-        """For training; evaluations have the final values of what is scheduled."""
         assert self._loss is not None
         self.distillation = replace(self.distillation, **changes)
-        self._loss.options = LossOptions(distillation=self.distillation)
-        self._loss.eval_options = LossOptions(distillation=replace(self.distillation, **final_fields(self._plan)))
+        self._schedule.set_loss(self._loss, LossOptions(distillation=self.distillation))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.undo()
 
     def undo(self) -> None:
-        """Give the student its own loss and layers back, for one after a training that ended in an error."""
+        """Give the student its own loss and layers back. Call it after a training that ended in an error."""
         self._undo.close()
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
         """Add the averages since the last log to it, and to the trainer's history, where it is the last entry."""
         logs = {} if logs is None else logs
-        found = _mode_and_prefix(logs)
-        if found is None or self._accelerator is None:
+        mode, prefix = _mode_and_prefix(logs)
+        if mode is None or self._accelerator is None:
             return
-        mode, prefix = found
         averages = self._metrics[mode].flush(lambda sums: self._accelerator.reduce(sums, "sum"))
         averages = {f"{prefix}{name}": value for name, value in averages.items()}
-        averages |= self._logged if mode == "train" else {}
+        averages |= self._schedule.logged if mode == "train" else {}
         for entry in (logs, state.log_history[-1]):
             entry.update(averages)
 
@@ -170,14 +163,14 @@ class DistillationCallback(TrainerCallback):
         return teacher if placed else teacher.to(student.device)
 
     def _ask_teacher(self, *args, **inputs) -> Logits:
-        """Of what the student was called with, less what says how to answer. In the autocast of the trainer, which
-        accelerate puts around the student's forward: below ours, except on a PEFT model."""
+        """Return the teacher's logits for what the student was called with."""
         if inputs.get("inputs_embeds") is not None:
             raise ConfigError(
                 "The student was called with inputs_embeds, as prompt learning of PEFT does. The teacher reads token "
                 "ids: train LoRA adapters instead, here or with LigerDistillTrainer."
             )
         inputs = {k: v for k, v in inputs.items() if v is not None and not k.startswith(("output_", "return_"))}
+        # accelerate puts autocast around the student's forward, below ours; the teacher needs it too.
         with self._accelerator.autocast():
             return teacher_logits(self.teacher, self.teacher, *args, **{**inputs, "use_cache": False})
 
@@ -220,8 +213,8 @@ class _DistillationLoss(FusedLoss):
             fused_lm_head=fused_lm_head, skip_logits=skip_logits, **num_items, **kwargs,
         )  # fmt: skip
         if fused_lm_head:
-            # SFTTrainer keeps num_items to itself; its loss is -log_probs.sum() / num_items. Without num_items ours is
-            # a mean over the labels here: in the place of each, it adds up to their sum.
+            # SFTTrainer computes -log_probs.sum() / num_items and keeps num_items to itself. Our loss is a mean over
+            # the labels here, so put in the place of each log-probability it adds up to the sum.
             outputs.log_probs = -outputs.token_loss * outputs.label_mask
         return outputs
 
@@ -256,8 +249,8 @@ def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
         ),
         "torch_compile": (args.torch_compile, f"the model is compiled before a callback can patch it. {use}"),
     }
-    for name, (found, why) in reasons.items():
-        if found:
+    for name, (refused, why) in reasons.items():
+        if refused:
             raise ConfigError(f"DistillationCallback does not work with {name}: {why}.")
 
 
@@ -290,9 +283,9 @@ def _patch_until(undo: contextlib.ExitStack, model: Any, options: PatchOptions, 
     return record
 
 
-def _mode_and_prefix(logs: dict[str, float]) -> tuple[str, str] | None:
-    """What was logged: a training step, an evaluation with its prefix, or None for anything else."""
+def _mode_and_prefix(logs: dict[str, float]) -> tuple[str | None, str]:
+    """Return whether a training step or an evaluation was logged, or None, and the prefix of its names."""
     if "loss" in logs:
         return "train", ""
     prefixes = [name.removesuffix("runtime") for name in logs if name.endswith("_runtime")]
-    return ("eval", prefixes[0]) if prefixes and prefixes != ["train_"] else None
+    return ("eval", prefixes[0]) if prefixes and prefixes != ["train_"] else (None, "")

@@ -4,36 +4,34 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from datasets import Dataset
-from peft import PeftModel, PeftType
-from torch import Tensor, nn
-from trl.trainer.utils import disable_dropout_in_model
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
-from .chat_rows import check_chats
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .loss_schedule import LossProgress
-from .on_policy import SOURCE, STUDENT, OnPolicy
-from .prepare_rows import rows_for_reading
-from .rows import check_prompts, prepare_prompts, prompts_alone
-from .sft_trainer import LigerTrainer, kept_length
+from .on_policy import SOURCE, OnPolicy
+from .prepare_rows import kept_length, rows_for_reading
+from .rows import check_prompts, has_only_prompts, prepare_prompts
+from .sft_trainer import LigerTrainer
+from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
-from .token_metrics import TokenMetrics, per_token_values
+from .token_metrics import per_token_values
 
 
 class LigerDistillTrainer(LigerTrainer):
-    """Knowledge distillation with fused divergences, on the completions of a dataset, of the student or of the teacher;
-    full or LoRA students.
+    """Knowledge distillation with fused divergences, of full or LoRA students.
+
+    The completions are those of a dataset, or the student or the teacher samples them.
 
     Everything that TRL's SFTTrainer does with data (chat templates, packing, completion and assistant masks) applies.
     The teacher sees the same tokens as the student, under the same shift and mask. It is frozen, in eval mode, and no
@@ -49,10 +47,10 @@ class LigerDistillTrainer(LigerTrainer):
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's:
-        teaching: the teacher as the trainer asks it; of a class of its own for each of `args.teacher`.
-        teacher: the teacher's model, and `teacher_patched` its record of replacements or None where its layers have
-            nothing to replace; both None where the teacher is no model of its own,
-            and where there are several: `teaching.models`.
+        teaching: the teacher as the trainer asks it; each `args.teacher` has a class.
+        teacher: the teacher's model; None where there is none of its own, and where there are several, which are in
+            `teaching.models`.
+        teacher_patched: the record of replacements in the teacher; None without a model, or with nothing to replace.
         distillation: the loss; `distil` changes it.
         lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
         prompts_alone: the names of the datasets that have prompts and no completions.
@@ -92,28 +90,31 @@ class LigerDistillTrainer(LigerTrainer):
         if self._shards_sequences():
             raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
         if args.teacher != "self":  # which wants adapters that can be switched off
-            _check_prompt_learning(self.student)
-        if self._skip_prepare_dataset:
-            self._check_rows_as_they_are()
-        self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
-        vocab_size = self.teaching.prepare(self)
-        self._check_rows_of_both(vocab_size)
-        self.progress = LossProgress(self, args.loss_plan())
-        self.add_callback(self.progress)
-        self.distil(vocab_size=vocab_size)
+            check_prompt_learning(self.student)
+        self._prepare_teacher()
         if args.disable_dropout:
-            _disable_dropout(self.student)
+            disable_dropout(self.student)
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
             for message in args.in_vain(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
-        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
-        self._of_student: bool | None = None  # the completions of the micro-batch at hand; None where no one asked
+        self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
         self._evaluated = 0
+
+    def _prepare_teacher(self) -> None:
+        """Have the teacher check rows and student, and put its loss on the student."""
+        if self._skip_prepare_dataset:
+            self._check_unprepared_rows()
+        self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
+        vocab_size = self.teaching.prepare(self)
+        self._check_rows_of_both(vocab_size)
+        self.progress = LossProgress(self, self.args.loss_plan())
+        self.add_callback(self.progress)
+        self.distil(vocab_size=vocab_size)
 
     @property
     def student(self) -> Any:
-        """The model that learns, without what wraps it for several processes."""
+        """Return the model that learns, without its wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
@@ -132,32 +133,33 @@ class LigerDistillTrainer(LigerTrainer):
         return self.teaching.patched
 
     def distil(self, **changes: Any) -> None:
-        """Go on with another loss: fields of `Distillation`, such as `temperature` or `ce_weight`. Evaluations too,
-        except for what a schedule changes: it has its final value there."""
-        self.distillation = replace(self.distillation, **changes)
-        self.fused.options = self._loss_options()
-        final = replace(self.distillation, **self.progress.final)
-        self.fused.eval_options = replace(self.fused.options, distillation=final)
+        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
 
-    def _loss_options(self) -> LossOptions:
+        Evaluations change too, except for what a schedule moves: there it has its final value.
+        """
+        self.distillation = replace(self.distillation, **changes)
+        assert self.fused is not None
+        self.progress.set_loss(self.fused, self.loss_options())
+
+    def loss_options(self) -> LossOptions:
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
 
-    def _own_loss(self) -> None:
+    def use_own_loss(self) -> None:
         before = self.fused
-        super()._own_loss()
+        super().use_own_loss()
         if self.fused is not before:
             self.distil()
 
-    def _learnable(self, tokenized, args, packing, dataset_name):
-        kept = super()._learnable(tokenized, args, packing, dataset_name)
+    def learnable_rows(self, tokenized, args, packing, dataset_name):
+        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
         length, mode = kept_length(args, packing)
         part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
         self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
         return kept
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        if formatting_func is None and prompts_alone(dataset):
-            check_chats(dataset, processing_class, self.chat_template, f"row {{}} of the {dataset_name} dataset".format)
+        if formatting_func is None and has_only_prompts(dataset):
+            self.check_chats(dataset, processing_class, dataset_name)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):
@@ -174,26 +176,23 @@ class LigerDistillTrainer(LigerTrainer):
             check_prompts(prepared)
         return prepared
 
-    def _check_rows(self) -> None:
-        """Later, beside the teacher: where the tokenizer is not the student's, that is the better reason."""
+    def check_rows(self) -> None:
+        """Do nothing yet: where the tokenizers differ, the teacher's refusal says more (`_check_rows_of_both`)."""
 
     def _check_rows_of_both(self, vocab_size: int) -> None:
-        super()._check_rows()
+        super().check_rows()
         check_ids(self.largest_ids, "labels", vocab_size, "the vocabulary that student and teacher share has")
         if self.teaching.reads is not None:
             check_ids(self.largest_ids, "tokens", self.teaching.reads, "the teacher has")
 
-    def _check_rows_as_they_are(self) -> None:
-        """With `skip_prepare_dataset` the teacher has not seen the rows, nor can it where they are made on the way."""
-        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
-        for name, rows in {"train": self.train_dataset, **tests}.items():
+    def _check_unprepared_rows(self) -> None:
+        """Show the teacher the rows that `skip_prepare_dataset` has kept from it, as far as they can be read."""
+        for name, rows in self.named_datasets().items():
             readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
-            if rows is not None:
-                known = rows if readable and self.args.teacher_column is None else None
-                self.teaching.check(known, name, self.tokenizer)
+            self.teaching.check(rows if readable and self.args.teacher_column is None else None, name, self.tokenizer)
 
     def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
-        """Rows without completions. In training others must write them all; in evaluation the student does."""
+        """Prepare rows without completions. In evaluation the student writes them; in training all must be sampled."""
         if dataset_name == "train" and (args.lmbda < 1 or "lmbda" in (args.schedules or {})) and not args.seq_kd:
             raise ConfigError(
                 "The training rows have prompts and no completions: set lmbda to 1.0, and the student samples them, or "
@@ -206,8 +205,7 @@ class LigerDistillTrainer(LigerTrainer):
         return prepared
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of an optimizer step, with completions sampled where they are to be; so the tokens that
-        transformers counts are those that the loss sums."""
+        """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""
         if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = self._sampling().replace(list(islice(epoch_iterator, num_batches)))
@@ -222,11 +220,10 @@ class LigerDistillTrainer(LigerTrainer):
         self._evaluated = 0
         return super().evaluation_loop(*args, **kwargs)
 
-    def begin_counting(self, tokens: int) -> None:
-        super().begin_counting(tokens)
-        self._metrics_of = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
+    def start_counting(self, tokens: int) -> None:
+        super().start_counting(tokens)
         if self._on_policy is not None:
-            self._on_policy.figures()
+            self._on_policy.flush()
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
@@ -235,29 +232,24 @@ class LigerDistillTrainer(LigerTrainer):
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        source = inputs.pop(SOURCE, None)
-        self._of_student = None if source is None else source == STUDENT
+        self._source = inputs.pop(SOURCE, None)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _add(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
-        super()._add(mode, totals, tokens)
+    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        super().add_metrics(mode, totals, tokens)
         if mode == "train":
             self.progress.seen(totals, tokens)
-        if mode == "train" and self._of_student is not None:
-            part = self._metrics_of["on_policy" if self._of_student else "off_policy"]
-            part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
+        if mode == "train" and self._source is not None:
+            self._sampling().add_metrics(self._source, totals, tokens)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._of_training(logs) and self._on_policy is not None:
-            logs.update(self._on_policy.figures())
-            parts = {name: metrics.flush() for name, metrics in self._metrics_of.items()}
-            if self._on_policy.mixes:
-                logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
+        if self.logs_training(logs) and self._on_policy is not None:
+            logs.update(self._on_policy.flush())
         if "loss" in logs:
             logs.update(self.progress.logged)
         super().log(logs, start_time)
 
-    def _teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         hidden = self.progress.hidden
         if hidden is None:
             return {"teacher_logits": self.teaching.answer(inputs)}
@@ -288,23 +280,5 @@ class LigerDistillTrainer(LigerTrainer):
         super()._load_best_model()
         self.progress.load_best(str(self.state.best_model_checkpoint))
 
-    def _per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        return {**super()._per_token(outputs), **per_token_values(outputs)}
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    """In dropout modules, and where attention keeps a probability for the functional form."""
-    disable_dropout_in_model(model)
-    for module in model.modules():
-        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
-
-
-def _check_prompt_learning(student: Any) -> None:
-    """Raise ConfigError where adapters put positions of their own in front of a row."""
-    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
-        if config.is_prompt_learning and config.peft_type != PeftType.PREFIX_TUNING:
-            raise ConfigError(
-                f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
-                "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
-            )
+    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        return {**super().per_token(outputs), **per_token_values(outputs)}

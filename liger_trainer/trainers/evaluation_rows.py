@@ -1,8 +1,9 @@
 """Evaluation on several processes: each row counts once, as on one.
 
-accelerate gives all processes as many batches, of as many rows, and fills the last ones with rows from the beginning,
-which would count twice. Here the dataset fills them itself, so that it is known which rows are repeated: they are left
-out of their batch, and where nothing else is in it, one stays for the processes to keep step, and counts nothing.
+accelerate gives all processes the same number of batches and rows, and fills the last ones with rows from the start of
+the dataset, which would count twice. Here the dataset fills them itself and marks these rows as repeated. The collator
+leaves them out of their batch. Where a batch has no other rows, one stays, so that the processes keep in step, and it
+counts nothing.
 """
 
 # As in sft_trainer.py:
@@ -21,11 +22,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 from trl.trainer.sft_trainer import SFTTrainer
 
-REPEATED = "rows_are_repeated"  # a key of a batch of which nothing counts
+REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
 
 
 class Repeated(NamedTuple):
-    """In the place of a row: one that fills a batch."""
+    """A row that only fills a batch."""
 
     row: Any
 
@@ -35,7 +36,7 @@ class FilledRows(Dataset):
 
     def __init__(self, rows: Any, multiple: int):
         self.rows = rows
-        # accelerate asks for it, and finds nothing left to fill or to drop
+        # accelerate asks for it in place of len(), and sees nothing left to fill or to drop
         self.total_dataset_length = len(rows) + -len(rows) % multiple
 
     def __len__(self) -> int:
@@ -45,10 +46,10 @@ class FilledRows(Dataset):
         return self.rows[place] if place < len(self) else Repeated(self.rows[0])
 
     def __getitems__(self, places: list[int]) -> list[Any]:
-        there = [place for place in places if place < len(self)]
-        at_once = getattr(self.rows, "__getitems__", None) if there else None
-        rows = [self.rows[place] for place in there] if at_once is None else at_once(there)
-        return [*rows, *(self[place] for place in places[len(there) :])]
+        within = [place for place in places if place < len(self)]
+        fetch = getattr(self.rows, "__getitems__", None) if within else None
+        rows = [self.rows[place] for place in within] if fetch is None else fetch(within)
+        return [*rows, *(self[place] for place in places[len(within) :])]
 
 
 class FilledSampler(Sampler[int]):
@@ -66,12 +67,13 @@ class FilledSampler(Sampler[int]):
 
 
 class FilledStream(IterableDataset):
-    """The rows of a stream, and then its first one again."""
+    """The rows of a stream, and then the first one until the last batch is full."""
 
     def __init__(self, rows: Any, multiple: int):
         self.rows, self.multiple = rows, multiple
 
-    def __getattr__(self, name: str) -> Any:  # set_epoch, a generator: as far as the stream has them
+    def __getattr__(self, name: str) -> Any:
+        # accelerate asks for set_epoch and for a generator where the stream has them.
         if name == "rows":
             raise AttributeError(name)
         return getattr(self.rows, name)
@@ -89,7 +91,7 @@ class FilledStream(IterableDataset):
 
 
 class CollatorOfEachOnce:
-    """A collator's batch of the rows that are not repeated; one of a repeated row, marked REPEATED, where all are."""
+    """Collate the rows that are not repeated. Where all are, collate one of them and mark the batch REPEATED."""
 
     def __init__(self, collator: Any):
         self.collator = collator
@@ -104,8 +106,10 @@ class CollatorOfEachOnce:
 
 
 def rows_that_count(rows: int) -> int:
-    """How many of this process's batch of `rows` are not repeated, by what accelerate says of its own loaders: it
-    fills up the last batch alone, from the end of what all processes have."""
+    """Return how many of this process's batch of `rows` are not repeated, for a loader that accelerate fills.
+
+    It fills the last batch alone, behind the rows of all processes.
+    """
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
         return rows
@@ -115,8 +119,10 @@ def rows_that_count(rows: int) -> int:
 
 
 def tokens_that_count(mask: Tensor) -> Tensor:
-    """`mask` (batch, length) of the tokens of a batch, without those of rows with which accelerate fills it: for a
-    trainer whose loader is its own. Warns where nothing says which rows these are."""
+    """Return the `mask` (batch, length) of tokens without the rows with which accelerate fills a batch.
+
+    This is for trainers with loaders of their own, under a callback. Warns where nothing says which rows these are.
+    """
     state = GradientState()
     loader: Any = state.active_dataloader
     if PartialState().num_processes == 1 or not state.end_of_dataloader or loader._drop_last:
@@ -137,8 +143,10 @@ def tokens_that_count(mask: Tensor) -> Tensor:
 
 
 def _tokens_behind_one_another(loader: Any, shard: BatchSamplerShard) -> int | None:
-    """How many tokens of this process's last batch are of rows that are not repeated, where the collator lays rows out
-    without padding; None where their order is not that of the dataset."""
+    """Count the tokens of rows that are not repeated in this process's last batch, where it has no padding.
+
+    Returns None where the rows are not in the dataset's order.
+    """
     if not isinstance(getattr(shard.batch_sampler, "sampler", None), SequentialSampler):
         return None
     rows, size = loader.dataset, loader.total_batch_size // shard.num_processes
@@ -147,10 +155,10 @@ def _tokens_behind_one_another(loader: Any, shard: BatchSamplerShard) -> int | N
 
 
 class EvaluationOfEachRow(SFTTrainer):
-    """SFTTrainer with evaluations in which each row is once, on any number of processes. See the top of this file.
+    """SFTTrainer whose evaluations count each row once, on any number of processes. See the top of this file.
 
     Attributes:
-        evaluated_rows: of the batch at hand, how many count. Rows that are laid out behind one another are one.
+        evaluated_rows: how many rows of the batch at hand count. Without padding, all its rows are one.
     """
 
     evaluated_rows = 1
@@ -173,8 +181,8 @@ class EvaluationOfEachRow(SFTTrainer):
         return loader
 
     def _fills_batches(self, stream: bool) -> bool:
-        """Where one process reads for all, accelerate cuts up what it has batched; where the rest is dropped, none is
-        repeated."""
+        """Return whether rows would be repeated, and can be marked."""
+        # Where one process reads for all, accelerate cuts its batches up: nothing can be marked.
         dispatched = self.accelerator.dispatch_batches
         alone = self.accelerator.num_processes == 1 or self._shards_sequences()
         return not (alone or self.args.dataloader_drop_last or (stream if dispatched is None else dispatched))
@@ -195,7 +203,7 @@ class EvaluationOfEachRow(SFTTrainer):
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _without_repeated(self, inputs: Any) -> Any:
-        """The batch with nothing to learn in rows that are repeated. Where all are, none counts: it stays as it is."""
+        """Return the batch without labels in repeated rows. A batch of them alone stays as it is and counts nothing."""
         labels = inputs["labels"]
         self.evaluated_rows = 0 if inputs.pop(REPEATED, False) else rows_that_count(len(labels))
         if self.evaluated_rows in (0, len(labels)):
@@ -205,12 +213,12 @@ class EvaluationOfEachRow(SFTTrainer):
         return {**inputs, "labels": labels}
 
     def _gather_once(self, data: Any) -> Any:
-        """The rows of all processes that count."""
+        """Gather the rows that count from all processes."""
         accelerator = self.accelerator
-        if self._loss_only:  # for transformers' mean of the batches' losses, which is not the one that is logged
+        if self._loss_only:  # transformers' mean of the batches' losses; our log replaces it
             return accelerator.gather(data)
-        own: Any = recursively_apply(lambda x: x[: self.evaluated_rows], data)
+        local: Any = recursively_apply(lambda x: x[: self.evaluated_rows], data)
         counts: Any = accelerator.gather(torch.tensor([self.evaluated_rows], device=accelerator.device))
         ends = list(enumerate(counts.tolist()))
-        padded = accelerator.gather(accelerator.pad_across_processes(own, dim=0, pad_index=-100))
+        padded = accelerator.gather(accelerator.pad_across_processes(local, dim=0, pad_index=-100))
         return recursively_apply(lambda x: torch.cat([x.chunk(len(ends))[i][:n] for i, n in ends]), padded)

@@ -1,7 +1,7 @@
-"""Arguments of TRL's trainers of distillation as LigerDistillConfig's, so that changing the class moves a run over.
+"""Read the arguments of TRL's distillation trainers as LigerDistillConfig's, so that a run moves over by its class.
 
 `trl.DistillationConfig` and `trl.experimental.gkd.GKDConfig` are known. Every field is carried over as it is, under
-another name, or refused where it asks for what is not here; what differs in meaning is set so that the run is TRL's.
+another name, or refused where we have no counterpart. Where defaults differ in meaning, TRL's are set.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ class Origin:
     """One of TRL's classes of arguments.
 
     Attributes:
-        names: there -> here, where the value stays as it is.
-        refused: there -> why there is no counterpart. Its default is fine.
-        settings: what that trainer does without being asked, in our names.
-        values: there -> settings that follow from the value.
-        rows: what that trainer makes of the rows of a dataset; None for nothing.
+        names: TRL's name -> ours, for values that stay as they are.
+        refused: TRL's name -> why there is no counterpart. The field's default is fine.
+        settings: what that trainer always does, in our fields.
+        values: TRL's name -> our settings that follow from its value.
+        rows: how that trainer changes the rows of a dataset; None if it does not.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Origin:
 
 
 ORIGINS: dict[str, Origin] = {
-    # always on-policy; no T^2; prompts of any length; the order of the rows is the dataset's own without shuffling
+    # Always on-policy, no T^2, prompts of any length; unshuffled rows keep the dataset's order.
     "DistillationConfig": Origin(
         refused=ELSEWHERE,
         settings={"lmbda": 1.0, "scale_loss_by_temperature_squared": False, "max_length": None},
@@ -42,18 +42,18 @@ ORIGINS: dict[str, Origin] = {
             "shuffle_dataset": lambda shuffle: {} if shuffle else {"train_sampling_strategy": "sequential"},
         },
     ),
-    # its temperature is that of sampling alone; what is too long loses its beginning
+    # The temperature is that of sampling alone; rows that are too long lose their beginning.
     "GKDConfig": Origin(
         names={"max_new_tokens": "max_completion_length"},
         settings={"kd_temperature": 1.0, "truncation_mode": "keep_end"},
         values={"dataset_kwargs": lambda _: {}},  # GKDTrainer itself writes into them that it prepares the rows
-        rows=split_last,  # its collator learns the last message of a chat alone
+        rows=split_last,  # GKD's collator learns the last message of a chat alone
     ),
 }
 
 
 def moved(args: Any, arguments: Mapping[str, Any]) -> tuple[LigerDistillConfig, dict[str, Any]]:
-    """The arguments of one of TRL's trainers as those of `LigerDistillTrainer`.
+    """Return the arguments of one of TRL's trainers as those of `LigerDistillTrainer`.
 
     Args:
         args: its configuration.
@@ -92,10 +92,10 @@ def _each(rows: Callable[[Any], Any], dataset: Any) -> Any:
 
 def _settings(args: Any, origin: Origin) -> dict[str, Any]:
     here = {item.name for item in fields(LigerDistillConfig) if item.init}
-    given = {item.name: getattr(args, item.name) for item in fields(args) if item.init}
+    values = {item.name: getattr(args, item.name) for item in fields(args) if item.init}
     defaults = {item.name: item.default for item in fields(type(args))}
     settings: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name in origin.refused:
             if value != defaults[name]:
                 raise ConfigError(f"{type(args).__name__}.{name}={value!r} has no counterpart: {origin.refused[name]}.")

@@ -1,9 +1,7 @@
-"""What changes about a loss while a student trains: scheduled scalars, TAID's share, the projectors of hidden states.
-
-A trainer's callback: it sets the loss before each step, and what it has learned is part of each checkpoint.
-"""
+"""What changes about a loss while a student trains: schedules, TAID's share, projectors of hidden states."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,54 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..errors import ConfigError, CorruptError
+from ..losses.fused_forward import FusedLoss
 from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import LossPlan
-from ..losses.spec import final_fields, moved_fields
+from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..losses.taid import TaidShare
 from ..patching.patcher import base_of
 
 PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
 
 
-class LossProgress(TrainerCallback):
-    """Moves the loss of a `LigerDistillTrainer` along its plan.
+class LossSchedule:
+    """The scalars of a loss plan from step to step, TAID's share among them.
 
     Attributes:
         share: TAID's, or None.
-        hidden: the hidden-state terms, or None.
-        final: the fields of `Distillation` that evaluations have other values of.
+        final: the fields of `Distillation` that have other values in evaluations.
         logged: the scalars of the step at hand, as they are logged: schedule/<name>.
+    """
+
+    def __init__(self, plan: LossPlan):
+        self.plan, self.final, self.logged = plan, final_fields(plan), dict[str, float]()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start TAID's share anew, for a training that starts at step 0."""
+        self.share = None if self.plan.taid is None else TaidShare(self.plan.taid)
+
+    def changes(self, state: Any) -> dict[str, Any]:
+        """Return the fields of `Distillation` that change for the step at hand."""
+        moved = self.plan.at(state.global_step, state.max_steps)
+        changes = moved_fields(self.plan, moved)
+        if self.share is not None:
+            moved["teacher_share"] = changes["teacher_share"] = self.share.at(state.global_step, state.max_steps)
+        self.logged = {f"schedule/{name}": value for name, value in moved.items()}
+        return changes
+
+    def set_loss(self, fused: FusedLoss, options: LossOptions) -> None:
+        """Put the options on a fused loss. In evaluation, what is scheduled has its final value."""
+        assert options.distillation is not None
+        fused.options = options
+        fused.eval_options = replace(options, distillation=replace(options.distillation, **self.final))
+
+
+class LossProgress(LossSchedule, TrainerCallback):
+    """Moves the loss of a `LigerDistillTrainer` along its plan; what it has learned is part of each checkpoint.
+
+    Attributes, besides LossSchedule's:
+        hidden: the hidden-state terms, or None.
 
     Raises:
         ConfigError: hidden-state terms where there are no hidden states, or where they would not be learned right;
@@ -38,9 +67,8 @@ class LossProgress(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, plan: LossPlan):
-        self._trainer, self._plan = trainer, plan
-        self.final, self.logged = final_fields(plan), dict[str, float]()
-        self.share = None if plan.taid is None else TaidShare(plan.taid)
+        super().__init__(plan)
+        self._trainer = trainer
         self.hidden: HiddenLosses | None = None
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
@@ -51,18 +79,14 @@ class LossProgress(TrainerCallback):
             self.hidden = self._hidden_losses()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step == 0 and self._plan.taid is not None:
-            self.share = TaidShare(self._plan.taid)
+        if state.global_step == 0:
+            self.restart()
         if self.hidden is not None:
             self.hidden.zero_grad()  # of a training that was interrupted
         self._set_lmbda(state)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        moved = self._plan.at(state.global_step, state.max_steps)
-        changes = moved_fields(self._plan, moved)
-        if self.share is not None:
-            moved["teacher_share"] = changes["teacher_share"] = self.share.at(state.global_step, state.max_steps)
-        self.logged = {f"schedule/{name}": value for name, value in moved.items()}
+        changes = self.changes(state)
         if changes:
             self._trainer.distil(**changes)
 
@@ -78,16 +102,14 @@ class LossProgress(TrainerCallback):
         self._set_lmbda(state)
 
     def _set_lmbda(self, state) -> None:
-        """For the next step: its micro-batches are made before it begins."""
-        if "lmbda" in self._plan.schedules:
-            self._trainer.lmbda = self._plan.at(state.global_step, state.max_steps)["lmbda"]
+        """Set lmbda one step ahead: a step's micro-batches are made before it begins."""
+        if "lmbda" in self.plan.schedules:
+            self._trainer.lmbda = self.plan.at(state.global_step, state.max_steps)["lmbda"]
 
     def seen(self, totals: dict[str, Tensor], tokens: Tensor) -> None:
-        """A micro-batch in training: sums over its `tokens`, of all ranks."""
+        """Add a micro-batch of training: sums over its tokens of all ranks."""
         if self.share is not None:
             self.share.add(totals["kd_loss"], tokens)
-
-    # Projectors
 
     def parameters(self) -> list[nn.Parameter]:
         return [] if self.hidden is None else list(self.hidden.parameters())
@@ -105,7 +127,7 @@ class LossProgress(TrainerCallback):
             optimizer.add_param_group({"params": mine, "weight_decay": self._trainer.args.weight_decay})
 
     def average_gradients(self) -> None:
-        """Over ranks, as DDP does for the student, in whose wrapper the projectors are not."""
+        """Average the projectors' gradients over ranks: they are not inside the student's DDP wrapper."""
         accelerator, parameters = self._trainer.accelerator, self.parameters()
         if accelerator.num_processes == 1 or not parameters:
             return
@@ -113,8 +135,6 @@ class LossProgress(TrainerCallback):
         mean: Any = accelerator.reduce(flat, "mean")
         for p, gradient in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
             p.grad = gradient.view_as(p)
-
-    # Checkpoints
 
     def save(self, folder: str) -> None:
         if not self._trainer.args.should_save:
@@ -126,7 +146,7 @@ class LossProgress(TrainerCallback):
             save_file({k: v.contiguous() for k, v in self.hidden.state_dict().items()}, Path(folder, PROJECTORS))
 
     def load(self, folder: str) -> None:
-        """Raises ConfigError for a checkpoint without what this loss needs, CorruptError for a damaged one."""
+        """Load what `save` wrote. Raise ConfigError where it is missing, CorruptError where it is damaged."""
         if self.share is not None and self.share.taid.adaptive:
             path = _present(folder, LOSS_STATE, "taid")
             try:
@@ -137,7 +157,7 @@ class LossProgress(TrainerCallback):
             self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
 
     def load_best(self, folder: str) -> None:
-        """The projectors that belong to the weights of this checkpoint. One of weights alone has none: they stay."""
+        """Load the projectors of the best checkpoint. One that has weights alone leaves them as they are."""
         path = Path(folder, PROJECTORS)
         if self.parameters() and path.is_file():
             self._load_projectors(path)
@@ -162,7 +182,7 @@ class LossProgress(TrainerCallback):
                 "Leave them out of losses, or use a single teacher with teacher='model' or 'self'."
             )
         student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
-        losses = HiddenLosses(self._plan.of("hidden"), student, teacher, trainer.args.seed)
+        losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
         optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
         if any(name in optim for name in ("lomo", "layerwise")) and any(True for _ in losses.parameters()):
             raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")

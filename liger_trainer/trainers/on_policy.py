@@ -19,6 +19,7 @@ from .distill_config import LigerDistillConfig
 from .rows import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
+from .token_metrics import TokenMetrics
 
 Batch = dict[str, Any]
 SOURCE = "completions_of"  # a key of a micro-batch
@@ -26,7 +27,7 @@ STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
 
 
 def prompts_of(batch: Batch) -> list[Tokens]:
-    """Of each row the tokens before its first supervised one; the whole of a row that has none.
+    """Return each row's tokens before its first supervised one, or all tokens of a row that has none.
 
     Args:
         batch: input_ids, attention_mask, labels, each (batch, length), padded on the right.
@@ -43,7 +44,7 @@ def prompts_of(batch: Batch) -> list[Tokens]:
 
 
 def rows_of(prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> list[dict[str, Tokens]]:
-    """Rows for the collator: the completions are supervised."""
+    """Return rows for the collator, with supervised completions."""
     return [
         {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -51,15 +52,17 @@ def rows_of(prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> list[di
 
 
 def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> list[str]:
-    """Whose completions the micro-batches of an optimizer step have: drawn from seed and step, so on all ranks alike,
-    and after a resume."""
+    """Draw whose completions each micro-batch of an optimizer step has.
+
+    The draw depends on seed and step alone, so it is the same on all ranks, and after a resume.
+    """
     other = TEACHER if seq_kd else DATASET
     draws = np.random.default_rng((seed, step)).random(count)
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
 def check_sampling(trainer: Any) -> None:
-    """Raise ConfigError where completions cannot be sampled, or nobody could learn from them."""
+    """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, plugin = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     zero = plugin.zero_stage if trainer.is_deepspeed_enabled and plugin is not None else 0
     if trainer.is_fsdp_enabled or zero == 3 or trainer.get_tp_size() > 1:
@@ -110,26 +113,27 @@ class OnPolicy:
         self._vllm = (
             VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
         )
-        self._figures: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._metrics = {"on_policy": TokenMetrics(), "off_policy": TokenMetrics()}
 
     def replace(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches of an optimizer step, each with its SOURCE, those of a model with its completions."""
+        """Return the micro-batches of an optimizer step, with sampled completions, each marked with its SOURCE."""
         trainer = self._trainer
         step = trainer.state.global_step
-        of = sources(trainer.lmbda, self._args.seq_kd, self._args.seed, step, len(batches))
-        if DATASET in of and "train" in trainer.prompts_alone:
+        origins = sources(trainer.lmbda, self._args.seq_kd, self._args.seed, step, len(batches))
+        if DATASET in origins and "train" in trainer.prompts_alone:
             raise ConfigError(f"The rows have prompts alone, but lmbda is {trainer.lmbda}: it must stay at 1.0.")
-        made = list(batches)
+        replaced = list(batches)
         for writer in (STUDENT, TEACHER):
-            places = [i for i, source in enumerate(of) if source == writer]
+            places = [i for i, source in enumerate(origins) if source == writer]
             if places:
                 begin = time.perf_counter()
                 for i, batch in zip(places, self._sampled([batches[i] for i in places], writer, step), strict=True):
-                    made[i] = batch
-                self._count([made[i] for i in places], time.perf_counter() - begin)
-        self._add(micro_batches=len(of), on_policy=of.count(STUDENT))
-        self._seen |= {source == STUDENT for source in of}
-        return [{**batch, SOURCE: source} for batch, source in zip(made, of, strict=True)]
+                    replaced[i] = batch
+                self._count([replaced[i] for i in places], time.perf_counter() - begin)
+        self._add(micro_batches=len(origins), on_policy=origins.count(STUDENT))
+        self._seen |= {source == STUDENT for source in origins}
+        return [{**batch, SOURCE: source} for batch, source in zip(replaced, origins, strict=True)]
 
     @property
     def mixes(self) -> bool:
@@ -137,26 +141,34 @@ class OnPolicy:
         return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
 
     def replace_in_eval(self, batch: Batch, index: int) -> Batch:
-        """An evaluation's batch of prompts alone, completed by the student: the `index`th of this process, from 1. Its
-        place among those of all processes decides what is drawn, so that it is what one process draws."""
+        """Have the student complete an evaluation's batch of prompts alone, the `index`th of this process, from 1."""
+        # The seed is that of the batch's place among all processes, so that one process would draw the same.
         accelerator = self._trainer.accelerator
         place = (index - 1) * accelerator.num_processes + accelerator.process_index
         return self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)[0]
 
-    def figures(self) -> dict[str, float]:
-        """What was sampled since the last call, over all ranks, for the logs."""
-        f, self._figures = self._figures, {}
+    def add_metrics(self, source: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums over the tokens of all ranks to the metrics of its source."""
+        part = self._metrics["on_policy" if source == STUDENT else "off_policy"]
+        part.add({name: total for name, total in totals.items() if name != "entropy"}, tokens)
+
+    def flush(self) -> dict[str, float]:
+        """Return what was sampled since the last call, over all ranks, for the logs."""
+        counts, self._counts = self._counts, {}
         logs = {}
-        if f.get("micro_batches"):
-            logs["on_policy_share"] = f["on_policy"] / f["micro_batches"]
-        if f.get("rows"):
-            logs["completion_length"] = f["tokens"] / f["rows"]
-            logs["sampled_tokens_per_second"] = f["tokens"] / f["seconds"]
+        if counts.get("micro_batches"):
+            logs["on_policy_share"] = counts["on_policy"] / counts["micro_batches"]
+        if counts.get("rows"):
+            logs["completion_length"] = counts["tokens"] / counts["rows"]
+            logs["sampled_tokens_per_second"] = counts["tokens"] / counts["seconds"]
+        parts = {part: metrics.flush() for part, metrics in self._metrics.items()}
+        if self.mixes:
+            logs.update({f"{part}/{name}": x for part, means in parts.items() for name, x in means.items()})
         return logs
 
     def _sampled(self, batches: list[Batch], writer: str, step: int, evaluation: int = 0) -> list[Batch]:
         prompts = [prompts_of(batch) for batch in batches]
-        flat = [prompt for of_batch in prompts for prompt in of_batch]
+        flat = [prompt for rows in prompts for prompt in rows]
         if writer == STUDENT and self._vllm is not None:
             completions = self._vllm.sample(flat, step)
         else:
@@ -169,17 +181,17 @@ class OnPolicy:
                     completions = self._sampler.sample(teacher, flat, seed)
         rest = iter(completions)
         return [
-            self._filled(batch, rows_of(of_batch, [next(rest) for _ in of_batch]))
-            for batch, of_batch in zip(batches, prompts, strict=True)
+            self._filled(batch, rows_of(rows, [next(rest) for _ in rows]))
+            for batch, rows in zip(batches, prompts, strict=True)
         ]
 
     def _filled(self, batch: Batch, rows: list[dict[str, Tokens]]) -> Batch:
         device = batch["input_ids"].device
-        made = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
-        return {**batch, **made}
+        filled = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self._collate(rows).items()}
+        return {**batch, **filled}
 
     def _seed(self, step: int, of_teacher: bool, evaluation: int) -> int:
-        """Of the draws of one call; in training each rank's own."""
+        """Return the seed of one call's draws. In training each rank has its own."""
         rank = 0 if evaluation else self._trainer.accelerator.process_index
         entropy = (self._args.seed, rank, step, of_teacher, evaluation)
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
@@ -193,4 +205,5 @@ class OnPolicy:
         self._add(tokens=total[0], rows=total[1], seconds=total[2] / accelerator.num_processes)
 
     def _add(self, **numbers: float) -> None:
-        self._figures = {name: self._figures.get(name, 0) + numbers.get(name, 0) for name in {*self._figures, *numbers}}
+        for name, number in numbers.items():
+            self._counts[name] = self._counts.get(name, 0) + number

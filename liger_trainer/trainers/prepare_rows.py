@@ -1,18 +1,111 @@
-"""Rows as a trainer prepares them, without a model to train: for captures, previews, other tokenizers."""
+"""Rows as the trainers prepare them: checked and counted, for training, or without a model to train."""
+
+# transformers types its Trainer's model and args more loosely than they are once it is constructed:
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.sft_trainer import SFTTrainer
 
-from .chat_rows import datasets_in_messages
+from ..errors import ConfigError, DataError
+from ..losses.model_parts import embedding_rows, head_rows, output_module
+from .chat_rows import check_chats, datasets_in_messages
 from .distill_config import LigerDistillConfig
-from .sft_trainer import LigerTrainer, check_names
-from .token_ids import LargestIds
+from .evaluation_rows import EvaluationOfEachRow
+from .rows import RowFacts, count_rows
+from .token_ids import LargestIds, check_ids
+
+
+class RowPreparingTrainer(EvaluationOfEachRow):
+    """SFTTrainer that counts its rows, checks them, and leaves out those with nothing to learn.
+
+    Attributes:
+        row_facts: counts of each dataset's rows; a stream has none.
+        largest_ids: the largest token id and label of each row, by dataset.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.row_facts: dict[str, RowFacts] = {}
+        self.largest_ids: dict[str, LargestIds] = {}
+        call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
+        check_names(call.arguments.get("eval_dataset"))
+        call.arguments.update(datasets_in_messages(call.arguments, call.arguments.get("args")))
+        super().__init__(*call.args, **call.kwargs)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest."""
+        if formatting_func is None:
+            self.check_chats(dataset, processing_class, dataset_name)
+        prepare = super()._prepare_dataset
+        if not isinstance(dataset, Dataset):
+            return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        # First tokenized alone: rows can be counted only before they are cut, shuffled and packed.
+        max_length, shuffles = args.max_length, args.shuffle_dataset
+        args.max_length, args.shuffle_dataset = None, False
+        try:
+            tokenized: Any = prepare(dataset, processing_class, args, False, formatting_func, dataset_name)
+        finally:
+            args.max_length, args.shuffle_dataset = max_length, shuffles
+        self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
+        kept = self.learnable_rows(tokenized, args, packing, dataset_name)
+        if not len(kept):
+            raise DataError(
+                f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
+                "every label is masked. Check the completions, the chat template's generation markers, or max_length."
+            )
+        prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)
+        self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
+        return prepared
+
+    def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> None:
+        """Raise DataError for a row of chat messages that the trainer's template cannot render."""
+        check_chats(dataset, tokenizer, self.chat_template, f"row {{}} of the {name} dataset".format)
+
+    def learnable_rows(self, tokenized: Dataset, args: Any, packing: bool, dataset_name: str) -> Dataset:
+        """Return the rows with a supervised token within what truncation or packing will leave of them."""
+        self.row_facts[dataset_name], kept = count_rows(tokenized, *kept_length(args, packing))
+        return tokenized if len(kept) == len(tokenized) else tokenized.select(kept)
+
+    def check_ids(self, model: Any) -> None:
+        """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
+        for name, rows in self.named_datasets().items():
+            # Those with skip_prepare_dataset did not pass through _prepare_dataset.
+            if name not in self.largest_ids and isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+                self.largest_ids[name] = LargestIds.of(rows)
+        check_ids(self.largest_ids, "tokens", embedding_rows(model), "the model has")
+        if output_module(model) is not None:
+            check_ids(self.largest_ids, "labels", head_rows(model), "the model's head has")
+
+    def named_datasets(self) -> dict[str, Any]:
+        """Return the training rows as "train" and the evaluation datasets by their names, or as "eval"."""
+        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
+        return {name: rows for name, rows in {"train": self.train_dataset, **tests}.items() if rows is not None}
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
+
+
+def check_names(eval_dataset: Any) -> None:
+    """Raise ConfigError for an evaluation dataset by the name that the training rows have, here and in the logs."""
+    if isinstance(eval_dataset, Mapping) and "train" in eval_dataset:
+        raise ConfigError(
+            "eval_dataset: 'train' is the name of the training rows; give this dataset another, such as 'seen'. To "
+            "evaluate on one split of a DatasetDict, pass that split."
+        )
+
+
+def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
+    """Return how many tokens of a row are kept, None for all, and whether "keep_start" or "keep_end"."""
+    # Packing by best fit cuts ends off, whatever truncation_mode says; the other ways of packing cut nothing off.
+    uncut = packing and args.packing_strategy != "bfd"
+    return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
 
 
 @dataclass(frozen=True)
@@ -24,41 +117,42 @@ class PreparedRows:
     largest_ids: dict[str, LargestIds]
 
 
-class Preparation(LigerTrainer):
-    """The trainer's preparation of rows, around a model of no weight worth mentioning: rows depend on none."""
+class Preparation(RowPreparingTrainer):
+    """The trainer's preparation of rows without its model. Rows do not depend on one, so a tiny one stands in."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
-        self.row_facts, self.largest_ids = {}, {}
         sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
         vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
-        SFTTrainer.__init__(self, stand_in, args, **{**kwargs, **datasets_in_messages(kwargs, args)})
+        super().__init__(stand_in, args, **kwargs)
 
 
 def prepare_rows(
     args: LigerDistillConfig, tokenizer: Any, train: Dataset, test: Dataset | dict[str, Dataset] | None = None
 ) -> PreparedRows:
-    """What `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
-    check_names(test)
-    args = copy.copy(args)
+    """Return what `LigerDistillTrainer` would make of these rows: template, masks, truncation, packing."""
+    args = _without_model(args)
     args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
-    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
     trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
-    prepared = trainer.eval_dataset
-    tests = {} if prepared is None else prepared if isinstance(prepared, dict) else {"eval": prepared}
-    return PreparedRows({"train": trainer.train_dataset, **tests}, trainer.processing_class, trainer.largest_ids)
+    return PreparedRows(trainer.named_datasets(), trainer.processing_class, trainer.largest_ids)
 
 
 def rows_for_reading(
     args: LigerDistillConfig, dataset: Dataset, tokenizer: Any, formatting_func: Callable | None
 ) -> Dataset:
-    """The rows of a dataset as a model of another tokenizer than the student is to read them, whole, in order."""
-    args = copy.copy(args)
-    args.packing, args.model_init_kwargs, args.push_to_hub, args.gradient_checkpointing = False, None, False, False
-    args.chat_template_path = args.eos_token = args.pad_token = None  # the student's
-    args.shuffle_dataset, args.max_length = False, None
+    """Return the rows as a model of another tokenizer than the student's reads them: whole, in order."""
+    args = _without_model(args)
+    args.packing, args.shuffle_dataset, args.max_length = False, False, None
+    args.chat_template_path = args.eos_token = args.pad_token = None  # these are the student's
     trainer: Any = Preparation(
         args, train_dataset=dataset, processing_class=copy.deepcopy(tokenizer), formatting_func=formatting_func
     )
     return trainer.train_dataset
+
+
+def _without_model(args: LigerDistillConfig) -> LigerDistillConfig:
+    """Return a copy of the arguments without those that are about the model."""
+    args = copy.copy(args)
+    args.model_init_kwargs, args.gradient_checkpointing, args.push_to_hub = None, False, False
+    return args

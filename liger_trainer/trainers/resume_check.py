@@ -1,7 +1,7 @@
-"""What a training was begun with, carried in its checkpoints, so that none goes on with something else unnoticed.
+"""Fingerprints of what a training started with, kept in its checkpoints, so that none goes on with something else.
 
-Compared are the datasets as they are trained on, the tokenizer and its chat template, the student and the teacher. What
-is not known on either side, such as the rows of a stream or weights that are sharded, is not compared. Nor are
+The check compares the datasets as they are trained on, the tokenizer and its chat template, the student and the
+teacher. It skips what is unknown on either side, such as the rows of a stream or sharded weights. It does not compare
 settings: most may change while a training goes on.
 """
 
@@ -40,25 +40,28 @@ _AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = (
 
 
 def student_fingerprints(model: Any) -> dict[str, Any]:
-    """Of a model that is about to train. Without its embeddings, whose rows for new tokens are drawn at random; and
-    without what a checkpoint has and what may be drawn at random: adapters, and a model that was not loaded."""
+    """Return the fingerprints of a model that is about to train.
+
+    They leave out what may be drawn at random: embeddings, which have rows for new tokens, and, since the checkpoint
+    holds them anyway, adapters and a model that was not loaded from files.
+    """
     base = base_of(model)
     ends = [base.get_input_embeddings(), base.get_output_embeddings()]
     embeddings = {id(weight) for module in ends if module is not None for weight in module.parameters()}
     weights = [(name, weight) for name, weight in base.named_parameters() if id(weight) not in embeddings]
     frozen = [(name.replace(".base_layer", ""), weight) for name, weight in weights if not weight.requires_grad]
-    found = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
+    prints = {**describe_model(model), "frozen weights": sampled_fingerprint(frozen)}
     if isinstance(model, PeftModel) or not base.config._name_or_path:
-        return found
+        return prints
     if base not in _AT_FIRST:
         _AT_FIRST[base] = sampled_fingerprint((name, weight) for name, weight in weights if weight.requires_grad)
-    return {**found, BEFORE: _AT_FIRST[base]}
+    return {**prints, BEFORE: _AT_FIRST[base]}
 
 
 class ResumeCheck:
-    """Fingerprints of a trainer's data, tokenizer, student and teacher: into its checkpoints, and against them.
+    """Puts fingerprints of a trainer's data, tokenizer, student and teacher into its checkpoints, and compares them.
 
-    To be made before anything trains. The first process alone compares; all of them go on, or none.
+    Make it before anything trains. The first process alone compares; all processes go on, or none.
     """
 
     def __init__(self, trainer: Any):
@@ -67,12 +70,12 @@ class ResumeCheck:
         self._known: dict[str, Any] | None = None
 
     def begin(self, checkpoint: str | bool | None, force: bool) -> None:
-        """Compare a checkpoint with what training is about to go on with; True is the newest one.
+        """Compare a checkpoint with what this trainer has. True is the newest checkpoint.
 
         Raises:
             ConfigError: something differs, and `force` is not set.
         """
-        self._known = None  # of an earlier training of this trainer, perhaps on other rows
+        self._known = None  # an earlier training of this trainer may have had other rows
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self._trainer.args.output_dir))
         if not checkpoint:
@@ -87,13 +90,13 @@ class ResumeCheck:
             warnings.warn(f"Going on from {checkpoint} with something else: {'; '.join(differences)}.", stacklevel=3)
 
     def remember(self) -> None:
-        """For a checkpoint of the trainer's state."""
+        """Put the fingerprints into the trainer's state, which a checkpoint saves."""
         if self._trainer.is_world_process_zero():
             states: Any = self._trainer.state.stateful_callbacks
             states.setdefault(TRAINER_STATE, {})[KEY] = self._now()
 
     def _now(self) -> dict[str, Any]:
-        """Computed when a checkpoint asks for it, since reading the rows takes seconds for each GB of them."""
+        """Return the fingerprints, computed at first use: reading rows takes seconds for each GB."""
         if self._known is None:
             self._known = {**self._of_data(), **self._of_models()}
         return self._known
@@ -107,12 +110,11 @@ class ResumeCheck:
         }
 
     def _of_data(self) -> dict[str, Any]:
-        tests = self._trainer.eval_dataset
-        given = {"train": self._trainer.train_dataset, **(tests if isinstance(tests, Mapping) else {"eval": tests})}
-        return {f"{name} dataset": self._of_rows(rows) for name, rows in given.items() if rows is not None}
+        named = self._trainer.named_datasets()
+        return {f"{name} dataset": self._of_rows(rows) for name, rows in named.items()}
 
     def _of_rows(self, rows: Any) -> dict[str, Any]:
-        """Of the columns that the trainer reads, without images and sound; of a stream nothing."""
+        """Return the fingerprint of the columns that the trainer reads, without images and sound."""
         if not isinstance(rows, Dataset):
             return {"rows": len(rows)} if hasattr(rows, "__len__") else {}
         columns = [column.name for column in rows.data.schema if "binary" not in str(column.type)]
@@ -123,21 +125,21 @@ class ResumeCheck:
         return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
 
     def _compare(self, checkpoint: Path) -> list[str] | Exception:
-        """The differences, or why they cannot be known, for all processes to raise."""
+        """Return the differences, or the error for all processes to raise."""
         try:
             return self._differences(checkpoint)
         except (OSError, ValueError) as error:
             return error
 
     def _differences(self, checkpoint: Path) -> list[str]:
-        """In words, one for each part."""
+        """Return the differences in words, one for each part."""
         file = checkpoint / STATE
         state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         there = state.get("stateful_callbacks", {}).get(TRAINER_STATE, {}).get(KEY)
         if there is None:
             warnings.warn(
                 f"{checkpoint} does not say what its training was begun with, as it was saved by an earlier version "
-                "or by another trainer: whether data, tokenizer and models are still the same is not checked.",
+                "or by another trainer, so data, tokenizer and models are not compared.",
                 stacklevel=4,
             )
             return []
@@ -145,7 +147,7 @@ class ResumeCheck:
         return list(_compared(there, self._now()))
 
     def _take_weights_for_those_before(self, checkpoint: Path, there: Mapping[str, Any]) -> None:
-        """Of a model that was loaded from the very checkpoint, the weights before training are those known there."""
+        """Take the checkpoint's word for the weights before training, where the model was loaded from it."""
         name = base_of(self._trainer.model).config._name_or_path
         before = there.get("model", {}).get(BEFORE)
         if before is not None and name and Path(name).resolve() == checkpoint.resolve():

@@ -26,18 +26,18 @@ class RowFacts:
     """
 
     rows: int
-    """before anything is left out"""
+    """all rows, before any is left out"""
     rows_dropped: int
     """without any supervised token within `max_length`; left out"""
     rows_truncated: int
     """longer than `max_length`"""
     tokens: int
-    """of the rows that are kept, within `max_length`"""
+    """tokens of the rows that are kept, within `max_length`"""
     supervised_tokens: int
     supervised_tokens_lost: int
     """beyond `max_length`"""
     sequences: int
-    """that the trainer sees: the rows kept, or the packed ones"""
+    """what the trainer sees: the rows kept, or the packed ones"""
 
 
 def count_rows(
@@ -51,7 +51,7 @@ def count_rows(
         truncation_mode: "keep_start" or "keep_end".
 
     Returns:
-        The facts, `sequences` being the rows kept, and the indices of those, ascending.
+        The facts, with the number of rows kept as `sequences`, and the indices of those rows, ascending.
     """
     lengths, before, after = count_each(dataset, max_length, truncation_mode)
     kept = np.flatnonzero(after)
@@ -71,18 +71,18 @@ def count_rows(
 def count_each(
     dataset: Dataset, max_length: int | None, truncation_mode: str = "keep_start"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row: its tokens, its supervised ones, those of them within `max_length`. Arguments as of `count_rows`."""
+    """Return for each row its tokens, its supervised ones, and its supervised ones within `max_length`."""
     counts = [_count(batch, max_length, truncation_mode) for batch in values_of(dataset, "labels")]
     lengths, before, after = (np.concatenate(column) for column in zip(*counts, strict=True))
     return lengths, before, after
 
 
 RaggedColumn = tuple[np.ndarray, np.ndarray]
-"""The values of many rows in one array, and where each row starts, with the end of the last."""
+"""The values of many rows in one array, and where each row starts; one more offset is the end of the last."""
 
 
 def values_of(dataset: Dataset, name: str, rows: int = 4096) -> Iterator[RaggedColumn]:
-    """A column of lists, such as labels."""
+    """Read a column of lists, such as labels, batch by batch."""
     tables: Any = dataset.select_columns([name]).with_format("arrow").iter(rows)
     for table in tables:
         column = table[name].combine_chunks()
@@ -107,22 +107,22 @@ def _count(
     return lengths, predicted(starts, ends), predicted(first, last)
 
 
-def prompts_alone(dataset: Any) -> bool:
-    """Whether the rows are prompts without completions, not tokenized yet."""
+def has_only_prompts(dataset: Any) -> bool:
+    """Return whether rows are prompts without completions, not tokenized yet."""
     columns = set(next(iter(dataset)))
     return "prompt" in columns and columns.isdisjoint({"completion", "input_ids"})
 
 
 def prepare_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str | None, name: str) -> Any:
-    """Rows of prompts as rows without any supervised token: `input_ids` and `labels`, which are all -100.
+    """Tokenize prompts into rows without supervised tokens: `input_ids`, and `labels` that are all -100.
 
     Args:
         dataset: rows with `prompt`, text or messages; and, for messages, perhaps `tools` and `chat_template_kwargs`.
-        args: max_length, shuffle_dataset, seed, dataset_num_proc. Prompts that fill `max_length` are left out.
+        args: supplies max_length, shuffle_dataset, seed, dataset_num_proc. Prompts that fill max_length are left out.
         chat_template: instead of the tokenizer's own.
 
     Returns:
-        The rows, and what was counted; None for a stream.
+        The rows, and their facts; None in place of the facts of a stream.
 
     Raises:
         DataError: nothing is left.
@@ -164,7 +164,7 @@ def _facts(rows: Dataset, kept: Dataset) -> RowFacts:
 
 
 def check_prompts(dataset: Any) -> None:
-    """Raise DataError where a prepared row begins with a supervised token. Streams show it when they are read."""
+    """Raise DataError where a prepared row begins with a supervised token. A stream is checked when it is read."""
     if not isinstance(dataset, Dataset):
         return
     for batch in dataset.select_columns(["labels"]).iter(4096):

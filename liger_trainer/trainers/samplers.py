@@ -19,15 +19,14 @@ Tokens = list[int]
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: the tokenizer's end of sequence, and whatever else the model declares, such as the end of
-    a turn."""
+    """Return what ends a completion: the tokenizer's end of sequence, and what the model declares, as end of turn."""
     declared: Any = model.generation_config.eos_token_id if model.generation_config else None
-    known: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
-    return sorted({token for token in known if token is not None})
+    ends: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return sorted({token for token in ends if token is not None})
 
 
 def until_the_end(tokens: Sequence[int], ends: Sequence[int]) -> Tokens:
-    """The tokens up to the first that ends a completion, and that one; all of them without."""
+    """Return the tokens up to and with the first that ends a completion."""
     first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: first + 1])
 
@@ -49,12 +48,12 @@ class ModelSampler:
         self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
 
     def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
-        """A completion of each prompt, with the token that ended it.
+        """Sample a completion for each prompt, with the token that ended it.
 
         Args:
-            model: a transformers or PEFT model, unwrapped. It is left in the modes it was in.
+            model: a transformers or PEFT model, unwrapped. Afterwards its modules are in the modes they were in.
             prompts: token ids, none empty.
-            seed: of the draws; the process's own random numbers are as before afterwards.
+            seed: for the draws; the process's own random numbers stay as they were.
 
         Raises:
             ConfigError: `generation_kwargs` that GenerationConfig does not take, or that ask for several completions.
@@ -62,11 +61,11 @@ class ModelSampler:
         settings, device = self.settings(model), device_of(model)
         size = self._args.generation_batch_size or len(prompts)
         ends = settings.eos_token_id
-        made: list[Tokens] = []
+        completions: list[Tokens] = []
         with _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), torch.no_grad(), self._autocast():
             for at in range(0, len(prompts), size):
-                made += self._complete(model, prompts[at : at + size], settings, device)
-        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in made]
+                completions += self._complete(model, prompts[at : at + size], settings, device)
+        return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
 
     def settings(self, model: Any) -> GenerationConfig:
         args = self._args
@@ -94,13 +93,13 @@ class ModelSampler:
         padding: Any = self._tokenizer.pad_token_id
         ids = pad(rows, padding_value=padding, padding_side="left")
         mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="left")
-        made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
-        return made[:, ids.shape[1] :].tolist()
+        sequences = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+        return sequences[:, ids.shape[1] :].tolist()
 
 
 @contextlib.contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and without gradient checkpointing, which transformers' layers do in training mode alone."""
+    """Switch dropout off, and gradient checkpointing, which transformers' layers do in training mode alone."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -112,8 +111,11 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_router_logits(model: Any) -> Iterator[None]:
-    """A mixture of experts that returns them computes its auxiliary loss in each forward, and cannot for a batch with
-    padding and a KV cache: the mask is longer than the tokens of the pass (transformers 5.23)."""
+    """Have a mixture of experts return no router logits.
+
+    With them it computes its auxiliary loss in each forward, and transformers 5.23 cannot for a batch with padding and
+    a KV cache: the mask is longer than the tokens of the pass.
+    """
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         yield
@@ -127,19 +129,20 @@ def _no_router_logits(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers that follow from the seed, on the CPU and on this device; those of before go on afterwards."""
-    own = [] if device.type in ("cpu", "mps") else [device]
-    with torch.random.fork_rng(own, device_type=device.type if own else "cuda"):
+    """Seed the CPU's and this device's random numbers for a while; afterwards they go on as before."""
+    devices = [] if device.type in ("cpu", "mps") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.default_generator.manual_seed(seed)
-        if own:
+        if devices:
             with torch.get_device_module(device).device(device):
                 torch.get_device_module(device).manual_seed(seed)
         yield
 
 
 class VLLMSampler:
-    """Samples for the student by TRL's `VLLMGeneration`, in this process or on a server. Whenever the weights have
-    moved since, they are sent over first; a patched model's parameters have the names they had.
+    """Samples for the student by TRL's `VLLMGeneration`, in this process or on a server.
+
+    Weights that have moved are sent over first; a patched model's parameters keep their names.
 
     Raises:
         ConfigError: vllm is not installed; when sampling, it gave a token that is not among `writable`.
@@ -161,12 +164,12 @@ class VLLMSampler:
         self._writable = writable
 
     def sample(self, prompts: Sequence[Tokens], step: int) -> list[Tokens]:
-        """A completion of each prompt, with the token that ended it, by the weights after `step` optimizer steps."""
+        """Sample a completion for each prompt with the weights after `step` optimizer steps."""
         if step != self._step:
             self.engine.sync_weights()
             self._step = step
-        made = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
-        completions = [until_the_end(tokens, self._ends) for tokens in made]
+        sampled = self.engine.generate(prompts=list(prompts), images=None, num_generations=1)[1]
+        completions = [until_the_end(tokens, self._ends) for tokens in sampled]
         strange = {token for tokens in completions for token in tokens if token not in self._writable}
         if strange:
             raise ConfigError(
@@ -181,7 +184,7 @@ BAN = -100.0  # the lowest that vLLM's server takes; of two equal logits the ban
 
 
 def _vllm_options(args: LigerDistillConfig, banned: Sequence[int]) -> dict[str, Any]:
-    """VLLMGeneration's names are TRL's without `vllm_`."""
+    """Return the arguments of VLLMGeneration, which are TRL's fields without `vllm_`."""
     assert not isinstance(args.generation_kwargs, str)
     extra = dict(args.generation_kwargs or {})
     if banned:

@@ -1,7 +1,7 @@
-"""Token ids that a model does not have: found in the rows before training, and kept out of what is sampled.
+"""Token ids that a model does not have: rows are searched for them before training, and samplers never draw them.
 
-An id beyond the embeddings is an error of the device in the middle of a step, one beyond the vocabulary that a loss is
-over makes it NaN. Heads are padded beyond that vocabulary, so a model can sample such ids.
+An id beyond the embeddings is a device error in the middle of a step; an id beyond the vocabulary of a loss makes it
+NaN. Heads are padded beyond that vocabulary, so a model can sample such ids.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from .rows import values_of
 
 @dataclass(frozen=True)
 class LargestIds:
-    """Of each row of a dataset the largest token id and the largest label. Below 0 counts as above all others."""
+    """The largest token id and the largest label of each row. An id below 0 counts as above all others."""
 
     tokens: np.ndarray
     labels: np.ndarray
 
     @classmethod
     def of(cls, dataset: Dataset) -> "LargestIds":
-        """Of tokenized rows, with or without labels."""
+        """Read them from tokenized rows, with or without labels."""
         columns = ("input_ids", "labels" if "labels" in dataset.column_names else "input_ids")
         return cls(*(_largest(dataset, column) for column in columns))
 
@@ -42,9 +42,9 @@ def _largest(dataset: Dataset, column: str) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def check_ids(found: Mapping[str, LargestIds], kind: str, size: int, whose: str) -> None:
-    """Raise DataError where "tokens" or "labels", the kind, are none of the ids 0 to size - 1 of `whose`."""
-    for name, largest in found.items():
+def check_ids(largest_ids: Mapping[str, LargestIds], kind: str, size: int, whose: str) -> None:
+    """Raise DataError where the "tokens" or "labels", by `kind`, exceed the ids 0 to size - 1 of `whose`."""
+    for name, largest in largest_ids.items():
         ids = getattr(largest, kind)
         beyond = np.flatnonzero(ids >= size)
         if len(beyond):
@@ -59,7 +59,7 @@ def check_ids(found: Mapping[str, LargestIds], kind: str, size: int, whose: str)
 
 @dataclass(frozen=True)
 class Writable:
-    """The ids that completions may hold: 0 to `size` - 1, those that student and teacher share, but for `unshared`."""
+    """The ids that completions may hold: 0 to `size` - 1, which student and teacher share, without `unshared`."""
 
     size: int
     unshared: frozenset[int] = frozenset()
@@ -68,5 +68,5 @@ class Writable:
         return 0 <= token < self.size and token not in self.unshared
 
     def others(self, model: Any) -> list[int]:
-        """The ids that the head of a model has beside these."""
+        """Return the ids of a model's head that are not writable."""
         return [token for token in range(head_rows(model)) if token not in self]

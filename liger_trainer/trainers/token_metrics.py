@@ -16,8 +16,8 @@ TRAINER_STATE = "LigerTrainer"  # among the states in trainer_state.json
 class TokenMetrics:
     """Sums over tokens between two logs. Perplexities are averaged as log-probabilities and exponentiated last.
 
-    Where there is `x/share`, 1 for tokens of a kind and 0 for others, the other `x/...` are means over the tokens of
-    that kind, and left out where there were none.
+    `x/share` is the share of tokens of a kind x. The other `x/...` are then means over the tokens of that kind, and are
+    left out where there were none.
     """
 
     def __init__(self):
@@ -25,13 +25,13 @@ class TokenMetrics:
         self._tokens: Tensor | None = None
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
-        """sums: name to scalar, summed over `tokens` tokens; of all ranks, unless `flush` adds them up."""
+        """Add scalars by name, summed over `tokens` tokens of all ranks, or of this rank if `flush` adds ranks up."""
         totals = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=tokens.device), self._sums)
         self._sums = {name: totals[name] + value for name, value in sums.items()}
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def flush(self, over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
-        """Means since the last flush. Waits for the device. `over_ranks` adds up what was added on each rank."""
+        """Return the means since the last flush. Waits for the device. `over_ranks` adds up the sums of ranks."""
         if self._tokens is None:
             return {}
         *sums, tokens = over_ranks(torch.stack([*self._sums.values(), self._tokens])).unbind()
@@ -45,7 +45,7 @@ class TokenMetrics:
 
 
 def _of_kinds(means: dict[str, float]) -> dict[str, float]:
-    """Means over all tokens as means over those of each kind, where there is a share of it."""
+    """Turn means over all tokens into means over the tokens of each kind that has a share."""
     shares = {name.removesuffix("share"): share for name, share in means.items() if name.endswith("/share")}
     result = {}
     for name, mean in means.items():
@@ -56,8 +56,8 @@ def _of_kinds(means: dict[str, float]) -> dict[str, float]:
 
 
 def tokens_before(state: TrainerState) -> int:
-    """Tokens up to where `state` stands, at the begin of a training or as read from a checkpoint. A checkpoint without
-    the count, such as SFTTrainer's, knows those up to its last log."""
+    """Return the tokens trained until `state`. A checkpoint without the count, such as SFTTrainer's, has those of its
+    last log."""
     states: Any = state.stateful_callbacks
     stored = states.get(TRAINER_STATE)
     if stored is not None:
@@ -67,23 +67,23 @@ def tokens_before(state: TrainerState) -> int:
 
 
 def remember_tokens(state: TrainerState, tokens: int) -> None:
-    """For a checkpoint of this state."""
+    """Put the count into a state that a checkpoint saves."""
     states: Any = state.stateful_callbacks
     states.setdefault(TRAINER_STATE, {})["num_tokens"] = tokens
 
 
 class TokenCount(TrainerCallback):
-    """Has a trainer's `num_tokens` begin where its training does: at 0, or at what the checkpoint had."""
+    """Starts a trainer's `num_tokens` at 0, or at the checkpoint's count. TRL's starts at 0 in each process."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._trainer.begin_counting(tokens_before(state))
+        self._trainer.start_counting(tokens_before(state))
 
 
 def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
-    """What distillation logs, to be averaged over tokens; without what the teacher does not determine."""
+    """Return what distillation averages over tokens and logs, without what the teacher does not determine."""
     values = {
         "kd_loss": outputs.divergence,
         "ce_loss": -outputs.log_probs,

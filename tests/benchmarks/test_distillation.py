@@ -33,7 +33,7 @@ def test_the_table_holds_mean_and_range_over_seeds_and_sets_caches_beside_the_te
         LIVE: [result_of(0.8), result_of(1.2)],
         "cache_12": [result_of(1.0), result_of(1.06)],
     }
-    text = distillation.table(results, {"cache_12": Cache("x", 77.4, 61.6)}, "the command")
+    text = distillation.page(results, {"cache_12": Cache("x", 77.4, 61.6)}, "the command")
     assert "| cross-entropy (SFT) | 2.500 (2.000 to 3.000) |" in text
     assert "| nothing yet | 14.000 (14.000 to 14.000) |" in text
     assert "| 1,234 | 100 | 2,048 |  |" in text
@@ -47,8 +47,8 @@ def test_the_settings_of_every_arm_are_valid_and_differ_in_the_arm_alone(tmp_pat
         cache = Cache(str(tmp_path), 1.0, 1.0) if arm.cache else None
         settings = distillation.settings_of(name, 5, tmp_path, ["max_steps=3"], cache)
         load_run_config(distillation.CONFIG, settings)
-        of_cache = ["teacher=cache", f"teacher_cache_dir={tmp_path}"] if cache else []
-        assert settings == [*common, *arm.settings, *of_cache]
+        cached = ["teacher=cache", f"teacher_cache_dir={tmp_path}"] if cache else []
+        assert settings == [*common, *arm.settings, *cached]
     assert len({(arm.settings, arm.cache) for arm in ARMS.values()}) == len(ARMS)
 
 
@@ -78,4 +78,4 @@ def test_a_run_that_fails_costs_no_other(monkeypatch, capsys):
     assert {arm: len(each) for arm, each in results.items()} == {"ce": 1, "cache_top64": 2}
     assert caches.keys() == {"cache_top64"}
     assert capsys.readouterr().err.count("failed") == 2
-    assert "cache of 64 likeliest" in distillation.table({"cache_top64": results["cache_top64"]}, caches, "")  # alone
+    assert "cache of 64 likeliest" in distillation.page({"cache_top64": results["cache_top64"]}, caches, "")  # alone

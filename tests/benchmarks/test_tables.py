@@ -1,4 +1,4 @@
-"""The benchmark's own promises, at tiny shapes on a CPU: what it measures, what its gate refuses, what it reports."""
+"""The promises of `benchmarks.run` at tiny shapes on a CPU: what is measured, refused and reported."""
 
 import json
 from dataclasses import replace
@@ -6,39 +6,52 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import op_cases, op_measure, op_providers, op_run, plots, run
-from benchmarks.cases import CASES, SMOKE_CASES, Case, make_inputs
+from benchmarks import loss_cases, loss_providers, op_cases, op_providers, passes, plots, reference, run
+from benchmarks.loss_cases import CASES, SMOKE_CASES, Case
+from benchmarks.losses import LossStep, LossSuite
 from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
-from benchmarks.providers import ALL, PROVIDERS, Provider, eager, ours
-from benchmarks.reference import Errors, evaluate, plain_loss, relative_l2
+from benchmarks.op_cases import OpCase
+from benchmarks.operands import bits
+from benchmarks.reference import evaluate, relative_l2
+from benchmarks.suite import CaseResult, Provider, Result
 
 CPU = torch.device("cpu")
 TINY = Case("ce-tiny", "ce", hidden_size=16, vocab_size=64, tokens=24, dtype=torch.float32)
+OPS = tuple(op.name for op in op_cases.OPS)
 
 
-def provider(name, build, ours=False):
-    return Provider(name, name, build, ALL, ALL, ours=ours)
+def provider(name, build, kinds=(*loss_providers.ALL, *OPS)):
+    return Provider(name, name, build, kinds, kinds, ours=name == "ours")
 
 
-def smoke(tmp_path, *arguments, expect=0, name="losses"):
-    assert run.main(["--smoke", "--output", str(tmp_path), *arguments]) == expect
-    return json.loads((tmp_path / f"{name}-smoke.json").read_text())
+def plant(monkeypatch, *providers):
+    """Have both suites measure these providers alone."""
+    for module in (loss_providers, op_providers):
+        monkeypatch.setattr(module, "PROVIDERS", providers)
 
 
-def smoke_ops(tmp_path, *arguments, expect=0):
-    return smoke(tmp_path, "--suite", "ops", "--rounds", "2", *arguments, expect=expect, name="ops")
+@pytest.fixture
+def smoke(tmp_path):
+    """Run at tiny shapes and return the JSON that was written."""
+
+    def measure(*arguments, suite="losses", expect=0):
+        words = ["--smoke", "--suite", suite, "--rounds", "2", "--output", str(tmp_path), *arguments]
+        assert run.main(words) == expect
+        return json.loads((tmp_path / f"{suite}-smoke.json").read_text())
+
+    return measure
 
 
-def test_smoke_run_passes_the_gate_and_reports_every_case(tmp_path, capsys):
-    data = smoke(tmp_path, "--providers", "ours*,eager", "--rounds", "2")
+def test_the_losses_pass_the_gate_and_every_case_is_reported(smoke, tmp_path, capsys):
+    data = smoke("--providers", "ours*,eager,trl")
     assert [case["name"] for case in data["cases"]] == [case.name for case in SMOKE_CASES]
     assert data["gate"] == []
     assert data["header"]["packages"]["torch"] == torch.__version__
     for case in data["cases"]:
         names = {result["name"] for result in case["providers"]}
-        assert {"ours", "eager"} <= names and ("ours_fp32" in names) == (case["kind"] != "ce")
+        assert {"ours", "eager", "trl"} <= names and ("ours_fp32" in names) == (case["kind"] != "ce")
         for result in case["providers"]:
-            assert not result["failure"]
+            assert not result["failure"] and result["beyond_bound"] == []
             assert result["ms"]["count"] == 2 and result["ms"]["p25"] <= result["ms"]["p75"]
             assert result["tflops"] * result["ms"]["median"] * 1e9 == pytest.approx(case["flops"])
             assert (result["errors"]["weight"] is None) == case["frozen_head"]
@@ -47,83 +60,111 @@ def test_smoke_run_passes_the_gate_and_reports_every_case(tmp_path, capsys):
     assert "## Fused linear cross-entropy" in printed and "## Fused linear divergence" in printed
 
 
-def test_trl_agrees_with_the_truth(tmp_path):
-    pytest.importorskip("trl.kernels.chunked_divergence")
-    data = smoke(tmp_path, "--providers", "trl", "--rounds", "1")
-    peers = [result for case in data["cases"] for result in case["providers"] if result["name"] == "trl"]
-    assert len(peers) == len(SMOKE_CASES)
-    assert [(result["failure"], result["beyond_bound"]) for result in peers] == [("", [])] * len(peers)
+def test_the_ops_pass_the_gate_and_every_op_of_ours_is_measured(smoke, tmp_path, capsys):
+    data = smoke(suite="ops")
+    assert data["gate"] == []
+    assert {case["op"] for case in data["cases"]} == set(op_providers.OURS)
+    leaves = {op.name: op.leaves for op in op_cases.OPS}
+    for case in data["cases"]:
+        results = {result["name"]: result for result in case["providers"]}
+        assert {"ours", "eager"} <= results.keys()
+        for result in results.values():
+            assert not result["failure"]
+            assert {f"d_{name}" for name in leaves[case["op"]]} | {"out0"} <= result["errors"].keys()
+            forward, backward, both = (result[name]["us"]["median"] for name in ("forward", "backward", "both"))
+            assert both == pytest.approx(forward + backward)
+            assert result["forward"]["gbs"] * forward * 1e3 == pytest.approx(case["bytes"]["forward"])
+        if "ours_inplace" in results:
+            assert results["ours_inplace"]["writes_into"] == ["logits"]
+    assert [case["op"] for case in data["cases"] if case["providers"][0]["host"]] == ["rms_norm"]
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "ops-smoke.md").read_text() + "\n"
+    assert "## Time of the kernels" in printed and "## Cost of calling" in printed
 
 
-@pytest.mark.parametrize("wrong", ["loss", "hidden", "weight"])
-def test_gate_refuses_one_percent_and_hides_every_time(wrong, tmp_path, capsys, monkeypatch):
+class OnePercent(torch.autograd.Function):
+    """Scale the value, or only its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, value, gradient):
+        ctx.scale = gradient
+        return x * value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None, None
+
+
+GATES = {
+    "losses": ("ce-32x384,ce-32x384-bf16", {"loss": "loss", "hidden": "hidden", "weight": "weight"}),
+    "ops": ("rms_norm-40*", {"out0": "out0", "x": "d_x", "weight": "d_weight"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("suite", "wrong"), [(suite, wrong) for suite, (_, values) in GATES.items() for wrong in values]
+)
+def test_the_gate_refuses_one_percent_and_hides_every_time(suite, wrong, smoke, capsys, monkeypatch):
     def build(case):
-        def loss_of(x):
-            scaled = {name: 1.01 if name == wrong else 1.0 for name in ("loss", "hidden", "weight")}
-            hidden = x.hidden * scaled["hidden"] + (x.hidden * (1 - scaled["hidden"])).detach()
-            weight = x.weight * scaled["weight"] + (x.weight * (1 - scaled["weight"])).detach()
-            loss = plain_loss(case, x._replace(hidden=hidden, weight=weight))
-            return loss + (loss * (scaled["loss"] - 1)).detach()
+        def function(**tensors):
+            if wrong in tensors:
+                tensors[wrong] = OnePercent.apply(tensors[wrong], 1.0, 1.01)
+            y = case.plain(**tensors)
+            return y if wrong in tensors else OnePercent.apply(y, 1.01, 1.0)
 
-        return loss_of
+        return function
 
-    planted = (provider("ours", build, ours=True), provider("eager", eager))
-    monkeypatch.setattr(run, "PROVIDERS", planted)
-    monkeypatch.setattr(run, "SMOKE_CASES", SMOKE_CASES[:2])  # fp32 and bf16
-    data = smoke(tmp_path, expect=1)
-    assert any(f"ours: {wrong} error" in reason for reason in data["gate"])
-    assert all("ms" not in result for case in data["cases"] for result in case["providers"])
+    cases, values = GATES[suite]
+    plant(monkeypatch, provider("ours", build), provider("eager", lambda case: case.plain))
+    data = smoke("--cases", cases, "--providers", "*", suite=suite, expect=1)
+    names = [case["name"] for case in data["cases"]]
+    assert len(names) == 2, "fp32 and bf16"
+    assert [x.split(" error")[0] for x in data["gate"]] == [f"{name}: ours: {values[wrong]}" for name in names]
+    assert not any({"ms", "forward"} & result.keys() for case in data["cases"] for result in case["providers"])
     printed = capsys.readouterr().out
     assert "gate refused" in printed and "quartiles)" not in printed.split("gate refused")[1]
 
 
-def test_a_peer_that_fails_is_reported_and_the_rest_is_measured(tmp_path, capsys, monkeypatch):
+def test_a_peer_that_fails_is_reported_and_the_rest_is_measured(smoke, capsys, monkeypatch):
     def absent(case):
         raise ImportError("No module named 'peer'")
 
     def too_large(case):
-        def loss_of(x):
+        def function(**tensors):
             raise torch.OutOfMemoryError("tried to allocate 48 GiB\nand more")
 
-        return loss_of
+        return function
 
     def clobbering(case):
-        def loss_of(x):
-            loss = plain_loss(case, x)
-            x.labels[0] += 1
+        def function(**tensors):
+            loss = case.plain(**tensors)
+            tensors["labels"][0] += 1
             return loss
 
-        return loss_of
+        return function
 
-    peers = (
-        provider("absent", absent),
-        provider("large", too_large),
-        provider("clobber", clobbering),
-        *PROVIDERS[:1],
-    )
-    monkeypatch.setattr(run, "PROVIDERS", peers)
-    data = smoke(tmp_path, "--providers", "*", "--cases", "ce-32x384")
+    peers = [provider("absent", absent), provider("large", too_large), provider("clobber", clobbering)]
+    plant(monkeypatch, *peers, loss_providers.PROVIDERS[0])
+    data = smoke("--providers", "*", "--cases", "ce-32x384")
     rows = {result["name"]: result for result in data["cases"][0]["providers"]}
     assert rows["absent"]["failure"] == "not available: No module named 'peer'"
     assert rows["large"]["failure"] == "out of memory"
     assert rows["clobber"]["failure"] == "wrote into its inputs"
-    assert rows["ours"]["ms"]["count"] == 3
+    assert rows["ours"]["ms"]["count"] == 2
     assert "No module named 'peer'" in capsys.readouterr().out
 
 
-def test_a_failure_of_ours_is_refused(tmp_path, monkeypatch):
-    def failing(case):
-        raise RuntimeError("no kernel for this shape")
-
-    monkeypatch.setattr(run, "PROVIDERS", (provider("ours", failing, ours=True), provider("eager", eager)))
-    data = smoke(tmp_path, "--providers", "eager", "--cases", "ce-32x384", expect=1)
-    assert data["gate"] == ["ce-32x384: ours: RuntimeError: no kernel for this shape"]
+def test_a_failure_of_ours_is_refused(smoke, monkeypatch):
+    monkeypatch.setitem(op_providers.OURS, "swiglu", lambda: op_providers.kernel("no_such_op"))
+    data = smoke("--cases", "swiglu-40", suite="ops", expect=1)
+    assert len(data["gate"]) == 1 and "swiglu-40: ours: not available" in data["gate"][0]
 
 
-def test_cases_beyond_the_time_limit_are_reported_as_not_run(tmp_path, capsys):
-    data = smoke(tmp_path, "--time-limit", "0")
+def test_cases_beyond_the_time_limit_are_reported_as_not_run(smoke, capsys):
+    data = smoke("--time-limit", "0")
     assert [case["not_run"] for case in data["cases"]] == ["time limit of 0 s reached"] * len(SMOKE_CASES)
-    assert data["header"]["command"] == "python -m benchmarks.run --smoke --time-limit 0"
+    assert data["header"]["command"].startswith("python -m benchmarks.run --smoke")
+    assert "--output" not in data["header"]["command"]
     assert capsys.readouterr().out.count("Not run: time limit") == len(SMOKE_CASES)
 
 
@@ -137,29 +178,29 @@ def test_names_that_match_nothing_are_errors(arguments, capsys):
 
 def test_grad_output_reaches_the_gradient_and_not_the_loss():
     case = replace(TINY, grad_output=0.25)
-    x = make_inputs(case, CPU)
-    scaled, plain = evaluate(case, x, torch.float64), evaluate(TINY, x, torch.float64)
-    torch.testing.assert_close(scaled.loss, plain.loss)
-    torch.testing.assert_close(scaled.hidden, plain.hidden * 0.25)
-    measured = run.take_gradients(case, ours(case), x)
-    assert relative_l2(measured.hidden, scaled.hidden) < 1e-5
+    operands = case.make_operands(CPU)
+    scaled, plain = (evaluate(x, x.make_operands(CPU), torch.float64) for x in (case, TINY))
+    torch.testing.assert_close(scaled["loss"], plain["loss"])
+    torch.testing.assert_close(scaled["hidden"], plain["hidden"] * 0.25)
+    measured = LossStep(loss_providers.ours(case), operands, case).values()
+    assert relative_l2(measured["hidden"], scaled["hidden"]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_truth_is_the_definition(kind):
+@pytest.mark.parametrize("kind", loss_providers.ALL)
+def test_the_truth_of_a_fused_loss_is_the_definition(kind, monkeypatch):
     """Chunked sums against probabilities written out, both in fp64, labels masked."""
     case = replace(TINY, kind=kind, teacher_hidden_size=12, ignored=0.5)
-    x = make_inputs(case, CPU)
-    truth = evaluate(case, x, torch.float64, rows=7)
-    hidden, weight = (t.detach().double().requires_grad_() for t in (x.hidden, x.weight))
-    valid = x.labels != -100
+    monkeypatch.setattr(reference, "ELEMENTS_AT_ONCE", 7 * case.width)
+    operands = case.make_operands(CPU)
+    truth, x = evaluate(case, operands, torch.float64), operands.tensors
+    hidden, weight = (x[name].detach().double().requires_grad_() for name in ("hidden", "weight"))
+    valid = x["labels"] != -100
     assert valid.sum() == 12
     q = (hidden @ weight.T).softmax(-1)[valid]
     if kind == "ce":
-        per_token = -q.gather(1, x.labels[valid, None]).log()
+        per_token = -q.gather(1, x["labels"][valid, None]).log()
     else:
-        _, _, teacher_hidden, teacher_weight = x.heads
-        p = (teacher_hidden.double() @ teacher_weight.double().T).softmax(-1)[valid]
+        p = (x["teacher_hidden"].double() @ x["teacher_weight"].double().T).softmax(-1)[valid]
         m = (p + q) / 2
         per_token = {
             "forward_kl": p * (p / q).log(),
@@ -168,25 +209,38 @@ def test_truth_is_the_definition(kind):
         }[kind].sum(-1)
     loss = per_token.mean()
     d_hidden, d_weight = torch.autograd.grad(loss, [hidden, weight])
-    torch.testing.assert_close(truth.loss, loss.detach())
-    torch.testing.assert_close(truth.hidden, d_hidden)
-    torch.testing.assert_close(truth.weight, d_weight)
+    torch.testing.assert_close(truth, {"loss": loss.detach(), "hidden": d_hidden, "weight": d_weight})
+
+
+@pytest.mark.parametrize("op", [op for op in op_cases.OPS if op.is_loss], ids=lambda op: op.name)
+def test_the_truth_of_an_op_is_the_same_in_parts(op, monkeypatch):
+    case = OpCase("loss", op, 12, 10, torch.float64, grad_output=0.5)
+    operands = case.make_operands(CPU)
+    whole = evaluate(case, operands, torch.float64)
+    monkeypatch.setattr(reference, "ELEMENTS_AT_ONCE", 3 * case.width)
+    torch.testing.assert_close(evaluate(case, operands, torch.float64), whole)
 
 
 def test_inputs_are_repeatable_and_structured_ones_give_a_loss_of_about_five():
     case = replace(TINY, data="structured", tokens=2048, hidden_size=256, vocab_size=4096)
-    x, again = make_inputs(case, CPU), make_inputs(case, CPU)
-    assert x.fingerprint() == again.fingerprint() != make_inputs(case, CPU, seed=1).fingerprint()
-    assert plain_loss(case, x).item() == pytest.approx(5.0, abs=0.5)
+    operands = case.make_operands(CPU)
+    assert bits(operands) == bits(case.make_operands(CPU)) != bits(case.make_operands(CPU, seed=1))
+    assert case.plain(**operands.tensors).item() == pytest.approx(5.0, abs=0.5)
 
 
-def test_floors_count_the_products_that_supervised_tokens_need():
-    by_name = {case.name: case for case in CASES}
-    floor = Roofline(gemm_tflops=780, gemm_shape="", copy_gbs=0).floor_ms
-    assert floor(by_name["ce-4096x128256"]) == pytest.approx(33.1, abs=0.05)
-    assert floor(by_name["ce-4096x128256-ignored60"]) == pytest.approx(13.2, abs=0.05)
-    assert floor(by_name["ce-4096x128256-frozen"]) == pytest.approx(22.1, abs=0.05)
-    assert floor(by_name["fkl-2048from4096x128256"]) == pytest.approx(27.6, abs=0.05)
+@pytest.mark.parametrize(
+    ("name", "ms"),
+    [
+        ("ce-4096x128256", 33.1),
+        ("ce-4096x128256-ignored60", 13.2),
+        ("ce-4096x128256-frozen", 22.1),
+        ("fkl-2048from4096x128256", 27.6),
+    ],
+)
+def test_floors_count_the_products_that_supervised_tokens_need(name, ms):
+    (case,) = (case for case in CASES if case.name == name)
+    roofline = Roofline(gemm_tflops=780, gemm_shape="", copy_gbs=0)
+    assert LossSuite().floors(CaseResult(case), roofline)["step"] == pytest.approx(ms, abs=0.05)
 
 
 def test_interleaving_runs_every_call_once_a_round_in_changing_order():
@@ -198,75 +252,13 @@ def test_interleaving_runs_every_call_once_a_round_in_changing_order():
     assert {name: len(values) for name, values in times.items()} == {"a": 8, "b": 8, "c": 8}
 
 
-def test_spread_and_errors():
+def test_spread_has_median_and_quartiles_and_pairs_ratios_by_round():
     assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 1)
-    bound = Errors(1e-3, 1e-3, None)
-    assert Errors(1e-3, 5e-4, None).exceeding(bound) == []
-    assert Errors(float("nan"), 2e-3, None).exceeding(bound) == [
-        "loss error nan exceeds 1.00e-03",
-        "hidden error 2.00e-03 exceeds 1.00e-03",
-    ]
-    with pytest.raises(ValueError, match="expected a tensor of shape"):
-        relative_l2(torch.zeros(2), torch.zeros(3))
+    assert Spread.of_ratios([2.0, 40.0, 6.0], [1.0, 10.0, 2.0]).median == 3.0
 
 
-def test_ops_smoke_run_measures_every_op_of_ours(tmp_path, capsys):
-    data = smoke_ops(tmp_path)
-    assert data["gate"] == []
-    assert {case["op"] for case in data["cases"]} == set(op_providers.OURS)
-    ops = {op.name: op for op in op_cases.OPS}
-    for case in data["cases"]:
-        results = {result["name"]: result for result in case["providers"]}
-        assert {"ours", "eager"} <= results.keys()
-        for result in results.values():
-            assert not result["failure"]
-            assert {f"d_{name}" for name in ops[case["op"]].leaves} | {"out0"} <= result["errors"].keys()
-            forward, backward, both = (result[name]["us"]["median"] for name in ("forward", "backward", "both"))
-            assert both == pytest.approx(forward + backward)
-            assert result["forward"]["gbs"] * forward * 1e3 == pytest.approx(case["bytes"]["forward"])
-        if "ours_inplace" in results:
-            assert results["ours_inplace"]["writes_into"] == ["logits"]
-    host = [case["op"] for case in data["cases"] if case["providers"][0]["host"]]
-    assert host == ["rms_norm"]
-    printed = capsys.readouterr().out
-    assert printed == (tmp_path / "ops-smoke.md").read_text() + "\n"
-    assert "## Time of the kernels" in printed and "## Cost of calling" in printed
-
-
-def plant(monkeypatch, *providers):
-    kinds = tuple(op.name for op in op_cases.OPS)
-    planted = [Provider(name, name, build, kinds, kinds, ours=name == "ours") for name, build in providers]
-    monkeypatch.setattr(op_providers, "PROVIDERS", planted)
-
-
-@pytest.mark.parametrize("wrong", ["out0", "d_x", "d_weight"])
-def test_ops_gate_refuses_one_percent_of_an_output_or_gradient(wrong, tmp_path, monkeypatch):
-    def build(case):
-        def op(x, weight):
-            y = case.op.plain(
-                x * (1.01 if wrong == "d_x" else 1.0) - 0.01 * x.detach() * (wrong == "d_x"),
-                weight * (1.01 if wrong == "d_weight" else 1.0) - 0.01 * weight.detach() * (wrong == "d_weight"),
-            )
-            return y + 0.01 * y.detach() * (wrong == "out0")
-
-        return op
-
-    plant(monkeypatch, ("ours", build))
-    data = smoke_ops(tmp_path, "--cases", "rms_norm-40*", "--providers", "ours", expect=1)
-    assert [reason.split(" error")[0] for reason in data["gate"]] == [
-        f"{name}: ours: {wrong}" for name in ("rms_norm-40", "rms_norm-40-bf16")
-    ]
-    assert all("forward" not in result for case in data["cases"] for result in case["providers"])
-
-
-def test_an_op_of_ours_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(op_providers.OURS, "swiglu", lambda: op_providers.kernel("no_such_op"))
-    data = smoke_ops(tmp_path, "--cases", "swiglu-40", expect=1)
-    assert len(data["gate"]) == 1 and "swiglu-40: ours: not available" in data["gate"][0]
-
-
-def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(tmp_path, monkeypatch):
+def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(smoke, monkeypatch):
     class Clobbering(torch.autograd.Function):
         @staticmethod
         def forward(ctx, gate, up):
@@ -283,8 +275,8 @@ def test_an_op_that_writes_over_its_operands_does_not_reach_the_next_one(tmp_pat
             grad.zero_()
             return grads
 
-    plant(monkeypatch, ("clobber", lambda case: Clobbering.apply), ("ours", lambda case: case.op.plain))
-    data = smoke_ops(tmp_path, "--cases", "swiglu-40", "--providers", "*")
+    plant(monkeypatch, provider("clobber", lambda case: Clobbering.apply), provider("ours", lambda case: case.plain))
+    data = smoke("--cases", "swiglu-40", "--providers", "*", suite="ops")
     clobber, ours = data["cases"][0]["providers"]
     assert clobber["writes_into"] == ["gate", "d_out0"] and not clobber["beyond_bound"]
     assert ours["writes_into"] == [] and ours["forward"]["us"]["count"] == 2
@@ -310,25 +302,12 @@ def test_an_op_of_ours_that_waits_for_the_device_is_refused(where, monkeypatch):
                 raise RuntimeError("called a synchronizing CUDA operation")
             return x.clone()
 
-    case = op_cases.OpCase("relu2", op_cases.RELU2, 8, 4, torch.float32)
-    step = op_measure.Step(Waiting.apply, op_cases.make_operands(case, CPU), ["x"])
-    waits = op_measure.passes_that_wait(step)
+    case = OpCase("relu2", op_cases.RELU2, 8, 4, torch.float32)
+    waits = passes.passes_that_wait(passes.Step(Waiting.apply, case.make_operands(CPU), case))
     assert waits == [where] and modes[-1] == "default"
-    results = [op_run.OpResult(provider(name, eager, ours=name == "ours"), waits=waits) for name in ("ours", "peer")]
+    results = [Result(provider(name, None), waits=waits) for name in ("ours", "peer")]
     reason = f"relu2: ours: the host waits for the device in the {where}"
-    assert op_run.OpCaseResult(case, results=results).violations == [reason]
-
-
-@pytest.mark.parametrize("op", [op for op in op_cases.OPS if op.is_loss], ids=lambda op: op.name)
-def test_truth_of_a_loss_is_the_same_in_parts(op, monkeypatch):
-    case = op_cases.OpCase("loss", op, 12, 10, torch.float64, grad_output=0.5)
-    operands = op_cases.make_operands(case, CPU)
-    whole = op_run.evaluate(case, operands, torch.float64)
-    monkeypatch.setattr(op_run, "ROWS_AT_ONCE", 3 * case.width)
-    parts = op_run.evaluate(case, operands, torch.float64)
-    assert whole.keys() == parts.keys()
-    for name, x in whole.items():
-        torch.testing.assert_close(parts[name], x)
+    assert CaseResult(case, results=results).violations == [reason]
 
 
 def test_traffic_is_what_any_implementation_must_move():
@@ -342,19 +321,18 @@ def test_traffic_is_what_any_implementation_must_move():
         op_cases.JSD: (2 * n * h, 3 * n * h),
     }
     for op, elements in expected.items():
-        case = op_cases.OpCase("tiny", op, h, n, torch.float32, heads=(2, 1))
-        operands = op_cases.make_operands(case, CPU)
-        moved = op_cases.bytes_moved(case, op_run.sizes_of(operands))
+        case = OpCase("tiny", op, h, n, torch.float32, heads=(2, 1))
+        moved = op_cases.bytes_moved(case, case.make_operands(CPU))
         assert (moved["forward"], moved["backward"]) == tuple(4 * x for x in elements), op.name
-    assert op_cases.OpCase("products", op_cases.GATED_LINEAR, h, n, hidden_size=v).flops("both") == 6 * n * h * v
+    assert OpCase("products", op_cases.GATED_LINEAR, h, n, hidden_size=v).flops("both") == 6 * n * h * v
 
 
 def test_transposed_operands_keep_their_strides_and_copies_differ():
     case = next(case for case in op_cases.SMOKE_CASES if case.transposed)
-    first, second = (op_cases.make_operands(case, CPU, seed) for seed in (0, 1))
+    first, second = (case.make_operands(CPU, seed) for seed in (0, 1))
     for name in ("q", "k"):
         assert first.tensors[name].transpose(1, 2).is_contiguous() and not first.tensors[name].is_contiguous()
-    assert op_measure.bits(first) == op_measure.bits(op_cases.make_operands(case, CPU, 0)) != op_measure.bits(second)
+    assert bits(first) == bits(case.make_operands(CPU, 0)) != bits(second)
 
 
 def test_sweeps_are_cases_by_name_and_become_plots(tmp_path, capsys, monkeypatch):
@@ -362,12 +340,11 @@ def test_sweeps_are_cases_by_name_and_become_plots(tmp_path, capsys, monkeypatch
     assert {case.tokens for case in sweep} == {1024 * 2**i for i in range(6)}
     assert {case.vocab_size for case in sweep} >= {4096, 262144} and not any(case.default for case in sweep)
     tiny = tuple(replace(TINY, name=f"ce-tokens-{n}", tokens=n, default=False) for n in (8, 16))
-    monkeypatch.setattr(run, "SMOKE_CASES", tiny)
-    arguments = ("--cases", "ce-tokens-*", "--providers", "eager", "--rounds", "1", "--name", "sweep")
-    data = smoke(tmp_path, *arguments, name="sweep")
-    lines = plots.series(data["cases"], "tokens")
+    monkeypatch.setattr(loss_cases, "SMOKE_CASES", tiny)
+    arguments = ["--cases", "ce-tokens-*", "--providers", "eager", "--rounds", "1", "--name", "sweep"]
+    assert run.main(["--smoke", "--output", str(tmp_path), *arguments]) == 0
+    lines = plots.series(json.loads((tmp_path / "sweep-smoke.json").read_text())["cases"], "tokens")
     assert [point[0] for point in lines["ours"]] == [8, 16] and lines["eager"][0][2] is None
-    pytest.importorskip("matplotlib")
     capsys.readouterr()
     assert run.main(["--plots", str(tmp_path / "sweep-smoke.json")]) == 0
     (drawn,) = capsys.readouterr().out.split()

@@ -205,10 +205,15 @@ def test_merge_replaces_a_model_and_nothing_else(trained, cli, folder):
     run.mkdir(exist_ok=True)
     for name in ("config.json", "config.yaml"):
         (run / name).write_text("{}")
+    tiny_model("llama_tied").save_pretrained(folder / "model")  # a model, and not of a merge
+    assert cli("merge", "out", "edited")[0] == 0
+    (folder / "edited" / "mine.txt").touch()
     refusals = {
-        "run": "run is the directory of a run", "out": "out is the adapter itself",
+        "run": "run holds what no merge wrote (config.json, config.yaml)", "out": "out is the adapter itself",
         ".": ". holds the adapter itself", "student": "student is the base",
-        "notes": "notes is no directory of a model", "notes/a.txt": "a.txt is no directory of a model",
+        "notes": "notes holds what no merge wrote (a.txt)", "notes/a.txt": "a.txt is a file",
+        "model": "model holds what no merge wrote (config.json",
+        "edited": "edited holds what no merge wrote (mine.txt)",
     }  # fmt: skip
     before = sorted(folder.rglob("*"))
     for name, message in refusals.items():

@@ -109,7 +109,13 @@ def test_a_tensor_that_is_missing_ends_each_command(name, cli, tmp_path):
     assert written <= {"README.md", ".lock"}
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if "several" not in name])
+ALLOWED = ("run, distilling", "run, with this teacher", "init-student")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ALLOWED else pytest.mark.slow) for n in COMMANDS if "several" not in n],
+)
 def test_unless_that_is_meant(name, cli, tmp_path):
     command, config, broken, *overrides = COMMANDS[name]
     change(tmp_path / broken, HEAD, extra=torch.zeros(2))

@@ -1,12 +1,10 @@
 """Evaluation on 1, 2 and 3 processes: every metric is that of one, whatever accelerate fills the last batch with.
 
-Run as a script, one of several processes evaluates each of CASES.
+Run as a script, it is one of several processes and evaluates each of CASES.
 """
 
 import os
 import random
-import socket
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from processes import run_on
 from tiny import WORDS, completions, tiny_model, tiny_tokenizer, train_args
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -187,56 +186,29 @@ def one():
     return results({**CASES, UNKNOWN: warned_of_unknown_rows})
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    """Of 2 and of 3 processes what each of them has found; all at a time, since most of it is imports."""
-    started = {count: start(count, tmp_path_factory.mktemp(f"{count}")) for count in (2, 3)}
-    processes = [process for group in started.values() for process, _ in group]
-    try:
-        codes = [process.wait(timeout=500) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = [file.with_suffix(".log").read_text()[-4000:] for group in started.values() for _, file in group]
-    assert not any(codes), "\n".join(logs)
-    return {count: [torch.load(file) for _, file in group] for count, group in started.items()}
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+def several(request, tmp_path_factory):
+    """What each of several processes measures."""
+    folder = tmp_path_factory.mktemp(f"{request.param}")
+    run_on(request.param, "../engines/test_evaluation.py", folder)
+    return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
 
 
-def start(count: int, folder: Path) -> list[tuple[subprocess.Popen, Path]]:
-    """Processes that find each other, and the file that each of them writes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    root, begun = Path(__file__).parents[2], []
-    common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-        "LOCAL_WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")]),
-    }  # fmt: skip
-    for rank in range(count):
-        file, environment = folder / f"{rank}.pt", {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with file.with_suffix(".log").open("w") as log:
-            command = [sys.executable, __file__, str(file)]
-            begun.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment), file))
-    return begun
-
-
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_of_one_process(one, several, case, count):
+def test_metrics_are_those_of_one_process(one, several, case):
     want = one[case]
     assert {name.split("_")[0 if case == "predict" else 1] for name in want} == {str(n) for n in ROWS}
-    for got in several[count]:
+    assert len(several) > 1
+    for got in several:
         assert got[case].keys() == want.keys()
         for name, value in want.items():
             assert got[case][name] == (value if isinstance(value, list) else pytest.approx(value, rel=1e-6)), name
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_callback_says_where_it_counts_rows_twice(one, several, count):
-    assert not one[UNKNOWN]["warned"] and all(got[UNKNOWN]["warned"] for got in several[count])
+def test_the_callback_says_where_it_counts_rows_twice(one, several):
+    assert not one[UNKNOWN]["warned"] and all(got[UNKNOWN]["warned"] for got in several)
 
 
 if __name__ == "__main__":
-    torch.save(results({**CASES, UNKNOWN: warned_of_unknown_rows}), sys.argv[1])
+    torch.save(results({**CASES, UNKNOWN: warned_of_unknown_rows}), Path(sys.argv[1], f"{os.environ['RANK']}.pt"))
     torch.distributed.destroy_process_group()

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
-from liger_trainer.losses.deferred_logits import DeferredLogits, LazyLogits, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.model_parts import Head
 
@@ -251,28 +251,6 @@ def assert_fused_equals_plain(model, truth, batch):
     torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
     assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
     return got
-
-
-@pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
-def test_a_copy_of_the_head_that_is_trained_and_saved():
-    model, truth = peft_pair(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    outputs = assert_fused_equals_plain(model, truth, masked_batch())
-    assert isinstance(outputs.logits, DeferredLogits)
-    assert model.base_model.model.lm_head.modules_to_save["default"].weight.grad.any()
-    for m in (model, truth):
-        m.zero_grad()
-    with model.disable_adapter(), truth.disable_adapter(), torch.no_grad():
-        got, want = (m(**masked_batch()) for m in (model, truth))
-    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-6, atol=0)
-    assert isinstance(got.logits, LazyLogits)
-    assert abs(got.loss - outputs.loss) > 1e-3
-
-
-@pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
-def test_lora_elsewhere_leaves_the_head_fused():
-    model, truth = peft_pair(LoraConfig(target_modules=["q_proj", "down_proj"]))
-    outputs = assert_fused_equals_plain(model, truth, masked_batch())
-    assert isinstance(outputs.logits, DeferredLogits)
 
 
 def dora_on_head():

@@ -190,7 +190,7 @@ class Rows(torch.utils.data.Dataset):
 
 def losses_of(model, batch, callbacks=(), **options):
     trainer = Trainer(
-        model, train_args(TrainingArguments, max_steps=3, seed=1, **options), train_dataset=Rows(batch),
+        model, train_args(TrainingArguments, **{"max_steps": 3, "seed": 1, **options}), train_dataset=Rows(batch),
         eval_dataset=Rows(batch), callbacks=list(callbacks),
     )  # fmt: skip
     trainer.train()
@@ -250,10 +250,12 @@ def test_a_callback_refuses_a_decoder_that_would_read_other_tokens_than_its_stud
     with pytest.raises(
         ConfigError, match="a MoonshineForConditionalGeneration, is asked without labels.*decoder_input"
     ):
-        losses_of(student, batch, [DistillationCallback(teacher)])
+        losses_of(student, batch, [DistillationCallback(teacher)], max_steps=1)
     batch["decoder_input_ids"] = shifted_right(batch["labels"])
     student = moonshine()[0]
-    assert losses_of(student, batch, [DistillationCallback(moonshine()[0])])[0] == pytest.approx(0, abs=1e-6)
+    assert losses_of(student, batch, [DistillationCallback(moonshine()[0])], max_steps=1)[0] == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 def test_targets_that_a_teacher_cannot_be_aligned_with_are_refused_by_name():

@@ -22,6 +22,7 @@ from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
 from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
+from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.teachers.text_alignment import aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -146,22 +147,25 @@ def test_where_texts_part_nothing_more_is_compared():
 # The loss of the trainer
 
 
-def by_hand(trainer, dataset, teacher_rows, how) -> dict[str, float]:
-    """What is logged, from stored logits in fp64, row by row."""
-    student, teacher = double_copy(trainer.student), double_copy(trainer.teacher)
-    uld, ce, tokens = 0.0, 0.0, 0
-    for row in dataset:
+def by_hand(trainer, student, rows, temperature=1.0, projector=None) -> dict[str, torch.Tensor]:
+    """Each loss per supervised token, from stored logits in fp64, row by row; hidden_mse is of blocks 1 and 0."""
+    teacher, tokens = double_copy(trainer.teacher), 0
+    sums = dict.fromkeys(("uld", "ce", "hidden_mse"), torch.zeros((), dtype=torch.float64))
+    for row in rows:
         labels = torch.tensor(row["labels"])[1:]
-        keep = labels != -100
-        found = teacher_rows.find(row["input_ids"], row["labels"])
-        with torch.no_grad():
-            s = student(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
-            t = teacher(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
-        at = torch.tensor(found.partners)
-        uld += uld_reference(s[at >= 0], t[at[at >= 0]], how["temperature"]).sum().item() * how["temperature"] ** 2
-        ce -= s.log_softmax(-1).gather(1, labels[keep, None]).sum().item()
+        keep, counterpart = labels != -100, trainer.teaching.rows.find(row_key(row["input_ids"], row["labels"]))
+        partner = torch.tensor(counterpart.partners)
+        paired = partner >= 0
+        s = student(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
+        t = teacher(input_ids=torch.tensor([counterpart.input_ids])).logits[0, partner[paired], :41].detach()
+        sums["uld"] = sums["uld"] + uld_reference(s[paired], t, temperature).sum() * temperature**2
+        sums["ce"] = sums["ce"] + torch.nn.functional.cross_entropy(s, labels[keep], reduction="sum")
+        if projector is not None:
+            target = states_of(teacher, counterpart.input_ids, 0)[0, partner[paired]].detach()
+            block = states_of(student, row["input_ids"], 1)[0, :-1][keep][paired]
+            sums["hidden_mse"] = sums["hidden_mse"] + (block @ projector.t() - target).square().mean(-1).sum()
         tokens += int(keep.sum())
-    return {"uld": uld / tokens, "ce": ce / tokens}
+    return {name: total / tokens for name, total in sums.items()}
 
 
 @pytest.mark.parametrize("family", ["completions", "chats", "texts"])
@@ -172,7 +176,8 @@ def test_logs_equal_values_by_hand(teacher, family):
         per_device_eval_batch_size=3, assistant_only_loss=family == "chats",
     )  # fmt: skip
     assert trainer.distillation.vocab_size == VOCAB
-    want = by_hand(trainer, trainer.train_dataset, trainer.teaching.rows, {"temperature": 2.0})
+    values = by_hand(trainer, double_copy(trainer.student), trainer.train_dataset, temperature=2.0)
+    want = {name: value.item() for name, value in values.items()}
     trainer.train()
     logs, evaluated = trainer.state.log_history[0], trainer.evaluate()
     assert 0.01 < want["uld"] < 8
@@ -241,55 +246,20 @@ def test_adapters_and_a_teacher_in_memory(teacher):
     assert make(unnamed, teacher_tokenizer_name_or_path=teacher).teacher is not None
 
 
-def test_uld_gradient_against_plain_torch(teacher):
-    trainer = make(teacher, losses=MIXED, optim="sgd", per_device_train_batch_size=8)
-    captured = capture_gradients(trainer)
-    plain = double_copy(trainer.student)
-    other = double_copy(trainer.teacher)
-    trainer.train()
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for row in trainer.train_dataset:
-        labels = torch.tensor(row["labels"])[1:]
-        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
-        s = plain(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][keep][:, :VOCAB]
-        with torch.no_grad():
-            t = other(input_ids=torch.tensor([found.input_ids])).logits[0, :, :41]
-        at = torch.tensor(found.partners)
-        total = total + 1.5 * uld_reference(s[at >= 0], t[at[at >= 0]]).sum()
-        total = total - 0.25 * s.log_softmax(-1).gather(1, labels[keep, None]).sum()
-        tokens += int(keep.sum())
-    (total / tokens).backward()
-    for name, parameter in plain.named_parameters():
-        error = (captured[name].double() - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
-
-
-def test_hidden_states_are_compared_at_the_same_pairs(teacher):
-    losses = [*ULD, {"type": "hidden_mse", "weight": 0.3, "layers": [[1, 0]]}]
+@pytest.mark.parametrize("losses", [MIXED, [*ULD, {"type": "hidden_mse", "weight": 0.3, "layers": [[1, 0]]}]])
+def test_loss_and_every_gradient_equal_plain_torch(teacher, losses):
     trainer = make(teacher, losses=losses, optim="sgd", per_device_train_batch_size=8)
-    projector = trainer.progress.hidden.projectors["hidden_mse_1_0"].weight.detach().double()
-    captured = capture_gradients(trainer)
-    plain, other = double_copy(trainer.student), double_copy(trainer.teacher)
+    hidden = trainer.progress.hidden
+    projector = None if hidden is None else hidden.projectors["hidden_mse_1_0"].weight.detach().double()
+    captured, plain = capture_gradients(trainer), double_copy(trainer.student)
     trainer.train()
-    uld, hidden, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
-    for row in trainer.train_dataset:
-        labels = torch.tensor(row["labels"])[1:]
-        keep, found = labels != -100, trainer.teaching.rows.find(row["input_ids"], row["labels"])
-        own = plain(input_ids=torch.tensor([row["input_ids"]]))
-        with torch.no_grad():
-            its = other(input_ids=torch.tensor([found.input_ids]))
-            at = torch.tensor(found.partners)
-            there = at >= 0
-            state = states_of(other, found.input_ids, 0)[0, at[there]]
-        uld = uld + uld_reference(own.logits[0, :-1][keep][there][:, :VOCAB], its.logits[0, at[there], :41]).sum()
-        block = states_of(plain, row["input_ids"], 1)[0, :-1][keep][there]
-        hidden = hidden + (block @ projector.t() - state).square().mean(-1).sum()
-        tokens += int(keep.sum())
+    values = by_hand(trainer, plain, trainer.train_dataset, projector=projector)
+    loss = sum(entry.get("weight", 1.0) * values[entry["type"]] for entry in losses)
     logs = trainer.state.log_history[0]
-    assert logs["loss/uld"] == pytest.approx(uld.item() / tokens, rel=1e-5)
-    assert logs["loss/hidden_mse"] == pytest.approx(hidden.item() / tokens, rel=1e-5)
-    assert logs["loss"] == pytest.approx((uld + 0.3 * hidden).item() / tokens, rel=1e-5)
-    ((uld + 0.3 * hidden) / tokens).backward()
+    assert logs["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for entry in losses:
+        assert logs[f"loss/{entry['type']}"] == pytest.approx(values[entry["type"]].item(), rel=1e-5)
+    loss.backward()
     for name, parameter in plain.named_parameters():
         error = (captured[name].double() - parameter.grad).norm() / parameter.grad.norm()
         assert error < 1e-4, f"{name}: {error:.1e}"
@@ -409,13 +379,12 @@ use_cpu: true
 """
 
 
-@pytest.mark.parametrize("rows", [chats(8), texts(8)], ids=["chats", "texts"])
-def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeypatch, capsys, rows):
+def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
     saved(tmp_path / "student", words(), vocab_size=70)
     (tmp_path / "teacher").symlink_to(teacher)
-    rows.to_json(tmp_path / "rows.jsonl")
+    chats(8).to_json(tmp_path / "rows.jsonl")
     (tmp_path / "run.yaml").write_text(SETTINGS)
     asked = {}
 
@@ -430,13 +399,12 @@ def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeyp
     written = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert 0 < written["after"]["loss/uld"] < 2 and "forward_kl" not in written["after"]
     assert len(asked) == 2 and all(text in read for text, read in asked.items())
-    assert all(read.endswith("[A]") == ("messages" in rows.column_names) for read in asked.values())
-    if "text" in rows.column_names:
-        for command, code, told in (
-            (["eval", "out"], None, "student perplexity"),
-            (["cache", "run.yaml", "teacher_cache_dir=cache"], 2, "losses: uld needs the model of a teacher"),
-        ):
-            with pytest.raises(SystemExit) as stopped:
-                main(command)
-            printed = capsys.readouterr()
-            assert stopped.value.code in (code, 0 if code is None else code) and told in printed.out + printed.err
+    assert all(read.endswith("[A]") for read in asked.values())  # each is asked by its own chat template
+    for command, code, message in (
+        (["eval", "out"], 0, "student perplexity"),
+        (["cache", "run.yaml", "teacher_cache_dir=cache"], 2, "losses: uld needs the model of a teacher"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(command)
+        printed = capsys.readouterr()
+        assert int(stopped.value.code or 0) == code and message in printed.out + printed.err

@@ -1,9 +1,7 @@
-"""The layers of modules.py and rope_modules.py beside Hugging Face's and torch's: values, gradients, state dicts."""
+"""The layers of modules/ beside Hugging Face's and torch's: values, gradients, state dicts."""
 
 import copy
 import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -75,8 +73,10 @@ def check_layer(ours: nn.Module, theirs: nn.Module, *inputs: Tensor, dtype=None)
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=["fp32-weight", "same"])
+@pytest.mark.parametrize(
+    "dtype, weight_dtype",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
 @pytest.mark.parametrize(
     "ours, theirs",
     [
@@ -87,7 +87,7 @@ def check_layer(ours: nn.Module, theirs: nn.Module, *inputs: Tensor, dtype=None)
     ids=["llama", "eps", "gemma"],
 )
 def test_rms_norm_is_hugging_faces(ours, theirs, dtype, weight_dtype):
-    check_layer(copy.deepcopy(ours), copy.deepcopy(theirs), random(2, 7, 24, dtype=dtype), dtype=weight_dtype or dtype)
+    check_layer(copy.deepcopy(ours), copy.deepcopy(theirs), random(2, 7, 24, dtype=dtype), dtype=weight_dtype)
 
 
 def test_rms_norm_casts_before_or_after_the_weight():
@@ -176,16 +176,6 @@ def test_mlp_is_hugging_faces(name):
     torch.manual_seed(0)
     check_layer(ours(how), theirs(how), random(2, 7, 24) * 3)
     check_layer(ours(how), theirs(how), random(2, 7, 24, dtype=torch.bfloat16) * 3, dtype=torch.bfloat16)
-
-
-def test_which_gelu():
-    """The two forms differ by up to 5e-4, so that each must match its own."""
-    for act, approximate in (("gelu", "none"), ("gelu_pytorch_tanh", "tanh")):
-        mlp = LigerGEGLUMLP(config(hidden_size=1, intermediate_size=1, hidden_act=act))
-        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            nn.init.ones_(linear.weight)
-        x = torch.linspace(-3, 3, 61)[:, None]
-        torch.testing.assert_close(mlp(x), F.gelu(x, approximate=approximate) * x, rtol=0, atol=2e-6)
 
 
 def test_mlp_of_another_width():
@@ -478,10 +468,3 @@ def test_signatures_are_ligers(name):
         p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.kind != p.KEYWORD_ONLY
     ]
     assert ours == SIGNATURES[name].split()
-
-
-def test_modules_need_torch_alone():
-    """Importing them does not wait for transformers, TRL or PEFT."""
-    code = "import sys, liger_trainer\nfrom liger_trainer import LigerRMSNorm, LigerJSD, liger_rotary_pos_emb\n"
-    code += "assert not {'transformers', 'trl', 'peft', 'datasets'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

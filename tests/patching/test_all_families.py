@@ -57,7 +57,7 @@ def differences(got, want):
 
 
 def outcome(model):
-    """How the fused loss of a model compares with its own: "equal", "wrong ...", "warns ...", or why it was skipped."""
+    """Compare the fused loss of a model with its own: "equal", "wrong ...", "warns ...", or why it was skipped."""
     try:
         want = run(copy.deepcopy(model))
     except Exception as e:
@@ -175,10 +175,10 @@ def first_that_trains(model):
 def compared(class_name):
     """How the patched model compares: "equal, fused", "equal, left alone", "wrong ...", or why it is not compared."""
     model = build_class(class_name, experts="grouped_mm")
-    found = model if isinstance(model, str) else first_that_trains(model)
-    if isinstance(found, str):
-        return f"not compared: {found}"
-    name, batch, want = found
+    first = model if isinstance(model, str) else first_that_trains(model)
+    if isinstance(first, str):
+        return f"not compared: {first}"
+    name, batch, want = first
     try:
         patched = patch(model)
     except NothingToPatch as nothing:
@@ -192,6 +192,29 @@ def compared(class_name):
     return f"wrong: {name}: {wrong}" if wrong else f"equal, {'fused' if fused else 'left alone'}"
 
 
+# The classes that are not compared, and why; the test fails if another one joins them.
+DEFAULTS = "its tiny configuration is not written: parts of it must fit each other"
+TIMM = "needs timm, which the tests do not install"
+SIZE = "its default configuration stays too large when it is shrunk"
+NOT_COMPARED = {
+    **dict.fromkeys(("BarkCausalModel", "BarkCoarseModel", "BarkSemanticModel"), "transformers has no training for it"),
+    "Dots3NoteForConditionalGeneration": DEFAULTS,
+    "FastVlmForConditionalGeneration": TIMM,
+    "FunAsrNanoForConditionalGeneration": DEFAULTS,
+    "GradiumPhononTTSForConditionalGeneration": DEFAULTS,
+    "Granite4VisionForConditionalGeneration": DEFAULTS,
+    "InklingForConditionalGeneration": "needs scipy, which the tests do not install",
+    "MuseSparkForConditionalGeneration": SIZE,
+    "Nemotron3_5TranscribeForConditionalGeneration": SIZE,
+    "PerceptionLMForConditionalGeneration": TIMM,
+    "Pix2StructForConditionalGeneration": "its own forward fails on a batch: its mask does not broadcast over heads",
+    "PocketTTSForConditionalGeneration": DEFAULTS,
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "its constructor reads attributes that its configuration lacks",
+    "RagTokenForGeneration": SIZE,
+    "VibeVoiceForConditionalGeneration": SIZE,
+}
+
+
 def test_every_other_class_with_labels_as_its_documentation_has_them():
     outcomes = {name: compared(name) for name in doctor.other_classes()}
     for name, outcome in outcomes.items():
@@ -199,4 +222,5 @@ def test_every_other_class_with_labels_as_its_documentation_has_them():
     kinds = {kind: [n for n, o in outcomes.items() if o.startswith(kind)] for kind in ("equal, fused", "equal, left")}
     print({kind: len(names) for kind, names in kinds.items()}, len(outcomes))
     assert {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")} == {}
-    assert len(kinds["equal, fused"]) >= 75 and len(kinds["equal, left"]) >= 45
+    assert {name for name, outcome in outcomes.items() if outcome.startswith("not compared")} <= NOT_COMPARED.keys()
+    assert len(kinds["equal, fused"]) >= 80 and len(kinds["equal, left"]) >= 55

@@ -7,6 +7,7 @@ it starts, and the settings that make it small. What cannot run here is in PARSE
 
 import argparse
 import ast
+import contextlib
 import importlib
 import re
 import shlex
@@ -44,8 +45,8 @@ CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
 class Place:
     """A folder where a reader tries the commands: what earlier ones left there is made here at once."""
 
-    def __init__(self, folder: Path, stand_ins: StandIns):
-        self.folder, self.stand_ins = folder, stand_ins
+    def __init__(self, folder: Path, stand_ins: StandIns, kept: Path):
+        self.folder, self.stand_ins, self.kept = folder, stand_ins, kept
 
     def small(self, config: str) -> list[str]:
         """The settings that put tiny models, rows and steps into a configuration; its files stay where it says."""
@@ -57,32 +58,46 @@ class Place:
             cli.main(list(arguments))
         assert not stopped.value.code, arguments
 
+    def copy_of(self, name: str, make: Callable[["Place"], None]) -> None:
+        """Put in what `make` makes. It is made once, in a folder that the commands of this file copy."""
+        source = self.kept / name
+        if not source.exists():
+            source.mkdir()
+            with contextlib.chdir(source):
+                make(Place(source, self.stand_ins, self.kept))
+        shutil.copytree(source, self.folder, dirs_exist_ok=True)
+
 
 def my_yaml(extra: str = "") -> Callable[[Place], None]:
     return lambda place: (place.folder / "my.yaml").write_text(MINE + extra) and None
 
 
+def train(place: Place) -> None:
+    my_yaml(LORA)(place)
+    place.run("run", "my.yaml", *place.small("my.yaml"), "output_dir=outputs/my", "save_strategy=steps", "save_steps=1")
+
+
 def trained(*names: str) -> Callable[[Place], None]:
-    """my.yaml with adapters, run to its end into outputs/NAME, for each name."""
+    """my.yaml with adapters, run to its end into outputs/my, and copies of the run as outputs/NAME."""
 
-    def run(place: Place) -> None:
-        my_yaml(LORA)(place)
+    def copy(place: Place) -> None:
+        place.copy_of("trained", train)
         for name in names:
-            files = (f"output_dir=outputs/{name}", "save_strategy=steps", "save_steps=1")
-            place.run("run", "my.yaml", *place.small("my.yaml"), *files)
+            shutil.copytree(place.folder / "outputs/my", place.folder / "outputs" / name)
 
-    return run
+    return copy
 
 
 def interrupted(place: Place) -> None:
     """A run in outputs/my as if it had been stopped after its first step."""
-    trained("my")(place)
+    trained()(place)
     (place.folder / "outputs/my/metrics.json").unlink()
     shutil.rmtree(place.folder / "outputs/my/checkpoint-2")
 
 
 def captured(place: Place) -> None:
-    place.run("cache", "smollm2/distill_cached", *place.small("smollm2/distill_cached"))
+    config = "smollm2/distill_cached"
+    place.copy_of("captured", lambda kept: kept.run("cache", config, *kept.small(config)))
 
 
 def model_directory(place: Place) -> None:
@@ -121,19 +136,19 @@ COMMANDS = {
     "liger-trainer env": Played(),
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
-    "liger-trainer eval outputs/my": Played(trained("my")),
+    "liger-trainer eval outputs/my": Played(trained()),
     "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
     "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
         my_yaml(), "my.yaml", ("student_num_layers=2",)
     ),
     "liger-trainer ls": Played(),
-    "liger-trainer merge outputs/my merged": Played(trained("my")),
+    "liger-trainer merge outputs/my merged": Played(trained()),
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml packing=true max_length=2048": Played(my_yaml(), "my.yaml"),
     "liger-trainer report outputs/a outputs/b --output ab.html": Played(trained("a", "b")),
-    "liger-trainer report outputs/my": Played(trained("my")),
-    "liger-trainer report outputs/my outputs/other": Played(trained("my", "other")),
+    "liger-trainer report outputs/my": Played(trained()),
+    "liger-trainer report outputs/my outputs/other": Played(trained("other")),
     "liger-trainer resume outputs/my": Played(interrupted),
     "liger-trainer run my.yaml -- --num_processes 2": Played(my_yaml()),
     "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
@@ -184,6 +199,11 @@ def stand_ins(tmp_path_factory) -> StandIns:
     return StandIns(tmp_path_factory.mktemp("stand-ins"))
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """Drawing takes longer than the commands, and tests of reports are elsewhere."""
@@ -191,9 +211,9 @@ def no_report(monkeypatch):
 
 
 @pytest.fixture
-def place(stand_ins, tmp_path, monkeypatch) -> Place:
+def place(stand_ins, kept, tmp_path, monkeypatch) -> Place:
     monkeypatch.chdir(tmp_path)
-    return Place(tmp_path, stand_ins)
+    return Place(tmp_path, stand_ins, kept)
 
 
 def test_every_command_is_known():

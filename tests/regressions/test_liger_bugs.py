@@ -1,8 +1,13 @@
-"""What goes wrong in Liger-Kernel 0.8.5, one test each that it does not go wrong here. Numbers in brackets are Liger's.
+"""Defects of Liger-Kernel 0.8.5: each test shows that we do not have one. Numbers in brackets are Liger's.
 
 Proved elsewhere:
-- the other models of a class change with one of them: test_another_model_of_the_class_keeps_its_objects in
-  test_patching.py
+- the other models of a class change with one of them: test_patcher.py,
+  test_another_model_keeps_its_objects_and_undo_gives_back_every_one
+- adapters on lm_head are left out of the loss and get no gradient: test_peft.py, test_adapters, "lm_head" and
+  "lm_head, dora"
+- the bias of lm_head is left out of the loss and gets no gradient: test_families.py,
+  test_an_instance_computes_what_it_did, for phi
+- an evaluation computes all logits: test_use_liger_kernel.py, test_a_loss_only_evaluation_computes_no_logits
 - Granite's and Cohere's scale of the logits is not implemented: test_fused_models.py, for each of FAMILIES
 - torch.compile(fullgraph=True) raises: test_compiles_into_one_graph and the like, for each op in tests/kernels
 - a frozen head's gradient is computed, and without gradients too: tests/kernels/test_linear_divergence.py,
@@ -13,13 +18,11 @@ Proved elsewhere:
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from peft import LoraConfig, get_peft_model
+from families import build_class
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,8 +31,7 @@ from torch.nn import functional as F
 
 import liger_trainer
 from liger_trainer import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, patch
-from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
-from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.errors import ConfigError
 
 
 def assert_same_step(model, truth, rtol=1e-5, **batch):
@@ -40,36 +42,6 @@ def assert_same_step(model, truth, rtol=1e-5, **batch):
 
 
 # Heads
-
-
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_adapters_on_lm_head_are_part_of_the_loss_and_get_gradients(options, patched_first):
-    """[4.174, the loss without the adapter, instead of 8.264; no gradient]"""
-    torch.manual_seed(0)
-    base = tiny_model()
-    if patched_first:
-        patch(base)
-    config = LoraConfig(target_modules=["lm_head"], r=4, lora_alpha=16, init_lora_weights=False, **options)
-    model = get_peft_model(base, config)
-    patch(model)
-    plain = get_peft_model(tiny_model(), config)
-    plain.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MaterializedLogitsWarning)  # true either way
-        assert_same_step(model, plain.double())
-        with model.disable_adapter():
-            assert abs(model(**masked_batch()).loss - plain(**masked_batch()).loss) > 0.1
-    assert all(p.grad.any() for name, p in model.named_parameters() if "lora_" in name)
-
-
-def test_the_bias_of_lm_head_is_part_of_the_loss_and_gets_a_gradient():
-    """[13.52 instead of 15.72; no gradient]"""
-    model = tiny_model("phi")
-    truth = double_copy(model)
-    patch(model)
-    assert_same_step(model, truth)
-    assert model.lm_head.bias.grad.any()
 
 
 def test_a_head_that_is_trained_alone_gets_a_gradient():
@@ -137,21 +109,7 @@ def test_a_head_that_fsdp2_has_not_gathered_is_refused(one_process_mesh):
         model(**masked_batch())
 
 
-# Evaluation, and a second backward
-
-
-def test_an_evaluation_computes_no_logits(monkeypatch):
-    """[all of them]"""
-
-    def compute(*_):
-        raise AssertionError("logits were computed")
-
-    model = tiny_model("gemma2")
-    want = model(**masked_batch()).loss
-    patch(model)
-    monkeypatch.setattr(DeferredLogits, "compute", compute)
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(**masked_batch()).loss, want)
+# A second backward
 
 
 def test_a_second_backward_gives_the_same_gradients():
@@ -194,12 +152,8 @@ VISION = (
 @pytest.mark.parametrize("name", VISION)
 def test_models_whose_classes_were_renamed_are_patched(name):
     """[ImportError with transformers 5.23]"""
-    model_class = getattr(transformers, name)
-    with torch.device("meta"):
-        model = model_class(model_class.config_class())
-    record = patch(model)
-    assert record.fused is not None and record.report.swapped["RMSNorm"] > 10
-    record.undo()
+    record = patch(build_class(name))
+    assert record.fused is not None and record.report.swapped["RMSNorm"] >= 4
 
 
 # Losses
@@ -210,8 +164,6 @@ def test_a_misspelt_option_is_an_error():
     for loss in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
         with pytest.raises(TypeError, match="label_smoothin"):
             loss(label_smoothin=0.1)
-    with pytest.raises(ConfigError, match="Unknown patch options: rmsnorm"):
-        patch(tiny_model(), rmsnorm=True)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

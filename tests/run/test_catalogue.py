@@ -1,5 +1,5 @@
-"""The built-in configurations: each is well-formed, valid, and trains for two steps on a tiny random model of its
-architecture, with rows of the columns that its dataset has."""
+"""The built-in configurations are well-formed and valid. One of each kind and family trains for two steps on a tiny
+random model of its architecture, with rows of the columns that its dataset has; `-m slow` trains the others."""
 
 import importlib
 import json
@@ -21,12 +21,15 @@ from liger_trainer.run import output_dir as saving
 from liger_trainer.run.launch import launcher_arguments
 
 NAMES = list(built_in_configs())
+TRAINED = {
+    "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "granite/sft_full_2b", "llama3/distill_full_1b",
+    "mistral/distill_lora_7b", "phi4/sft_lora_mini", "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop",
+}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch):
-    """Drawing takes longer than two steps, and tests of reports are elsewhere."""
-    monkeypatch.setattr(saving, "_report", lambda output_dir: None)
+def kind(name: str) -> str:
+    """`distill_lora` of `qwen3/distill_lora_0.6b`: the name without the size and the number of GPUs."""
+    return re.sub(r"(_[\d.]+b|_mini)?(_\dgpu)?$", "", name.partition("/")[2])
 
 
 def source_of(name: str) -> str:
@@ -47,21 +50,23 @@ def test_the_catalogue_is_there():
     used = [load_run_config(name) for name in NAMES]
     assert {config["model_name_or_path"] for config in used} <= MODELS.keys()
     assert {config["dataset_name"] for config in used} <= DATASETS.keys()
+    for part in (lambda name: name.partition("/")[0], kind):
+        assert {part(name) for name in TRAINED} == {part(name) for name in NAMES}
 
 
 def test_the_table_of_the_documentation_has_all_of_them():
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     head, *rows = [line for line in page.splitlines() if re.match(r"\| (family|`[a-z0-9]+`) \|.*\|.*\|.*\|", line)]
     kinds = [cell.strip(" `") for cell in head.strip("|").split("|")[1:]]
-    told = set()
+    listed = set()
     for row in rows:
         family, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
         for kind, cell in zip(kinds, cells, strict=True):
-            told |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"[\d.]+[BM]|mini", cell)}
+            listed |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"[\d.]+[BM]|mini", cell)}
     several = {re.sub(r"_\dgpu$", "", name) for name in NAMES}
-    own = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
-    own |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # of layers left out is the full one
-    assert told == {name for name in several if not name.startswith("smollm2/")} | own
+    smallest = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
+    smallest |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # of layers left out is the full one
+    assert listed == {name for name in several if not name.startswith("smollm2/")} | smallest
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,16 +85,16 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_holds_what_the_comment_says(name):
-    said = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
+    comment = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
     if not name.startswith("smollm2/"):
-        assert said
-    if said:
+        assert comment
+    if comment:
         config = load_run_config(name)
         keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"]
-        keys += ["max_length"] if said[3] == "tokens" else []
+        keys += ["max_length"] if comment[3] == "tokens" else []
         factors = [config[key] for key in keys if config[key] is not None]
-        assert factors == [int(factor) for factor in said[1].split(" x ")]
-        assert math.prod(factors) == int(said[2].replace(",", ""))
+        assert factors == [int(factor) for factor in comment[1].split(" x ")]
+        assert math.prod(factors) == int(comment[2].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("gpu")])
@@ -123,7 +128,16 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys):
+def test_the_trainer_takes_the_arguments(name):
+    args = load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args()
+    assert args.output_dir == f"outputs/{name}"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(saving, "_report", lambda output_dir: None)  # test_report.py has it
     changes = stand_ins.changes(load_run_config(name), tmp_path)
     config = load_run_config(name, changes)
     if config.recipe == "distill" and config["teacher"] == "cache":

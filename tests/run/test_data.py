@@ -34,7 +34,7 @@ def load(tmp_path, monkeypatch):
     return load_data
 
 
-def test_a_file_is_split_by_the_seed(load):
+def test_a_file_is_split_by_the_seed_and_hashed_as_json_lines(load):
     data = load("rows.jsonl", {"rows.jsonl": lines(TEXTS)}, "holdout_fraction=0.2")
     assert (data.facts.train_rows, data.facts.test_rows) == (16, 4) == (len(data.train), len(data.test))
     assert {row["text"] for row in [*data.train, *data.test]} == {row["text"] for row in TEXTS}
@@ -43,10 +43,6 @@ def test_a_file_is_split_by_the_seed(load):
     assert again.facts == data.facts and again.test["text"] == data.test["text"]
     other = load("rows.jsonl", None, "holdout_fraction=0.2", "seed=1")
     assert other.test["text"] != data.test["text"]
-
-
-def test_the_hash_is_that_of_the_rows_as_json_lines(load):
-    data = load("rows.jsonl", {"rows.jsonl": lines(TEXTS)})
     text = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in [*data.train, *data.test])
     assert data.facts.sha256 == hashlib.sha256(text.encode()).hexdigest()
 

@@ -4,15 +4,17 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.run.data import demo_model as demo
@@ -125,11 +127,6 @@ def tiny(made, monkeypatch) -> Tiny:
     return made
 
 
-def change(monkeypatch, **fields) -> None:
-    known = vars(demo.DEMO_MODELS["tiny"])
-    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", DemoModel(**{**known, **fields}))
-
-
 def without_pip(monkeypatch) -> None:
     """Any call of pip would fail: it has no index and no folder to look in."""
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -140,55 +137,59 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-# The model
+@pytest.fixture(scope="module")
+def docstrings() -> DemoDataset:
+    return demo_dataset("python_docstrings")
 
 
-def test_saved_directory_is_a_plain_model(tiny, tmp_path):
-    directory = demo_model_dir("tiny", cache_dir=tmp_path)
-    assert names(tmp_path) == ["tiny"]
-    config = json.loads((directory / "config.json").read_text())
+@pytest.fixture(scope="module")
+def built(made, tmp_path_factory) -> Path:
+    """The model directory, built once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(demo.DEMO_MODELS, "tiny", made.model)
+        patch.setenv("LIGER_TRAINER_DEMO_GGUF", str(made.gguf))
+        return demo_model_dir("tiny", cache_dir=tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture
+def cache(built, tmp_path) -> Path:
+    """A cache that holds the model."""
+    shutil.copytree(built, tmp_path / "cache" / "tiny")
+    return tmp_path / "cache"
+
+
+def test_the_saved_directory_is_a_plain_model_with_a_complete_tokenizer(made, built, tmp_path):
+    config = json.loads((built / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "float32"
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(model.model.embed_tokens.weight, tiny.weights["token_embd.weight"])
-    assert torch.equal(model.lm_head.weight, tiny.weights["token_embd.weight"])
-    down = model.model.layers[1].mlp.down_proj.weight
-    assert torch.equal(down, tiny.weights["blk.1.ffn_down.weight"])
+    model = AutoModelForCausalLM.from_pretrained(built)
+    assert torch.equal(model.model.embed_tokens.weight, made.weights["token_embd.weight"])
+    assert torch.equal(model.lm_head.weight, made.weights["token_embd.weight"])
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, made.weights["blk.1.ffn_down.weight"])
     Trainer(model, TrainingArguments(tmp_path / "run", report_to=[], use_cpu=True))  # refuses quantised models
     model.save_pretrained(tmp_path / "again")
 
-
-def test_saved_tokenizer_is_complete(tiny, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir("tiny", cache_dir=tmp_path))
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.model_max_length) == ("</s>", "</s>", CONTEXT)
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    # transformers 5.17 takes the file's first token for the end, and none for padding
+    assert (tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token) == ("<s>", "</s>", "</s>")
+    assert tokenizer.model_max_length == CONTEXT
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-    assert text == "<s>user\nHi</s>"
-    assert tokenizer(text)["input_ids"][0] == 1
+    assert text == "<s>user\nHi</s>" and tokenizer(text)["input_ids"][0] == 1
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]  # without the digit rule: x, Ġ, Ġ, 1, 2
     assert tokenizer.decode(tokenizer("naïve  12")["input_ids"]) == "naïve  12"
 
 
-def test_the_tokens_that_end_and_pad_texts_are_the_models(tiny, tmp_path):
-    """Whatever transformers makes of the file: 5.17 takes the first token for the end, and none for padding."""
-    directory = demo_model_dir("tiny", cache_dir=tmp_path)
-    tokenizer, config = AutoTokenizer.from_pretrained(directory), AutoConfig.from_pretrained(directory)
-    tokenizer.eos_token, tokenizer.pad_token = "<s>", None
-    demo._complete_tokenizer(tokenizer, config)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "</s>")
-
-
-def test_second_call_builds_nothing(tiny, tmp_path, monkeypatch):
-    first = demo_model_dir("tiny", cache_dir=tmp_path)
+def test_a_second_call_builds_nothing(tiny, cache, monkeypatch):
     without_pip(monkeypatch)
-    monkeypatch.setattr(demo, "_build", lambda *args: pytest.fail("built again"))
-    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(tmp_path))
-    assert demo_model_dir("tiny") == first
-    assert resolve_model("demo:tiny") == str(first)
+    monkeypatch.setenv("LIGER_TRAINER_CACHE", str(cache))
+    assert demo_model_dir("tiny") == cache / "tiny" and resolve_model("demo:tiny") == str(cache / "tiny")
 
 
-def test_the_file_can_be_named(tiny, tmp_path, monkeypatch):
-    without_pip(monkeypatch)
-    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tiny.gguf))
+def test_pip_downloads_the_wheel(tiny, tmp_path):
     assert (demo_model_dir("tiny", cache_dir=tmp_path) / "model.safetensors").is_file()
+    assert names(tmp_path) == ["tiny"]
+
+
+def test_a_file_that_is_named_is_there(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tmp_path / "no.gguf"))
     with pytest.raises(ConfigError, match="no.gguf, which is not a file"):
         demo_model_dir("tiny", cache_dir=tmp_path / "other")
@@ -207,7 +208,7 @@ def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypat
 @pytest.mark.parametrize(("field", "what"), [("wheel_sha256", "wheel liger_tiny"), ("gguf_sha256", "Tiny.Q4_1.gguf")])
 def test_wrong_checksum(tiny, tmp_path, monkeypatch, field, what):
     right = getattr(tiny.model, field)
-    change(monkeypatch, **{field: "0" * 64})
+    monkeypatch.setitem(demo.DEMO_MODELS, "tiny", replace(tiny.model, **{field: "0" * 64}))
     with pytest.raises(LigerTrainerError, match=f"{what}.*expected sha256 0000.*found {right}"):
         demo_model_dir("tiny", cache_dir=tmp_path)
     assert names(tmp_path) == []
@@ -223,9 +224,8 @@ def test_damaged_file_is_refused(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "file missing", "manifest missing", "older layout"])
-def test_half_a_directory_is_built_again(tiny, tmp_path, damage):
-    directory = demo_model_dir("tiny", cache_dir=tmp_path)
-    weights, manifest = directory / "model.safetensors", directory / "demo.json"
+def test_half_a_directory_is_built_again(tiny, cache, monkeypatch, damage):
+    weights, manifest = cache / "tiny" / "model.safetensors", cache / "tiny" / "demo.json"
     whole = weights.read_bytes()
     if damage == "truncated":
         weights.write_bytes(whole[:-100])
@@ -233,11 +233,12 @@ def test_half_a_directory_is_built_again(tiny, tmp_path, damage):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"layout": 0}))
     else:
         (weights if damage == "file missing" else manifest).unlink()
-    (tmp_path / ".tiny.staging-killed").mkdir()
-    (directory / "left_over").touch()
-    assert demo_model_dir("tiny", cache_dir=tmp_path) == directory
-    assert weights.read_bytes() == whole and not (directory / "left_over").exists()
-    assert names(tmp_path) == ["tiny"]
+    (cache / ".tiny.partial").mkdir()  # of a process that was killed
+    (cache / "tiny" / "left_over").touch()
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tiny.gguf))
+    demo_model_dir("tiny", cache_dir=cache)
+    assert weights.read_bytes() == whole and not (cache / "tiny" / "left_over").exists()
+    assert names(cache) == ["tiny"]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeError("conversion failed")])
@@ -248,26 +249,28 @@ def test_an_interrupted_build_leaves_nothing(tiny, tmp_path, monkeypatch, interr
         save(gguf, directory)
         raise interruption
 
+    monkeypatch.setenv("LIGER_TRAINER_DEMO_GGUF", str(tiny.gguf))
     monkeypatch.setattr(demo, "_save", interrupted)
     with pytest.raises(type(interruption)):
         demo_model_dir("tiny", cache_dir=tmp_path)
     assert names(tmp_path) == []
-    monkeypatch.setattr(demo, "_save", save)
-    assert names(demo_model_dir("tiny", cache_dir=tmp_path).parent) == ["tiny"]
 
 
-def test_processes_at_once_build_it_once(tiny, tmp_path):
+def test_processes_at_once_build_it_once_and_make_the_same_rows(tiny, tmp_path, docstrings):
     script = (
-        "import sys; from liger_trainer.run.data import demo_model as demo\n"
+        "import sys; from liger_trainer.run.data import demo_dataset, demo_model as demo\n"
         f"demo.DEMO_MODELS['tiny'] = demo.{tiny.model!r}\n"
-        "print(demo.demo_model_dir('tiny', cache_dir=sys.argv[1]))"
+        "print(demo.demo_model_dir('tiny', cache_dir=sys.argv[1]), demo_dataset.demo_dataset().sha256)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = os.environ | {"PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(3)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert {out.strip() for out, _ in outputs} == {str(tmp_path / "tiny")}
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env={**environment, "PYTHONHASHSEED": seed}, **pipes) for seed in "17"
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert {out.strip() for out, _ in outputs} == {f"{tmp_path / 'tiny'} {docstrings.sha256}"}
     assert sum("Converting Tiny" in error for _, error in outputs) == 1
     assert names(tmp_path) == ["tiny"]
 
@@ -289,13 +292,10 @@ def test_without_a_tool(tiny, tmp_path, monkeypatch, missing, advice):
     assert names(tmp_path) == []
 
 
-def test_the_cache_cannot_be_written(tiny, tmp_path):
+def test_no_place_for_the_model(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(LigerTrainerError, match="LIGER_TRAINER_CACHE"):
         demo_model_dir("tiny", cache_dir=tmp_path / "file")
-
-
-def test_too_little_space(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BUILD_BYTES", 10**18)
     with pytest.raises(LigerTrainerError, match="MB are free"):
         demo_model_dir("tiny", cache_dir=tmp_path)
@@ -332,17 +332,11 @@ def test_the_real_model(tmp_path, monkeypatch):
     assert (model.config.num_hidden_layers, model.config.vocab_size, len(tokenizer)) == (30, 49152, 49152)
 
 
-# The dataset
-
-
-@pytest.fixture(scope="module")
-def docstrings() -> DemoDataset:
-    return demo_dataset("python_docstrings")
-
-
 def test_rows_are_chat_pairs(docstrings):
     rows = [*docstrings.train, *docstrings.test]
-    assert docstrings.rows == len(rows) > 3000
+    assert docstrings.rows == len(rows) > 3000 and docstrings.licence == "PSF-2.0"
+    lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
+    assert docstrings.sha256 == hashlib.sha256(lines.encode()).hexdigest()
     for row in rows:
         assert row.keys() == {"prompt", "completion"}
         (question,), (answer,) = row["prompt"], row["completion"]
@@ -367,36 +361,12 @@ def test_held_out_by_module(docstrings):
     assert len(docstrings.held_out_modules) >= 5
 
 
-def test_licence_and_checksum(docstrings):
-    lines = [
-        json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in [*docstrings.train, *docstrings.test]
-    ]
-    assert docstrings.sha256 == hashlib.sha256("".join(lines).encode()).hexdigest()
-    assert docstrings.licence == "PSF-2.0"
-
-
-def test_the_same_rows_in_another_process(docstrings):
-    script = "from liger_trainer.run.data.demo_dataset import demo_dataset; print(demo_dataset().sha256)"
-    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == docstrings.sha256, run.stderr
-
-
-def test_no_side_effects(capfd, recwarn):
+def test_the_interpreter_is_left_as_it_was(capfd, recwarn):
     before = set(sys.modules)
     demo_dataset()
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
     assert not (set(sys.modules) - before) & {"antigravity", "this", "turtle", "imaplib", "pdb", "readline"}
-
-
-def test_collector_names_no_module_with_side_effects():
-    from liger_trainer.run.data._docstrings import module_names
-
-    listed = module_names()
-    assert {"os", "os.path", "json", "builtins"} <= set(listed)
-    unwanted = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "readline"}
-    assert not {name.partition(".")[0] for name in listed} & unwanted
 
 
 def test_no_docstrings_to_read(monkeypatch, tmp_path):

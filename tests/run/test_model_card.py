@@ -18,6 +18,7 @@ from liger_trainer.cli import run as commands
 from liger_trainer.config import trackers
 from liger_trainer.config.run_config import check_text, load_run_config
 from liger_trainer.errors import LigerTrainerError
+from liger_trainer.recipes import distill
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.reports.format import figure
 from liger_trainer.run.reports.model_card import Published, hub_id, model_card, public
@@ -46,13 +47,21 @@ def run(stand_ins, tmp_path):
     return run_recipe
 
 
+@pytest.fixture(scope="module")
+def distilled(stand_ins, tmp_path_factory):
+    """A distillation: its output directory, and what it handed to the card."""
+    seen, write_card, folder = [], saving._write_card, tmp_path_factory.mktemp("distilled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_report", lambda output_dir: None)
+        patch.setattr(saving, "_write_card", lambda *arguments: seen.append(arguments[-1]) or write_card(*arguments))
+        changes = stand_ins.changes(load_run_config("smollm2/distill_layerdrop"), folder)
+        output_dir = distill.main(load_run_config("smollm2/distill_layerdrop", changes).on_this_machine())
+    return output_dir, seen[0]
+
+
 @pytest.fixture
-def results(run, monkeypatch):
-    """What a distillation hands to the card."""
-    seen = []
-    monkeypatch.setattr(saving, "_write_card", lambda trainer, config, output_dir, results: seen.append(results))
-    run("smollm2/distill_layerdrop")
-    return seen[0]
+def results(distilled):
+    return distilled[1]
 
 
 def table(card: str) -> dict[str, list[str]]:
@@ -61,21 +70,16 @@ def table(card: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in cells}
 
 
-def test_the_card_of_a_run_tells_its_facts(run, stand_ins, tmp_path):
-    output_dir = run("smollm2/distill_layerdrop")
+def test_the_card_of_a_run_tells_its_facts(distilled, stand_ins):
+    output_dir, _ = distilled
     card = ModelCard.load(output_dir / "README.md")
     written = json.loads((output_dir / "metrics.json").read_text())
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert set(card.data.tags) == {"trl", "liger-trainer", "distillation"}
     assert card.data.base_model is None and card.data.license is None  # directories of this machine
     facts = table(card.text)
-    for metric, title, digits in (
-        ("forward_kl", "forward KL (nats/token)", 3),
-        ("student_perplexity", "student perplexity", 2),
-    ):
-        if metric in written["before"]:
-            before, after = (figure(written[when][metric], digits) for when in ("before", "after"))
-            assert facts[title][:2] == [before, after]
+    for metric, title, digits in (("forward_kl", "forward KL (nats/token)", 3), ("loss", "loss (nats/token)", 3)):
+        assert facts[title][:2] == [figure(written[when][metric], digits) for when in ("before", "after")]
     assert facts["forward KL (nats/token)"][0] != facts["forward KL (nats/token)"][1]
     assert facts["SHA-256 of the rows"] == [f"`{written['data']['sha256']}`"]
     assert facts["tokens"] == [f"{written['training']['tokens']:,}"]
@@ -85,7 +89,7 @@ def test_the_card_of_a_run_tells_its_facts(run, stand_ins, tmp_path):
     assert facts["`keep_every_nth_layer`"] == ["2"] and facts["`learning_rate`"] == ["0.001"]
     assert facts["teacher"] == ["demo--smollm2-135m-instruct"]
     assert "`output_dir`" not in facts and "distilled from" in card.text
-    assert str(tmp_path) not in card.text and str(stand_ins.root) not in card.text
+    assert str(output_dir.parent) not in card.text and str(stand_ins.root) not in card.text
     assert not [line for line in card.text.splitlines() if "None" in line]
 
 
@@ -177,9 +181,19 @@ def test_the_loss_in_words(results, lines, loss):
     assert table(card.text)["loss"] == [loss]
 
 
-def test_a_value_cannot_break_a_table(results):
-    card = model_card(check_text(f"{ON_THE_HUB}eos_token: '<|im_end|>'\n", "run.yaml"), results, MODEL)
-    assert "| `eos_token` | <\\|im_end\\|> |" in card.text
+def test_a_value_cannot_break_the_card(results, tmp_path):
+    """Neither as a cell, a tag, a link or a heading, nor in the header or in the code."""
+    name = 'a"]\n---\n<b>x: [y](z)'
+    lines = f"eos_token: '<|im_end|>'\noutput_dir: {json.dumps(str(tmp_path / name))}\n"
+    data = replace(results.data, licence="| [free](http://there) `x`", held_out="split '<script>'")
+    card = model_card(check_text(ON_THE_HUB + lines, "run.yaml"), replace(results, data=data), MODEL)
+    assert "| `eos_token` | \\<\\|im_end\\|\\> |" in card.text
+    assert "| licence of the rows | \\| \\[free\\](http://there) \\`x\\` |" in card.text
+    assert "rows: split '\\<script\\>'." in card.text
+    assert '\n# a"\\] --- \\<b\\>x: \\[y\\](z)\n' in card.text
+    code = card.text[card.text.index("AutoTokenizer.from") : card.text.index("model = Auto")]
+    assert code.count("\n") == 1 and eval(code.partition("pretrained")[2]) == name
+    assert ModelCard(card.content).data.to_dict() == card.data.to_dict()
 
 
 def test_what_is_local_keeps_its_last_name_alone(tmp_path, monkeypatch):

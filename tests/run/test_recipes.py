@@ -1,9 +1,12 @@
 """The recipes from the command line on tiny models: what is written, what it says, and what is refused before."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +23,11 @@ from trl import SFTTrainer
 
 import liger_trainer
 from liger_trainer.cli import main
-from liger_trainer.run import train_loop as training
+from liger_trainer.config.run_config import load_run_config
+from liger_trainer.run import train_loop
+from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
+from liger_trainer.run.samples import held_out_prompts
 
 SETTINGS = """
 model_name_or_path: student
@@ -67,14 +73,39 @@ def models(tmp_path_factory):
     return folder
 
 
+def fill(folder: Path, models: Path) -> None:
+    """A folder with models, rows and a configuration."""
+    for name in ("student", "teacher", "stranger"):
+        (folder / name).symlink_to(models / name)
+    write_rows(folder / "rows.jsonl", map(chat, range(20)))
+    (folder / "run.yaml").write_text(SETTINGS)
+
+
+def write_rows(file: Path, rows) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def tuned(models, tmp_path_factory):
+    """SETTINGS, run once: the folder, and what was printed."""
+    folder, out = tmp_path_factory.mktemp("tuned"), io.StringIO()
+    fill(folder, models)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(folder)
+        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", "run.yaml"])
+    assert not stopped.value.code
+    return folder, " ".join(out.getvalue().split())
+
+
 @pytest.fixture
 def run(models, tmp_path, monkeypatch, capsys):
-    """Run the command line in a folder with models, rows and a configuration; return exit code, stdout, stderr."""
+    """Run the command line in such a folder; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
-    for name in ("student", "teacher", "stranger"):
-        (tmp_path / name).symlink_to(models / name)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20)))
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    fill(tmp_path, models)
 
     def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
         (tmp_path / "run.yaml").write_text(settings)
@@ -103,10 +134,9 @@ def metrics(folder) -> dict:
     return json.loads((folder / "metrics.json").read_text(), parse_constant=no_constant)
 
 
-def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, models):
-    code, out, err = run(SETTINGS)
-    assert code == 0, err
-    written = metrics(tmp_path / "out")
+def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
+    folder, out = tuned
+    written = metrics(folder / "out")
     assert written["after"]["loss"] < written["before"]["loss"]
     assert math.isclose(written["after"]["perplexity"], math.exp(written["after"]["loss"]), rel_tol=1e-4)
     assert written["data"]["train_rows"] == 16 and written["data"]["form"] == "prompt-completion"
@@ -123,54 +153,45 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(run, tmp_path, mod
     assert "before and after training" in out and "token accuracy" in out and "tokens/s" in out
     assert "max_steps" in out and "run.yaml:5" in out  # the effective configuration
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert model.config.use_cache
     start = AutoModelForCausalLM.from_pretrained(models / "student")
     assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tiny_tokenizer().get_vocab()
+    assert AutoTokenizer.from_pretrained(folder / "out").get_vocab() == tiny_tokenizer().get_vocab()
 
 
-def test_the_reported_loss_is_that_of_trl(run, tmp_path):
+def test_the_reported_loss_is_that_of_trl(tuned, monkeypatch):
     """The saved model, evaluated by TRL's own trainer on the same held-out rows, has the loss that was written."""
-    from liger_trainer.config.run_config import load_run_config
-    from liger_trainer.run.data.datasets import load_run_datasets
-
-    assert run(SETTINGS)[0] == 0
+    monkeypatch.chdir(tuned[0])
     config = load_run_config("run.yaml")
     data, args = load_run_datasets(config), config.training_args()
     model = AutoModelForCausalLM.from_pretrained("out")
     tokenizer = AutoTokenizer.from_pretrained("out")
     trainer = SFTTrainer(model, args, train_dataset=data.train, eval_dataset=data.test, processing_class=tokenizer)
-    assert math.isclose(trainer.evaluate()["eval_loss"], metrics(tmp_path / "out")["after"]["loss"], rel_tol=1e-5)
+    assert math.isclose(trainer.evaluate()["eval_loss"], metrics(Path("out"))["after"]["loss"], rel_tol=1e-5)
 
 
-def test_distillation_of_a_thinned_student(run, tmp_path, models):
+def test_distillation_of_a_thinned_student_full_and_lora(run, tmp_path):
+    """The first measurement and completions are those of the layer-dropped copy, untouched by adapters or training."""
     code, out, err = run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6")
     assert code == 0, err
-    written = metrics(tmp_path / "out")
-    assert written["recipe"] == "distill"
-    assert 0 < written["after"]["forward_kl"] < 0.95 * written["before"]["forward_kl"]
-    assert written["before"]["teacher_perplexity"] == pytest.approx(written["after"]["teacher_perplexity"])
-    assert all(isinstance(completion["teacher"], str) for completion in written["completions"])
     assert "forward KL (nats/token)" in out and "agreement@1" in out and "teacher: " in out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.num_hidden_layers == 2
-    logged = [entry for entry in written["log_history"] if "forward_kl" in entry]
+    full = metrics(tmp_path / "out")
+    assert full["recipe"] == "distill" and 0 < full["after"]["forward_kl"] < 0.95 * full["before"]["forward_kl"]
+    assert full["before"]["teacher_perplexity"] == pytest.approx(full["after"]["teacher_perplexity"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
+    logged = [entry for entry in full["log_history"] if "forward_kl" in entry]
     assert len(logged) == 6 and all(entry["loss"] == pytest.approx(entry["forward_kl"], rel=1e-4) for entry in logged)
 
-
-def test_before_is_the_student_before(run, tmp_path, models):
-    """The first measurement and completions are those of the layer-dropped copy, untouched by adapters or training."""
-    layers = ("model_name_or_path=teacher", "keep_layers=[0,3]")
+    layers = ("model_name_or_path=teacher", "keep_layers=[0,3]", "output_dir=lora")
     lora = ("use_peft=true", "lora_target_modules=all-linear", "lora_r=4")
-    assert run(SETTINGS + TEACHER, *layers)[0] == 0
-    full = metrics(tmp_path / "out")
-    assert run(SETTINGS + TEACHER, *layers, *lora, "output_dir=lora")[0] == 0
+    assert run(SETTINGS + TEACHER, *layers, *lora)[0] == 0
     adapted = metrics(tmp_path / "lora")
     for name in ("forward_kl", "reverse_kl", "student_perplexity"):
         assert adapted["before"][name] == pytest.approx(full["before"][name], rel=1e-5)
-    assert [c["before"] for c in adapted["completions"]] == [c["before"] for c in full["completions"]]
-    assert [c["teacher"] for c in adapted["completions"]] == [c["teacher"] for c in full["completions"]]
+    for kind in ("before", "teacher"):
+        assert [c[kind] for c in adapted["completions"]] == [c[kind] for c in full["completions"]]
+    assert all(isinstance(completion["teacher"], str) for completion in full["completions"])
     assert adapted["after"]["forward_kl"] != pytest.approx(adapted["before"]["forward_kl"], rel=1e-3)
     assert adapted["training"]["trainable_parameters"] < full["training"]["trainable_parameters"]
 
@@ -193,40 +214,40 @@ def test_lora_saves_an_adapter_that_transformers_loads(run, tmp_path, models):
     assert 0 < written["training"]["trainable_parameters"] < written["training"]["parameters"]
 
 
-def test_the_written_configuration_runs_again_with_the_same_result(run, tmp_path):
-    assert run(SETTINGS)[0] == 0
-    again = (tmp_path / "out" / "config.yaml").read_text()
+def test_the_written_configuration_runs_again_with_the_same_result(run, tuned, tmp_path):
+    again = (tuned[0] / "out" / "config.yaml").read_text()
     assert run(again, "output_dir=again")[0] == 0
-    first, second = metrics(tmp_path / "out"), metrics(tmp_path / "again")
+    first, second = metrics(tuned[0] / "out"), metrics(tmp_path / "again")
     assert first["after"]["loss"] == pytest.approx(second["after"]["loss"], rel=1e-6)
     assert first["data"] == second["data"] and first["completions"] == second["completions"]
 
 
-def test_other_forms_of_rows(run, tmp_path):
-    rows = {
-        "chat.jsonl": [{"messages": chat(i)["prompt"] + chat(i)["completion"]} for i in range(12)],
-        "text.jsonl": [{"text": " ".join(WORDS[i : i + 6])} for i in range(12)],
-        "ids.jsonl": [{"input_ids": list(range(i, i + 6))} for i in range(12)],
-        "share.jsonl": [
-            {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": f"w{i}"}]}
-            for i in range(12)
-        ],
-    }
-    for name, content in rows.items():
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
-        code, _, err = run(SETTINGS, f"dataset_name={name}", f"output_dir={name}.out", "max_steps=1")
-        assert code == 0, err
-        completion = metrics(tmp_path / f"{name}.out")["completions"][0]
-        assert completion["prompt"] and completion["reference"]
+@pytest.mark.parametrize(
+    ("row", "prompt", "reference"),
+    [
+        ({"messages": chat(3)["prompt"] + chat(3)["completion"]}, "w3 w4 w5", "w3 w4 w5"),
+        ({"text": "w1 w2 w3 w4 w5 w6"}, "w1 w2 w3", "w4 w5 w6"),
+        ({"input_ids": tiny_tokenizer()("w1 w2 w3 w4")["input_ids"]}, "w1 w2", "w3 w4"),
+        ({"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w3"}]}, "w1 w2", "w3"),
+        ({"prompt": "w1 w2", "completion": " w3"}, "w1 w2", " w3"),
+    ],
+)
+def test_the_prompts_of_each_form_of_rows(models, tmp_path, monkeypatch, row, prompt, reference):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path, models)
+    write_rows(tmp_path / "rows.jsonl", [row] * 3)
+    config, tokenizer = load_run_config("run.yaml"), tiny_tokenizer()
+    (prepared,) = held_out_prompts(config, load_run_datasets(config), tokenizer)
+    assert (prepared.text, prepared.reference) == (prompt, reference)
+    assert prompt in tokenizer.decode(prepared.input_ids)
 
 
 def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
     rows = [chat(i) for i in range(16)]
     for i in (0, 5):
         rows[i]["prompt"][0]["content"] = " ".join(WORDS[:40])  # fills max_length: nothing of the answer is left
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "train" / "test.jsonl").write_text("".join(json.dumps(chat(i)) + "\n" for i in range(20, 24)))
+    write_rows(tmp_path / "train" / "train.jsonl", rows)
+    write_rows(tmp_path / "train" / "test.jsonl", map(chat, range(20, 24)))
     code, out, err = run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train")
     assert code == 0, err
     assert [rows["rows_dropped"] for rows in metrics(tmp_path / "out")["rows"].values()] == [2, 0]
@@ -294,21 +315,15 @@ def test_a_folder_that_cannot_be_written_to(run, no_weights, monkeypatch):
     assert code == 2 and "is no directory that can be written to (Permission denied)" in err
 
 
-def test_evaluations_on_the_way_and_the_best_model(run, tmp_path):
+def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     """The tokens are those of the training, though what is logged last is of an evaluation."""
-    often = [
-        "eval_strategy=steps",
-        "save_strategy=steps",
-        "eval_steps=1",
-        "save_steps=1",
-        "load_best_model_at_end=true",
-    ]
+    often = ["eval_strategy=steps", "save_strategy=steps", "eval_steps=1", "save_steps=1"]
+    often += ["load_best_model_at_end=true"]
     code, _, err = run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity")
     assert code == 0, err
-    found = metrics(tmp_path / "out")["training"]
-    assert run(SETTINGS, "output_dir=plain")[0] == 0
-    assert found["tokens"] == metrics(tmp_path / "plain")["training"]["tokens"] > 0
-    assert found["tokens_per_second"] > 0
+    training = metrics(tmp_path / "out")["training"]
+    assert training["tokens"] == metrics(tuned[0] / "out")["training"]["tokens"] > 0
+    assert training["tokens_per_second"] > 0
     code, _, err = run(SETTINGS, *often, "metric_for_best_model=perplexitty", "output_dir=other")
     assert code == 2 and "metric_for_best_model: expected one of" in err and "perplexity" in err
     if not find_spec("bitsandbytes"):
@@ -335,8 +350,8 @@ def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
     assert "64 tokens, the same in both" in out and "1 token of the teacher's alone" in out
 
 
-def test_a_finished_run_is_not_overwritten_unasked(run, tmp_path):
-    assert run(SETTINGS)[0] == 0
+def test_a_finished_run_is_not_overwritten_unasked(run, tuned, tmp_path):
+    shutil.copytree(tuned[0] / "out", tmp_path / "out")
     before = (tmp_path / "out" / "metrics.json").read_text()
     code, _, err = run(SETTINGS)
     assert code == 2 and "holds a finished run" in err and "overwrite_output_dir=true" in err
@@ -357,13 +372,14 @@ def test_checkpoints_of_an_earlier_run_are_not_taken_for_those_of_this(run, tmp_
     assert not earlier.exists()
 
 
-def test_what_is_said_of_an_interrupted_run_that_went_back(tmp_path):
+def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    state = SimpleNamespace(global_step=2, max_steps=6)
-    trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir=tmp_path))
-    told = str(training._interrupted(trainer))
-    assert told.endswith(f"liger-trainer resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in told
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(global_step=2, max_steps=6), args=SimpleNamespace(output_dir=tmp_path)
+    )
+    message = str(train_loop._interrupted(trainer))
+    assert message.endswith(f"resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in message
 
 
 def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path, monkeypatch):
@@ -401,18 +417,10 @@ def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path
     assert rate * seconds == pytest.approx(counted[6] - counted[2], rel=0.2)
 
 
-def test_two_processes_train_as_one(run, tmp_path):
+def test_two_processes_train_as_one(run, tuned, tmp_path):
     """The first evaluation must not keep Trainer from averaging gradients over the processes."""
-    assert run(SETTINGS)[0] == 0
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "liger_trainer",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "liger_trainer"]
     command += ["run", "run.yaml", "output_dir=two", "ddp_backend=gloo"]
     command += ["per_device_train_batch_size=2", "per_device_eval_batch_size=2"]
     root = str(Path(liger_trainer.__file__).parents[1])
@@ -425,7 +433,7 @@ def test_two_processes_train_as_one(run, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)  # the launcher's children too
             raise
     assert process.returncode == 0, complaint
-    one, two = metrics(tmp_path / "out"), metrics(tmp_path / "two")
+    one, two = metrics(tuned[0] / "out"), metrics(tmp_path / "two")
     assert two["training"]["processes"] == 2 and two["training"]["tokens"] == one["training"]["tokens"]
     for name in ("loss", "grad_norm"):
         logged = [[entry[name] for entry in written["log_history"] if name in entry] for written in (one, two)]
@@ -444,10 +452,10 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
     diverging = ("learning_rate=1e30", "max_grad_norm=0", "max_steps=4", "save_strategy=steps", "save_steps=1")
     code, _, err = run(SETTINGS, *diverging)
     assert code == 5 and "Traceback" not in err
-    told = re.search(r"loss up to step (\d) is nan; it was finite up to step (\d)", err)
-    assert told and int(told[1]) == int(told[2]) + 1
-    assert f"liger-trainer resume out --checkpoint checkpoint-{told[2]}\n"[:-1] in err
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{told[2]}"
+    stopped = re.search(r"loss up to step (\d) is nan; it was finite up to step (\d)", err)
+    assert stopped and int(stopped[1]) == int(stopped[2]) + 1
+    assert f"liger-trainer resume out --checkpoint checkpoint-{stopped[2]}\n"[:-1] in err
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{stopped[2]}"
     assert not (tmp_path / "out" / "metrics.json").exists()
 
     code, _, err = run(SETTINGS, *diverging[:3], "logging_strategy=no", "output_dir=unseen")

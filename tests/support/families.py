@@ -33,17 +33,29 @@ SMALL = {
     **dict.fromkeys(("out_hidden_size", "text_hidden_size", "decoder_hidden_size"), 64),
     "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "audio_token_id": 5, "audio_token_index": 5,
 }  # fmt: skip
+# The decoder of models that are put together from two.
+DECODER = transformers.BertConfig(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+    is_decoder=True, add_cross_attention=True,
+)  # fmt: skip
 # What a configuration of this type must have besides, wherever it stands.
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 PARTICULAR = {
     **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 3, **{f"token{i}": i for i in range(8)}}}),
     "cohere_asr": {"num_key_value_heads": 4},
+    **dict.fromkeys(("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"), {"decoder": DECODER}),
     "csm": {"num_codebooks": 4, "audio_eos_token_id": 4, "codebook_pad_token_id": 0, "codebook_eos_token_id": 0},
     "csm_depth_decoder_model": {"num_codebooks": 4, "backbone_hidden_size": 64},
     "dia": {"delay_pattern": [0, 1, 2, 3], "pad_token_id": 3},
     "dia_decoder": {"num_channels": 4, "cross_head_dim": 16, "cross_hidden_size": 64},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1]},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "moe_num_experts": 4, "moe_k": 2, **SECTIONS},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "moe_num_experts": 4, "moe_k": 2, "rope_parameters": {
+        **SECTIONS["rope_parameters"], "mrope_section": [3, 3, 2]}},
+    "hunyuan_vl_text": SECTIONS,
+    "instructblipvideo": {"video_token_index": 4, "num_query_tokens": 4},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(
+        ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 1e4})},
     "florence_vision": {"depths": (1, 1, 1, 1), "embed_dim": (16, 32, 32, 32), "num_heads": (4, 4, 4, 4),
                         "num_groups": (4, 4, 4, 4), "window_size": 4, "projection_dim": 64, "drop_path_rate": 0.0},
     "funaudio_adaptor": {"intermediate_size": 16},
@@ -145,8 +157,11 @@ def build(model_type, class_name, experts="eager", **overrides):
 
 
 def _build(model_class, config, experts):
-    if getattr(config, "decoder_start_token_id", None) is None:  # which seq2seq models have by their checkpoint only
-        config.decoder_start_token_id = 1
+    for part in (config, getattr(config, "decoder", None)):  # seq2seq models have it by their checkpoint only
+        if part is not None and getattr(part, "decoder_start_token_id", None) is None:
+            part.decoder_start_token_id = 1
+    if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
     config._experts_implementation = experts if model_class._can_set_experts_implementation() else "eager"
     for name in config.sub_configs:  # some towers, though not the whole, must have their own loop
         part = getattr(config, name, None)

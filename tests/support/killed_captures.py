@@ -1,4 +1,4 @@
-"""Captures that are killed over and over, and one that is not. Run as a script: FOLDER SEED KIND...
+"""Captures that are killed over and over, and one that is not. Run as a script: FOLDER KIND MOMENTS
 
 Each capture is a process of its own, forked from one that has imported everything. It is killed by SIGKILL after a
 random time, or kills itself right before or after one of the calls that make a shard and the index durable.
@@ -73,15 +73,16 @@ def attempt(folder: str, kind: str, calls: int | None, seconds: float | None) ->
     return True
 
 
-def main(folder: Path, kind: str, seed: int) -> int:
-    """How many captures were killed on the way to the end of one."""
+def main(folder: Path, kind: str, moments: int) -> int:
+    """Return how many captures were killed on the way to the end of one."""
     start = time.perf_counter()
     assert attempt(str(folder / "whole"), kind, None, None)
-    took, rng, killed = time.perf_counter() - start, random.Random(seed), 0
+    took, rng, killed = time.perf_counter() - start, random.Random(3), 0
     path = str(folder / "killed")
-    moments = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(3)]
-    moments += [(calls, None) for calls in rng.sample(range(1, 13), 12)]  # six calls a shard, before and after each
-    for calls, seconds in moments:
+    timed = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(moments // 5)]
+    # six calls a shard, before and after each
+    counted = [(calls, None) for calls in rng.sample(range(1, 13), moments - len(timed))]
+    for calls, seconds in timed + counted:
         if not is_finished(path):
             killed += not attempt(path, kind, calls, seconds)
     assert is_finished(path) or attempt(path, kind, None, None)
@@ -97,5 +98,4 @@ if __name__ == "__main__":
     cache_capture.MIB = BYTES_OF_A_SHARD
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    for name in sys.argv[3:]:
-        print(f"{name}: killed {main(Path(sys.argv[1], name), name, int(sys.argv[2]))} times")
+    print(f"killed {main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))} times")

@@ -76,11 +76,6 @@ def _image(model):
     return {"pixel_values": _random(2, 3, size, size)}
 
 
-def _git(model):
-    text, labels = _text(model)
-    return {**text, **labels, **_image(model)}
-
-
 def _csm(model):
     """Two rows of text and three frames of speech; the first two frames of a row train the backbone alone."""
     config = model.config
@@ -140,8 +135,96 @@ def _voxtral(model):
     return {**text, **labels, "input_features": _random(2, model.config.audio_config.num_mel_bins, LENGTH * ratio)}
 
 
+def _text_and_image(model):
+    text, labels = _text(model)
+    return {**text, **labels, **_image(model)}
+
+
+def _question(model):
+    """A question about an image; without ids of its own the decoder would read the labels, -100 among them."""
+    batch = _text_and_image(model)
+    return {**batch, "decoder_input_ids": batch["input_ids"]}
+
+
+def _blip_video(model):
+    """A text with a place for each query token of each of two frames."""
+    text, labels = _text(model)
+    queries = torch.full((2, 2 * model.config.num_query_tokens), model.config.video_token_id)
+    size = _first(model, ("image_size",), 64)
+    return {
+        "input_ids": torch.cat([queries, text["input_ids"]], dim=1), "qformer_input_ids": text["input_ids"],
+        "labels": torch.cat([torch.full_like(queries, -100), labels["labels"]], dim=1),
+        "pixel_values": _random(2, 2, 3, size, size),
+    }  # fmt: skip
+
+
+def _idefics(model):
+    """One image for each row, which all its tokens see."""
+    text, labels = _text(model)
+    size = model.config.vision_config.image_size
+    return {**text, **labels, "attention_mask": _mask(text["input_ids"]), "pixel_values": _random(2, 1, 3, size, size),
+            "image_attention_mask": torch.ones(2, LENGTH, 1, dtype=torch.long)}  # fmt: skip
+
+
+def _kosmos(model):
+    """The first tokens of a row are the places of the image."""
+    text, labels = _text(model)
+    places = model.config.latent_query_num
+    at = torch.zeros(2, LENGTH + places, dtype=torch.long)
+    at[:, :places] = 1
+    image = torch.full((2, places), 3)
+    return {
+        "input_ids": torch.cat([image, text["input_ids"]], 1), "image_embeds_position_mask": at, **_image(model),
+        "labels": torch.cat([torch.full_like(image, -100), labels["labels"]], 1),
+    }  # fmt: skip
+
+
+def _musicgen(model):
+    """A text, and frames of one code for each codebook."""
+    decoder = model.config.decoder
+    codes = torch.randint(3, 24, (2, 5, decoder.num_codebooks), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": _text(model)[0]["input_ids"], "labels": codes}
+
+
+def _units(model):
+    """Units of speech for the hidden states of a text's decoder."""
+    return {"inputs_embeds": _random(2, LENGTH, model.config.hidden_size), **_text(model)[1]}
+
+
+def _code_predictor(model):
+    """The hidden state of the talker and a code of the first group; the label is the code of a later group."""
+    labels = torch.randint(3, 24, (2, 2), generator=torch.Generator().manual_seed(0))
+    return {"inputs_embeds": _random(2, 2, model.config.hidden_size), "labels": labels, "generation_steps": 0}
+
+
+def _udop(model):
+    """A text, the boxes of its tokens on the page, and the page."""
+    text, labels = _text(model)
+    low, size = _random(2, LENGTH, 2).sigmoid() / 2, _random(2, LENGTH, 2).sigmoid() / 2
+    return {**text, **labels, **_image(model), "bbox": torch.cat([low, low + size], -1)}
+
+
+def _dia(model):
+    """A text; labels for each codebook of each frame, one behind another."""
+    channels, frames = model.config.decoder_config.num_channels, 5
+    codes = torch.randint(3, 24, (2, frames, channels), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": _text(model)[0]["input_ids"], "decoder_input_ids": codes,
+            "labels": codes.transpose(1, 2).reshape(2 * channels, frames).contiguous()}  # fmt: skip
+
+
 _SPECIAL = {
-    "GitForCausalLM": _git,
+    "GitForCausalLM": _text_and_image,
+    "BlipForQuestionAnswering": _question,
+    "SpeechEncoderDecoderModel": lambda model: {"input_values": _random(2, SAMPLES), **_text(model)[1]},
+    "DiaForConditionalGeneration": _dia,
+    "IdeficsForVisionText2Text": _idefics,
+    "InstructBlipVideoForConditionalGeneration": _blip_video,
+    "Kosmos2ForConditionalGeneration": _kosmos,
+    "MusicgenForConditionalGeneration": _musicgen,
+    "MusicgenMelodyForConditionalGeneration": _musicgen,
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": _code_predictor,
+    "SeamlessM4TTextToUnitForConditionalGeneration": _units,
+    "UdopForConditionalGeneration": _udop,
     "CsmForConditionalGeneration": _csm,
     "CsmDepthDecoderForCausalLM": _csm_depth,
     "HiggsAudioV2ForConditionalGeneration": _higgs,

@@ -1,18 +1,30 @@
-"""A tiny model behind `/v1/completions`, in both forms of the question that `completions_server` asks. For tests."""
+"""A tiny model behind `/v1/completions`, in both forms of the question that `completions_client` asks."""
 
 import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
 
+@dataclass
+class Reply:
+    """An HTTP answer as it goes out. A Content-Length among the headers replaces the true one."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
 class Served:
-    """What the server was asked, and how it answers: `change(answer, request)` may change an answer, or return bytes
-    or an HTTP status in its place."""
+    """What the server was asked, and how it answers.
+
+    `change(answer, request)` returns the answer to send: a changed one, an HTTP status, or a `Reply`.
+    """
 
     def __init__(self, model: Any, change: Callable[[dict, dict], Any] | None = None):
         self.model, self.change = model.eval(), change
@@ -29,8 +41,8 @@ class Served:
         places = [None]
         for at in range(1, len(ids)):
             values, tokens = log_p[at - 1].topk(k)
-            known = dict(zip(tokens.tolist(), values.tolist(), strict=True))
-            places.append({ids[at]: float(log_p[at - 1, ids[at]]), **known})
+            likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+            places.append({ids[at]: float(log_p[at - 1, ids[at]]), **likeliest})
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
         if echo:
             assert request["return_tokens_as_token_ids"]
@@ -49,6 +61,14 @@ class Served:
         return answer if self.change is None else self.change(answer, request)
 
 
+def _reply(answer: Any) -> Reply:
+    if isinstance(answer, Reply):
+        return answer
+    if isinstance(answer, int):
+        return Reply(json.dumps({"error": {"message": f"the test says {answer}"}}).encode(), answer)
+    return Reply(json.dumps(answer).encode())
+
+
 @contextlib.contextmanager
 def served(model: Any, change: Callable[[dict, dict], Any] | None = None) -> Iterator[Served]:
     """The model on a free port while the context lasts."""
@@ -56,20 +76,20 @@ def served(model: Any, change: Callable[[dict, dict], Any] | None = None) -> Ite
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
             with lock:
                 state.requests.append(request)
                 state.headers.append(dict(self.headers))
                 answer = state.answer(request) if self.path == "/v1/completions" else 404
-            status = answer if isinstance(answer, int) else 200
-            body = answer if isinstance(answer, bytes) else json.dumps(
-                {"error": {"message": f"the test says {status}"}} if isinstance(answer, int) else answer
-            ).encode()  # fmt: skip
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            reply = _reply(answer)
+            self.send_response(reply.status)
+            for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
+                self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.wfile.write(body)
+                self.wfile.write(reply.body)
+
+        do_GET = do_POST  # a redirect that is followed may become a GET
 
         def log_message(self, *args):
             pass

@@ -36,6 +36,7 @@ OBJECTIVES = {
 }  # fmt: skip
 # greedy, so that the students of all processes write the same
 STOCK = ("stock flag", "callback")  # trainers of transformers and TRL
+SPLITS = [*((objective, 2) for objective in OBJECTIVES), ("ce", 1), ("kd", 1)]  # in two processes, with accumulation
 NOT_COMPARED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
 ADAPTERS = {
     "self": LoraConfig(init_lora_weights=False),
@@ -121,10 +122,9 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
 
 if __name__ == "__main__":
     results = {}
-    for name in OBJECTIVES:
-        evaluated = name not in STOCK  # which loses DDP then
-        results[name, "2x4"] = one_step(name, batch=4, accumulation=1, evaluated=evaluated)
-        results[name, "2x2x2"] = one_step(name, batch=2, accumulation=2)
+    for name, accumulation in SPLITS:
+        evaluated = name not in STOCK  # which lose DDP then
+        results[name, accumulation] = one_step(name, 4 // accumulation, accumulation, evaluated=evaluated)
     assert torch.distributed.get_world_size() == 2
     if os.environ["RANK"] == "0":
         torch.save(results, sys.argv[1])

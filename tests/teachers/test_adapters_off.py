@@ -122,11 +122,10 @@ def test_no_weight_is_copied():
 
     trainer = make(model)
     before = weights()
-    seen = []
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
     logits = trainer.teaching.answer(batch)
     head = model.get_base_model().lm_head
-    assert logits.head.weight.data_ptr() == getattr(head, "base_layer", head).weight.data_ptr() and not seen
+    assert logits.head.weight.data_ptr() == getattr(head, "base_layer", head).weight.data_ptr()
     trainer.train()
     del logits
     assert weights() == before and trainer.teacher is None and trainer.teacher_patched is None
@@ -142,8 +141,6 @@ def test_the_teacher_can_generate():
 
 
 def test_a_fresh_adapter_is_its_own_teacher():
-    logs, gradients = step(make(student(config=LoraConfig(target_modules="all-linear", r=3)), losses=None, beta=0.0))
-    assert abs(logs["eval_forward_kl"]) < 5  # student() moved the adapters
     fresh = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", r=3))
     evaluated = make(fresh, losses=None, beta=0.0).evaluate()
     assert evaluated["eval_forward_kl"] == 0.0 and evaluated["eval_agreement_at_1"] == 1.0
@@ -153,12 +150,9 @@ def test_another_tuner_of_layers():
     config = IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     )
-    logs, gradients = step(make(student(config=config)))
-    want_logs, want = step(make(student(config=config), teacher=tiny_model("qwen3")))
+    logs, _ = step(make(student(config=config)))
+    want_logs, _ = step(make(student(config=config), teacher=tiny_model("qwen3")))
     assert logs == pytest.approx(want_logs, rel=1e-5) and want_logs["forward_kl"] > 1e-3
-
-
-# Errors
 
 
 def merged(model):

@@ -2,10 +2,12 @@
 
 import math
 import time
+from dataclasses import replace
+from email.utils import formatdate
 
 import pytest
 import torch
-from served import served
+from served import Reply, served
 from splits import capture_gradients
 from tiny import VOCAB, completions, double_copy, shift_labels_of, tiny_model, tiny_tokenizer, train_args
 
@@ -37,9 +39,6 @@ def step(trainer):
     gradients = capture_gradients(trainer)
     trainer.train()
     return trainer.state.log_history[0], gradients
-
-
-# Values
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "echo"])
@@ -104,9 +103,6 @@ def test_nothing_behind_the_last_supervised_token_is_asked():
     assert question == ([5, 6, 7], [2])
 
 
-# What goes wrong
-
-
 def options_of(server, **options):
     return ServerOptions(
         server.url, "tiny", **{"protocol": "vllm", "top_k": 4, "retries": 0, "timeout": 20.0, **options}
@@ -132,7 +128,9 @@ def of_choice(change):
 @pytest.mark.parametrize(
     "protocol, change, error, message",
     [
-        ("vllm", lambda a, r: b"<html>busy</html>", ConfigError, "answers with no JSON: <html>busy"),
+        ("vllm", lambda a, r: Reply(b"<html>busy</html>"), TeacherServerError, "1 attempt: the answer is no JSON: <ht"),
+        ("vllm", lambda a, r: Reply(b"[" * 100_000), TeacherServerError, "1 attempt: the answer is no JSON"),
+        ("vllm", lambda a, r: Reply(b" " * 2**21), ConfigError, "more than 1,063,936 bytes to a prompt of 5 tokens"),
         ("vllm", lambda a, r: {"choices": []}, ConfigError, "another form than teacher_server_protocol: vllm"),
         ("vllm", lambda a, r: [1, 2], ConfigError, "another form than"),
         ("echo", lambda a, r: {"choices": [{"prompt_logprobs": []}]}, ConfigError, "another form .* echo .*logprobs"),
@@ -156,6 +154,8 @@ def of_choice(change):
          NonFiniteError, "NaN"),
         ("vllm", of_choice(lambda c: [e.update(logprob=7.5) for e in c["prompt_logprobs"][2].values()]),
          ConfigError, "add up to .*no log-probabilities"),
+        ("vllm", of_choice(lambda c: [e.update(logprob=-math.inf) for e in c["prompt_logprobs"][2].values()]),
+         ConfigError, "-inf for every token of a place"),
     ],
 )  # fmt: skip
 def test_answers_that_are_refused(protocol, change, error, message):
@@ -184,14 +184,74 @@ def test_exit_codes():
 
 
 def test_failures_that_pass_are_tried_again():
-    """After longer and longer pauses, and no oftener than said."""
-    left, pauses = [503, 500, 429], []
-    got = ask(lambda a, r: left.pop() if left else a, pauses.append, retries=3)
-    assert pauses == [0.5, 1.0, 2.0] and got.ids.shape == (4, 4)
+    """After longer and longer pauses, and no oftener than `retries` says."""
+    bad = [503, Reply(b"<html>"), 429, Reply(b'{"choices"', headers={"Content-Length": "999"})]  # the last breaks off
+    left, pauses = bad[:], []
+    answer = ask(lambda a, r: left.pop(0) if left else a, pauses.append, retries=4)
+    assert pauses == [0.5, 1.0, 2.0, 4.0] and answer.ids.shape == (4, 4)
     left, pauses = [503] * 9, []
     with pytest.raises(TeacherServerError, match="3 attempts: HTTP 503"):
         ask(lambda a, r: left.pop(), pauses.append, retries=2)
     assert len(left) == 6 and len(pauses) == 2
+
+
+@pytest.mark.parametrize(
+    "header, least, most",
+    [
+        ("7.5", 7.5, 7.5),
+        ("0", 0, 0),
+        ("-3", 0, 0),
+        ("86400", 60, 60),
+        ("inf", 60, 60),
+        ("nan", 0.5, 0.5),
+        ("soon", 0.5, 0.5),
+        (formatdate(time.time() + 3600, usegmt=True), 60, 60),
+        (formatdate(time.time() - 3600, usegmt=True), 0, 0),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 0, 0),
+        ("Sun, 99 Nov 1994 08:49:37 GMT", 0.5, 0.5),
+    ],
+)
+def test_retry_after(header, least, most):
+    """Seconds or a date, up to a minute; our own pause where it is neither."""
+    left, pauses = [Reply(status=429, headers={"Retry-After": header})], []
+    ask(lambda a, r: left.pop() if left else a, pauses.append, retries=1)
+    assert least <= pauses[0] <= most and len(pauses) == 1
+
+
+def test_retry_after_as_a_date_to_come():
+    pauses = []
+
+    def busy(answer, request):
+        at = formatdate(time.time() + 20, usegmt=True)
+        return answer if pauses else Reply(status=503, headers={"Retry-After": at})
+
+    ask(busy, pauses.append, retries=1)
+    assert 15 < pauses[0] <= 20
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["another origin", "the same origin"])
+def test_redirects_are_not_followed(status, elsewhere):
+    """So neither the key nor the prompt reaches a server that nobody named."""
+    with served(tiny_model()) as other, served(tiny_model()) as server:
+        target = f"{other.url}/completions?token=x" if elsewhere else "/v1/completions?token=x"
+        server.change = lambda a, r: Reply(status=status, headers={"Location": target})
+        options = options_of(server, api_key="secret", retries=1)
+        where = other.url if elsewhere else server.url
+        with pytest.raises(ConfigError, match=rf"redirects to {where}/completions \(HTTP {status}\)"):
+            CompletionsServer(options).ask([QUESTION])
+        assert len(server.requests) == 1 and not other.requests and not other.headers
+
+
+@pytest.mark.parametrize("status, error", [(401, ConfigError), (503, TeacherServerError)])
+def test_messages_do_not_show_the_key(status, error):
+    """Some servers quote it: "Incorrect API key provided: ..."."""
+    quote = Reply(b"no such key: sk-secret", status)
+    with served(tiny_model(), lambda a, r: quote) as server:
+        url = server.url.replace("http://", "http://user:password@")
+        with pytest.raises(error, match=rf"http://127.* HTTP {status} .*no such key: \*\*\*") as caught:
+            CompletionsServer(replace(options_of(server, api_key="sk-secret"), url=url)).ask([QUESTION])
+        assert "password" not in str(caught.value)
 
 
 def test_a_slow_server_and_none_at_all():
@@ -205,21 +265,6 @@ def test_a_slow_server_and_none_at_all():
         pass
     with pytest.raises(TeacherServerError, match="2 attempts: .*refused"):
         CompletionsServer(options_of(server, retries=1), lambda seconds: None).ask([QUESTION])
-
-
-def test_an_answer_that_breaks_off_is_asked_for_again(monkeypatch):
-    import http.client
-
-    calls, whole = [], http.client.HTTPResponse.read
-
-    def read(self, *args):
-        calls.append(1)
-        if len(calls) == 1:
-            raise http.client.IncompleteRead(b"{")
-        return whole(self, *args)
-
-    monkeypatch.setattr(http.client.HTTPResponse, "read", read)
-    assert ask(None, retries=1).ids.shape == (4, 4) and len(calls) == 2
 
 
 def test_tokens_beyond_the_students_are_refused_before_training():

@@ -19,9 +19,6 @@ def extended(*tokens: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-# Tokenizers
-
-
 def test_one_tokenizer_is_the_same_as_itself():
     found = compare_tokenizers(byte_level(ENGLISH), byte_level(ENGLISH))
     assert found.size == tokenizer_size(byte_level(ENGLISH)) == 290 and found.compared
@@ -91,9 +88,6 @@ def test_the_tokenizer_that_lies_beside_a_model(tmp_path):
         teacher_tokenizer(path, "no/where")
 
 
-# Rows
-
-
 def rows(*ids: list[int]) -> Dataset:
     return Dataset.from_dict({"input_ids": list(ids)})
 
@@ -114,9 +108,6 @@ def test_rows_must_not_use_what_the_student_alone_has():
 
 def prepared(*ids):
     return rows(*ids).map(lambda row: {"labels": row["input_ids"]})
-
-
-# The trainer and the callback
 
 
 def make(teacher, tokenizer=None, student=None, data=None, **options) -> LigerDistillTrainer:

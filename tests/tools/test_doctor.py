@@ -106,8 +106,11 @@ def test_every_family(capsys, monkeypatch):
     names = {family: doctor.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in ("llama", "gpt_oss", "reformer")}
     monkeypatch.setattr(doctor, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names)
     others = ["MoonshineForConditionalGeneration", "T5ForConditionalGeneration", "ChameleonForConditionalGeneration"]
-    assert {*others, "Qwen2VLForConditionalGeneration", "WhisperForConditionalGeneration"} <= {*doctor.other_classes()}
-    assert not {"Wav2Vec2ForCTC", "LlamaForCausalLM", "MoonshinePreTrainedModel"} & {*doctor.other_classes()} - {*names}
+    more = ["Qwen2VLForConditionalGeneration", "WhisperForConditionalGeneration"]
+    left_out = ["Wav2Vec2ForCTC", "LlamaForCausalLM", "MoonshinePreTrainedModel", "pipeline"]
+    # all names of transformers would take a minute: each imports its model
+    monkeypatch.setattr(doctor, "dir", lambda module: [*others, *more, *left_out], raising=False)
+    assert doctor.other_classes() == others + more
     monkeypatch.setattr(doctor, "other_classes", lambda: others)
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(capsys, "--all")

@@ -66,9 +66,6 @@ def rows_of(inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     ]]  # fmt: skip
 
 
-# Importance
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
 def test_importance_is_one_minus_the_mean_cosine_over_tokens(family):
@@ -115,9 +112,6 @@ def test_importance_refuses_what_it_cannot_compare():
         measure_importance(model, batches())
 
 
-# Narrower MLPs
-
-
 def phi3():
     """gate and up in one packed layer"""
     config = Phi3Config(
@@ -156,28 +150,17 @@ def test_the_kept_units_compute_what_they_did(name):
     assert same and not any(t.is_meta for t in [*narrow.parameters(), *narrow.buffers()])
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [("gpt2", "width 48 .* in transformer.h.0, found none"), ("mixtral", "width 48 .* in model.layers.0, found none")],
-)
-def test_mlps_that_cannot_be_narrowed(family, message):
-    with pytest.raises(ConfigError, match=message):
-        layer_mlps(tiny_model(family))
-
-
-def test_no_width_in_the_configuration():
+def test_mlps_that_cannot_be_narrowed():
+    for family, path in (("gpt2", "transformer.h.0"), ("mixtral", "model.layers.0")):
+        with pytest.raises(ConfigError, match=f"width 48 .* in {path}, found none"):
+            layer_mlps(tiny_model(family))
     model = tiny_model("gpt2")
     vars(model.config).pop("intermediate_size")
     with pytest.raises(ConfigError, match="no single intermediate_size"):
         layer_mlps(model)
-
-
-def test_wrong_units():
     with pytest.raises(ConfigError, match="same number for each of 2 layers"):
         narrow_mlps(tiny_model("llama"), [torch.arange(3), torch.arange(4)])
 
-
-# The command
 
 SETTINGS = """\
 model_name_or_path: teacher
@@ -254,6 +237,7 @@ def held_out_metrics(student, teacher) -> dict[str, float]:
 
 @torch.no_grad()
 def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
+    Path("out-student").mkdir()  # empty: it is taken
     code, out, err = call()
     assert code == 0, err
     record = record_in("out-student")
@@ -273,31 +257,26 @@ def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
     assert "dropped" in out and "kept as 0" in out and "forward KL" in out and "agreement@1" in out
     assert not list(Path().glob(".*partial*")) and not Path("out").exists()
 
-
-def test_the_command_that_trains_it(call):
-    code, out, err = call("student_output_dir=made")
-    assert code == 0, err
     printed = shlex.split(out[out.index("Train it: ") + len("Train it: ") :])
-    assert printed == ["liger-trainer", "run", "make.yaml", "model_name_or_path=made", "~student_num_layers"]
+    assert printed == ["liger-trainer", "run", "make.yaml", "model_name_or_path=out-student", "~student_num_layers"]
     settings = load_run_config("make.yaml", printed[3:])
-    assert settings["model_name_or_path"] == "made" and not settings.drops_layers()
+    assert settings["model_name_or_path"] == "out-student" and not settings.drops_layers()
+
+    before = Path("out-student", "student.json").read_bytes()
+    code, _, err = call("student_num_layers=2")
+    assert code == 2 and "choose another student_output_dir" in err
+    assert Path("out-student", "student.json").read_bytes() == before
 
 
 def test_the_command_takes_out_what_the_file_says(call):
     """Also where the command line has put something in its place."""
     Path("make.yaml").write_text(SETTINGS.replace("student_num_layers: 3", "keep_every_nth_layer: 2"))
-    code, out, err = call("~keep_every_nth_layer", "student_num_layers=2", "student_output_dir=made")
+    code, out, err = call("~keep_every_nth_layer", "keep_layers=[1,2]", "student_output_dir=made")
     assert code == 0, err
     assert out.endswith("run make.yaml model_name_or_path=made '~keep_every_nth_layer'")
-
-
-@pytest.mark.parametrize(("choice", "kept"), [("keep_every_nth_layer=2", [0, 2, 4]), ("keep_layers=[1,2]", [1, 2])])
-def test_layers_chosen_otherwise_have_an_importance_too(call, choice, kept):
-    code, _, err = call("~student_num_layers", choice, "student_output_dir=made")
-    assert code == 0, err
-    record = record_in("made")
-    assert record["layers_kept"] == kept and len(record["layer_importance"]) == LAYERS
-    assert record["intermediate_size"] is None and record["chosen_by"].keys() == {choice.split("=")[0]}
+    record = record_in("made")  # layers that are named have an importance too
+    assert record["layers_kept"] == [1, 2] and len(record["layer_importance"]) == LAYERS
+    assert record["intermediate_size"] is None and record["chosen_by"].keys() == {"keep_layers"}
 
 
 @torch.no_grad()
@@ -323,6 +302,8 @@ def test_narrower_too(call):
 def test_each_kept_layer_keeps_its_own_most_active_units(call):
     generator = torch.Generator().manual_seed(0)
     units = [torch.rand(48, generator=generator, dtype=torch.float64) for _ in range(LAYERS)]
+    every_nth = load_run_config("make.yaml", ["~student_num_layers", "keep_every_nth_layer=2"])
+    assert build_student(every_nth, planted(), Importance([0.0] * LAYERS, [], 1))[1] == [0, 2, 4]
     config = load_run_config("make.yaml", ["student_intermediate_size=16", "student_num_layers=2"])
     teacher = planted()
     student, kept, shares = build_student(config, teacher, Importance([0.1, 0.9, 0.2, 0.3, 0.8], units, 1))
@@ -365,9 +346,6 @@ def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call)
     assert record_in("of-several")["metrics"] == record_in("out-student")["metrics"]
 
 
-# Errors
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -397,15 +375,6 @@ def test_refused_under_a_launcher(call, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = call()
     assert code == 2 and "without a launcher" in err
-
-
-def test_an_empty_directory_is_taken_and_a_full_one_is_left_alone(call):
-    Path("made").mkdir()
-    assert call("student_output_dir=made")[0] == 0
-    before = Path("made", "student.json").read_bytes()
-    code, _, err = call("student_output_dir=made", "student_num_layers=2")
-    assert code == 2 and "choose another student_output_dir" in err
-    assert Path("made", "student.json").read_bytes() == before
 
 
 def test_nothing_is_left_of_a_student_that_is_not_finite(call):

@@ -18,19 +18,11 @@ from liger_trainer.run.drop_layers import drop_layers
 
 LAYERS = 6
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     "initializer_range": 0.2,  # so that every layer matters
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
@@ -109,7 +101,8 @@ def test_each_layer_equals_its_original(teacher, choice, kept):
 
 
 @torch.no_grad()
-def test_generates_alike_with_and_without_cache(teacher):
+def test_generates_alike_with_and_without_cache_and_saved(teacher, tmp_path):
+    teacher.generation_config.max_new_tokens = 7
     student = drop_layers(teacher, keep=[1, 2, 5])
     for cached_layers in [m for m in student.modules() if hasattr(m, "layer_idx")]:
         assert cached_layers.layer_idx in range(3)
@@ -118,11 +111,6 @@ def test_generates_alike_with_and_without_cache(teacher):
     assert with_cache.shape == (2, 21)
     assert torch.equal(with_cache, student.generate(token_ids(), use_cache=False, **settings))
 
-
-@torch.no_grad()
-def test_saved_and_loaded(teacher, tmp_path):
-    teacher.generation_config.max_new_tokens = 7
-    student = drop_layers(teacher, keep_every_nth=2)
     student.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -135,13 +123,8 @@ def test_per_layer_lists_follow_the_layers():
     assert gemma.config.layer_types == [SLIDING, FULL, SLIDING]
     assert drop_layers(build("qwen3"), keep=[1, 4]).config.layer_types == [FULL, SLIDING]
     assert drop_layers(build("smollm3"), keep=[2, 3, 5]).config.no_rope_layers == [1, 0, 1]
-
-
-def test_lists_that_are_as_long_by_chance_stay():
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 2, "eos_token_id": [2, 3]})
-    student = drop_layers(AutoModelForCausalLM.from_config(config), keep=[1])
-    assert student.config.eos_token_id == [2, 3]
+    two = LlamaConfig(**{**SIZES, "num_hidden_layers": 2, "eos_token_id": [2, 3]})  # as long by chance
+    assert drop_layers(AutoModelForCausalLM.from_config(two), keep=[1]).config.eos_token_id == [2, 3]
 
 
 def test_shares_nothing_and_trains(teacher):
@@ -149,6 +132,8 @@ def test_shares_nothing_and_trains(teacher):
     assert not {p.data_ptr() for p in student.parameters()} & {p.data_ptr() for p in teacher.parameters()}
     assert not any(t.is_meta for t in [*student.parameters(), *student.buffers()])
     before = {name: parameter.clone() for name, parameter in teacher.named_parameters()}
+    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (student, teacher)]
+    assert tied[0] == tied[1]
     student.train()
     student(token_ids(), labels=token_ids()).loss.backward()
     assert all(p.requires_grad and p.grad is not None for p in student.parameters())
@@ -156,13 +141,6 @@ def test_shares_nothing_and_trains(teacher):
     assert all(torch.equal(parameter, before[name]) for name, parameter in teacher.named_parameters())
     student.config.vocab_size = student.generation_config.max_new_tokens = 1
     assert teacher.config.vocab_size == 61 and teacher.generation_config.max_new_tokens != 1
-
-
-def test_tied_weights_stay_tied():
-    student = drop_layers(build("llama_tied"), keep_every_nth=2)
-    assert student.lm_head.weight is student.model.embed_tokens.weight
-    untied = drop_layers(build("llama"), keep_every_nth=2)
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
 def test_dtype_mode_attention_and_random_state_are_kept():
@@ -174,9 +152,6 @@ def test_dtype_mode_attention_and_random_state_are_kept():
     assert student.training and student.config._attn_implementation == "eager"
     assert student.lm_head.weight.dtype == torch.bfloat16 and student.model.norm.weight.dtype == torch.float32
     assert not drop_layers(teacher.eval(), keep_every_nth=3).training
-
-
-# Errors
 
 
 @pytest.mark.parametrize(
@@ -201,26 +176,18 @@ def test_wrong_choice(choice, message):
         drop_layers(build("llama"), **choice)
 
 
-def test_no_list_of_layers():
-    teacher = build("llama")
-    teacher.model.layers = nn.ModuleList(list(teacher.model.layers)[:5])
+def test_layers_that_are_not_one_list():
+    short, two, nested = build("llama"), build("llama"), build("llama")
+    short.model.layers = nn.ModuleList(list(short.model.layers)[:5])
     with pytest.raises(ConfigError, match="one list of 6 decoder layers.*LlamaForCausalLM.*found none"):
-        drop_layers(teacher, keep_every_nth=2)
-
-
-def test_two_lists_of_layers():
-    teacher = build("llama")
-    teacher.model.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(LAYERS))
+        drop_layers(short, keep_every_nth=2)
+    two.model.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(LAYERS))
     with pytest.raises(ConfigError, match="found model.layers, model.others"):
-        drop_layers(teacher, keep_every_nth=2)
-
-
-def test_a_list_inside_a_layer_is_not_taken_for_the_layers():
-    teacher = build("llama")
-    for layer in teacher.model.layers:
+        drop_layers(two, keep_every_nth=2)
+    for layer in nested.model.layers:
         layer.experts = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
-    with pytest.raises(ConfigError, match="'experts'.*in layer 0"):  # found the layers; no Llama has these in them
-        drop_layers(teacher, keep_every_nth=2)
+    with pytest.raises(ConfigError, match="'experts'.*in layer 0"):  # not taken for the layers; no Llama has these
+        drop_layers(nested, keep_every_nth=2)
 
 
 def test_weights_the_configuration_does_not_know():

@@ -161,9 +161,9 @@ def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
     good = [{names[0]: "user", names[1]: "w1"}, {names[0]: "assistant", names[1]: "w2"}]
     rows = [{key: good}] * 9
     rows[6] = {key: [*good, {names[0]: "critic", names[1]: "w3"}]}
-    with pytest.raises(DataError, match=r"rows.jsonl:7: the chat template does not know the role 'critic'; it knows "):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the chat template does not know the role 'critic'"):
         run(rows)
-    with pytest.raises(DataError, match=r"^row 6 of the train dataset: .*'critic'; it knows assistant, system, user "):
+    with pytest.raises(DataError, match=r"^row 6 of the train dataset: .*'critic'"):
         LigerTrainer(
             tiny_model(),
             args=train_args(SFTConfig),
@@ -185,9 +185,36 @@ def test_tool_roles_where_the_template_names_them():
         template = getattr(chat_template_utils, f"{name}_chat_template", None)
         if template is not None:
             check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "<eos>"  # which Llama 3's template writes
     for template in (chat_template_utils.llama3_chat_template, CHAT_TEMPLATE):
         with pytest.raises(DataError, match="row 0: the chat template does not know the role 'tool'"):
-            check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+            check_chats(rows, tokenizer, template, "row {}".format)
+
+
+MESSAGE = "{{ m['content'] }}{% endfor %}"
+KNOWING = {
+    "a dictionary": "{% for m in messages %}{{ {'user': '<user> ', 'critic': '<unk> '}[m['role']] }}" + MESSAGE,
+    "a variable": "{% set names = ['user', 'critic'] %}{% for m in messages %}{% if m.role not in names %}"
+    "{{ raise_exception('no ' + m.role) }}{% endif %}" + MESSAGE,
+    "it leaves others out": "{% for m in messages if m.role in ('user', 'critic') %}" + MESSAGE,
+}
+NOT_KNOWING = {
+    "written as text": "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + MESSAGE,
+    "in capitals": "{% for m in messages %}{{ m.role | upper }}" + MESSAGE,
+    "as the user": "{% for m in messages %}{{ '<user> ' if m.role != 'assistant' }}" + MESSAGE,
+    "left out": "{% for m in messages if m.role == 'user' %}" + MESSAGE,
+}
+
+
+@pytest.mark.parametrize("way", [*KNOWING, *NOT_KNOWING])
+def test_a_role_is_known_where_the_template_tells_it_from_a_name_made_up(way):
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}, {"role": "critic", "content": "w2"}]}])
+    if way in KNOWING:
+        check_chats(rows, tiny_tokenizer(), KNOWING[way], "row {}".format)
+    else:
+        with pytest.raises(DataError, match="row 0: the chat template does not know the role 'critic'"):
+            check_chats(rows, tiny_tokenizer(), NOT_KNOWING[way], "row {}".format)
 
 
 def test_a_row_that_the_template_refuses_is_named():
@@ -224,6 +251,18 @@ def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, 
 def test_wrong_rows(run, row, complaint):
     with pytest.raises(DataError, match=rf"rows.jsonl:\d: .*{complaint}"):
         run([row] * 4)
+
+
+def test_what_follows_the_last_answer_is_left_out():
+    chat = [*turns(1), {"role": "user", "content": "w30"}]
+    rows = split_last(Dataset.from_list([{"messages": chat}, {"messages": chat[:-1]}]))
+    assert rows[0] == rows[1] == {"prompt": chat[:3], "completion": [chat[3]]}
+
+
+@pytest.mark.parametrize("chat", [[], turns(0)[:1], turns(0)[1:]], ids=["nothing", "a question", "an answer"])
+def test_a_row_without_a_turn_to_learn_is_named(chat):
+    with pytest.raises(DataError, match="row 1: only the last answer is to be learned"):
+        split_last(Dataset.from_list([{"messages": turns(0)}, {"messages": chat}]))
 
 
 def test_splitting_leaves_prompts_as_they_are():

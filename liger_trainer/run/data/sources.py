@@ -1,7 +1,4 @@
-"""Where rows come from: a demo, a local file, a directory, a hub id or a TRL mixture, read with their places known.
-
-Every error says which file and line it is about.
-"""
+"""Read rows from a demo, a local file, a directory, the hub or a TRL mixture. Every error names its file and line."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +18,7 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """A dataset as it came: its splits, and how to say where row i of a split stands."""
+    """The splits of a dataset as they were read; `place` says where row i of a split comes from."""
 
     splits: dict[str, "Dataset"]
     place: Callable[[str, int], str]
@@ -31,7 +28,7 @@ class LoadedDataset:
 
 
 def load_source(config: "RunConfig") -> LoadedDataset:
-    """The dataset that `dataset_name` or `datasets` names.
+    """Load the dataset that `dataset_name` or `datasets` names.
 
     Raises:
         ConfigError: there is no such dataset.
@@ -116,17 +113,17 @@ def _load_directory(config: "RunConfig", path: Path) -> LoadedDataset:
             return LoadedDataset({"train": datasets.Dataset.load_from_disk(str(path))}, _row_of)
     except Exception as error:  # json, pyarrow and datasets each have their own
         raise DataError(f"{path}: cannot be read as the output of save_to_disk: {error}") from None
-    found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-    if not found:
+    candidates = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+    if not candidates:
         expected = f"a file ending in {', '.join(SUFFIXES)}, or the output of save_to_disk"
         raise config.error("dataset_name", f"{path} holds no dataset; expected {expected}.")
     names = {config["dataset_train_split"], config["dataset_test_split"]}
     files: dict[str, list[Path]] = {}
-    for file in found:  # train.jsonl, train-00000-of-00002.parquet
+    for file in candidates:  # train.jsonl, train-00000-of-00002.parquet
         split = next((n for n in names if file.stem == n or file.stem.startswith(f"{n}-")), None)
         files.setdefault(split or "", []).append(file)
     if list(files) == [""]:  # no file is named after a split: all are training rows
-        return _load_files(config, {config["dataset_train_split"]: found})
+        return _load_files(config, {config["dataset_train_split"]: candidates})
     if "" in files:
         others = ", ".join(p.name for p in files[""])
         hint = "name every file after its split, or none"
@@ -135,7 +132,7 @@ def _load_directory(config: "RunConfig", path: Path) -> LoadedDataset:
 
 
 def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedDataset:
-    """Each split from its files, with the line of each row of JSON lines remembered."""
+    """Read each split from its files, and remember the line of each row."""
     import datasets
 
     splits, places, blank = {}, {}, 0
@@ -163,7 +160,7 @@ def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedData
 
 
 def _read_file(config: "RunConfig", path: Path) -> tuple["Dataset", list[int] | None, int]:
-    """The rows of a file, the line of each where rows are lines, and the number of blank lines left out."""
+    """Return the rows of a file, their lines if rows are lines, and the number of blank lines left out."""
     import datasets
 
     if path.stat().st_size == 0:
@@ -200,7 +197,7 @@ def _place(path: Path, lines: list[int] | None, index: int) -> str:
 
 
 def _read_json(path: Path) -> tuple[list[dict], list[int] | None, int]:
-    """JSON lines, or one JSON array of objects (which has no line for a row)."""
+    """Read JSON lines, or one JSON array of objects, whose rows have no lines."""
     text = _text(path)
     if text.lstrip().startswith("["):
         try:
@@ -220,7 +217,7 @@ def _read_json(path: Path) -> tuple[list[dict], list[int] | None, int]:
 
 
 def _parse_lines(numbered: list[tuple[int, str]], path: Path) -> Iterator[Any]:
-    """Every line as JSON; of the lines that are none, the first three are named."""
+    """Parse every line as JSON. The error names the first three wrong lines."""
     wrong = []
     for number, line in numbered:
         try:
@@ -245,7 +242,7 @@ def _to_dataset(rows: list[dict], path: Path, lines: list[int] | None) -> "Datas
 
 
 def _mixed_types(columns: dict[str, list], path: Path, lines: list[int] | None) -> DataError:
-    """The first value that does not go into one Arrow column with the first of its column."""
+    """Find the first value that does not fit into one Arrow column with the first value of its column."""
     import pyarrow
 
     for name, values in columns.items():
@@ -256,11 +253,11 @@ def _mixed_types(columns: dict[str, list], path: Path, lines: list[int] | None) 
             except (pyarrow.ArrowException, OverflowError):
                 expected = f"expected {kind_of(first)} as in the rows before, got {kind_of(value)}"
                 return DataError(f"{_place(path, lines, index)}: column {name!r}: {expected}.")
-    return DataError(f"{path}: the rows do not have one type a column.")
+    return DataError(f"{path}: a column has values of different types.")
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of an error message."""
+    """Name the type of a value as JSON users know it."""
     names = {str: "text", bool: "true or false", int: "an integer", float: "a number", type(None): "null"}
     if isinstance(value, (list, dict)):
         return f"{'an empty' if not value else 'a'} {'list' if isinstance(value, list) else 'mapping'}"

@@ -1,6 +1,6 @@
-"""The curves of a report: which there are, their points out of log_history, and their drawing.
+"""The curves of a report: which charts there are, their points in log_history, and their drawing.
 
-A chart is drawn once, in the light colours. Its PNG shows it on white; in its SVG the colours are CSS variables of the
+A chart is drawn once, in light colours. Its PNG has a white background; in its SVG the colours are CSS variables of the
 page, which has other values for them in dark mode.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..metric_rows import said_already
+from ..metric_rows import has_other_name
 from .read_run import RunRecord, number
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2430", "#667085", "#d9dde3"
 SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b7285", "#5c636a")
-"""Of the runs in turn; of one run alone: training, evaluation, teacher."""
+"""One for each run; of a single run, for training, evaluation and teacher."""
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}
 SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
-TICKS = 7  # intervals of an axis, whatever its length: that depends on the labels, which must not depend on it
-NICE = (1, 2, 2.5, 5, 10)  # how far apart, times a power of ten
+TICKS = 7  # intervals of an axis: a fixed number, since its length depends on the labels
+NICE = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 
@@ -64,7 +64,7 @@ CHARTS = (
     Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
 )
 TERM = "loss/"  # before the name of a single term of the loss
-# logged, and no curve: counters, and what is said elsewhere
+# logged without a curve: counters, and what the page shows elsewhere
 _NO_CURVES = {"step", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
 _NO_CURVES_LIKE = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|preparation_time)$|^train_")
 
@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart as the page and as a file hold it."""
+    """A chart for the page (SVG) and for a file (PNG)."""
 
     name: str
     title: str
@@ -93,25 +93,25 @@ class Drawing:
 
 
 def points(run: RunRecord, metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric in the logs; of a step that was logged twice, as a resumed run may, the later."""
-    found: dict[float, float] = {}
+    """Return steps and values of a metric. Of a step that was logged twice, as in a resumed run, the later counts."""
+    values: dict[float, float] = {}
     for entry in run.log_history:
         step, value = number(entry.get("step")), number(entry.get(metric))
         if step is not None and value is not None:
-            found[step] = value
-    return sorted(found), [found[step] for step in sorted(found)]
+            values[step] = value
+    return sorted(values), [values[step] for step in sorted(values)]
 
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
-    """The charts of which some run has two points or more: the loss, its terms, and last what we know no title of."""
+    """Return the charts with two points or more: the loss, its terms, the others, and untitled metrics last."""
     logged = dict.fromkeys(key for run in runs for entry in run.log_history for key in entry)
-    known = {name for chart in CHARTS for name in (chart.metric, chart.teacher)} | _NO_CURVES
+    titled = {name for chart in CHARTS for name in (chart.metric, chart.teacher)} | _NO_CURVES
     base = dict.fromkeys(key.removeprefix("eval_") for key in logged)
-    others = [Chart(key, _title(key)) for key in base if key not in known and not _NO_CURVES_LIKE.search(key)]
+    others = [Chart(key, _title(key)) for key in base if key not in titled and not _NO_CURVES_LIKE.search(key)]
     terms = [chart for chart in others if chart.metric.startswith(TERM)]
     rest = [chart for chart in others if chart not in terms]
     measured = [{key.removeprefix("eval_") for entry in run.log_history for key in entry} for run in runs]
-    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not said_already(c.metric, measured)]
+    charts = [c for c in (CHARTS[0], *terms, *CHARTS[1:], *rest) if not has_other_name(c.metric, measured)]
     return [chart for chart in charts if any(len(line.steps) > 1 for line in lines_of(chart, runs))]
 
 
@@ -123,8 +123,8 @@ def _title(key: str) -> str:
 
 
 def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Line]:
-    """The lines of a chart that have any point: one run's by kind, several runs' by run and kind."""
-    found = []
+    """Return the lines of a chart that have points."""
+    lines = []
     for index, run in enumerate(runs):
         for place, (kind, metric) in enumerate(_series(chart, run)):
             color = SERIES[(place if len(runs) == 1 else index) % len(SERIES)]
@@ -133,8 +133,8 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()
                 label = labels[index] if labels else run.name
             steps, values = points(run, metric)
             if steps:
-                found.append(Line(label, kind, color, steps, values))
-    return found
+                lines.append(Line(label, kind, color, steps, values))
+    return lines
 
 
 def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]:
-    """Every chart of these runs, several runs overlaid. Imports matplotlib."""
+    """Draw every chart of these runs, several runs overlaid. Imports matplotlib."""
     import matplotlib
     from matplotlib.backends import backend_agg, backend_svg  # noqa: F401  loaded before rc_context, not in it
     from matplotlib.figure import Figure
@@ -185,12 +185,12 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "legend.handlelength": 1.6,
-    "svg.fonttype": "none",  # text stays text, in the page's font
+    "svg.fonttype": "none",  # keeps text as text, in the font of the page
 }
 
 
 def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
-    """Draw the lines and return what must be said beside the chart."""
+    """Draw the lines and return a note for the title."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     notes = []
@@ -212,14 +212,14 @@ def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
     if len({line.label for line in lines}) > 1:
         named = [artist for artist in axes.get_lines() if not str(artist.get_label()).startswith("_")]
-        handles = {str(artist.get_label()): artist for artist in reversed(named)}  # of a run, its first line
+        handles = {str(artist.get_label()): artist for artist in reversed(named)}  # the first line of each run
         handles = dict(reversed(handles.items()))
         axes.figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=3)
     return ", ".join(notes)
 
 
 def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
-    """The points joined; of many, their running mean, and the points in the background with opacity `alpha`."""
+    """Join the points. Of many, draw the running mean, and the points faintly behind it."""
     style: dict[str, Any] = {"color": line.color, "linewidth": 1.6, "label": line.label}
     few = len(line.steps) <= 30
     if line.kind == "eval":
@@ -236,21 +236,21 @@ def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
 
 
 def reading(runs: Sequence[RunRecord]) -> str:
-    """How the lines of the charts of these runs are to be read."""
+    """Explain the lines of the charts."""
     lines = [line for chart in charts_of(runs) for line in lines_of(chart, runs)]
     kinds = {line.kind for line in lines}
-    told = []
+    notes = []
     if any(line.kind == "train" and len(line.steps) >= SMOOTHED_FROM for line in lines):
-        told.append("Training logs are faint, their running mean bold.")
+        notes.append("Training logs are faint, their running mean bold.")
     if "eval" in kinds:
-        told.append("Dashed: the held-out rows.")
+        notes.append("Dashed: the held-out rows.")
     if "teacher" in kinds:
-        told.append("Dotted: the teacher.")
-    return " ".join(told)
+        notes.append("Dotted: the teacher.")
+    return " ".join(notes)
 
 
 def _running_mean(values: list[float], half: int) -> list[float]:
-    """The mean over the neighbours up to `half` on either side, of as many on both at the ends."""
+    """Return means over up to `half` neighbours on each side; near the ends over fewer, equally many on both."""
     means = []
     for index in range(len(values)):
         reach = min(half, index, len(values) - 1 - index)
@@ -260,7 +260,7 @@ def _running_mean(values: list[float], half: int) -> list[float]:
 
 
 def _svg(figure: "Figure", chart: Chart) -> str:
-    """The figure as an element of the page: its colours and font the page's, its ids its own, nothing outside it."""
+    """Write the figure as an element of the page, with the page's colours and font and ids of its own."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()

@@ -1,4 +1,4 @@
-"""Numbers and values as a report writes them."""
+"""Write numbers and values as text for reports."""
 
 import json
 import math
@@ -11,7 +11,7 @@ MINUS = "\u2212"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """A measurement: `digits` decimals, fewer for large numbers, and an exponent where they would show nothing."""
+    """Write a measurement with `digits` decimals, none for large numbers, and an exponent where they show nothing."""
     if value is None:
         return ""
     if not math.isfinite(value):
@@ -24,7 +24,7 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def change(old: float | None, new: float | None) -> str:
-    """The relative change, or nothing where it means nothing."""
+    """Write the relative change; nothing if it has no meaning."""
     if old is None or new is None or not (math.isfinite(old) and math.isfinite(new)) or old == 0:
         return ""
     share = (new - old) / abs(old)
@@ -32,7 +32,7 @@ def change(old: float | None, new: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`2 h 5 min`, `3 min 20 s`, `4.2 s`."""
+    """Write `2 h 5 min`, `3 min 20 s` or `4.2 s`."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -42,12 +42,12 @@ def duration(seconds: float | None) -> str:
 
 
 def count(value: Any) -> str:
-    """A whole number with thousands set apart; anything else as `shown`."""
+    """Write an integer with thousands separators; anything else as `shown`."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
 
 
 def parameters(value: int) -> str:
-    """`135 M`, `1.24 B`: three digits."""
+    """Write three digits: `135 M`, `1.24 B`."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -55,12 +55,12 @@ def parameters(value: int) -> str:
 
 
 def memory(mib: float) -> str:
-    """MiB, from 10 GiB on GiB."""
+    """Write MiB, from 10 GiB on GiB."""
     return f"{mib / 1024:,.1f} GiB" if mib >= 10240 else f"{mib:,.0f} MiB"
 
 
 def shown(value: Any) -> str:
-    """A setting or a fact, as YAML writes it; a list of plain values by commas."""
+    """Write a setting as YAML does; a list of plain values with commas."""
     if value is None:
         return "none"
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
@@ -71,16 +71,17 @@ def shown(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def teacher_told(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
-    """Who teaches in a configuration, with `named` for names of models; None where nobody is told.
+def teacher_text(values: Mapping[str, Any], named: Callable[[str], str] = str) -> str | None:
+    """Say who teaches in a configuration; None if it names nobody.
 
     Args:
         values: keys of a configuration, `teachers` as a list or as JSON.
+        named: writes the name of a model.
     """
     several = values.get("teachers")
     if several:
         entries = json.loads(several) if isinstance(several, str) else several
-        return ", ".join(teacher_told(entry, named) or entry["name"] for entry in entries)
+        return ", ".join(teacher_text(entry, named) or named(entry["name"]) for entry in entries)
     if values.get("teacher") == "self":
         return "itself without its adapters"
     if values.get("teacher") == "server":

@@ -1,6 +1,6 @@
 """`liger-trainer report`: one HTML file about a run, or about several side by side, and its curves as PNGs.
 
-The file stands alone: styles and drawings are in it, it runs no script and loads nothing. Imports no torch.
+The file contains its styles and drawings, runs no script and loads nothing. Imports no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from .curves import SERIES, Drawing, draw, reading
-from .format import change, count, duration, figure, memory, parameters, teacher_told
+from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
 from .tables import (
     Grid,
@@ -51,7 +51,7 @@ class Section:
 
 
 def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
-    """Write the report and, beside it, the curves: `plots/`, or `NAME_plots/` of a report called NAME.html.
+    """Write the report and, beside it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
 
     Raises:
         OSError: they cannot be written.
@@ -69,7 +69,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
 
 
 def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
-    """The page."""
+    """Return the page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -93,28 +93,28 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
 def _header(run: RunRecord, label: str, index: int) -> dict[str, Any]:
     state = {"text": "finished", "tone": ""}
     if not run.finished:
-        of = f" of {run.max_steps:,}" if run.max_steps else ""
-        state = {"text": f"unfinished: step {run.steps:,}{of}", "tone": "open"}
-    told = [run.config, run.finished_at and run.finished_at.replace("T", " ").replace("+00:00", " UTC")]
+        limit = f" of {run.max_steps:,}" if run.max_steps else ""
+        state = {"text": f"unfinished: step {run.steps:,}{limit}", "tone": "open"}
+    details = [run.config, run.finished_at and run.finished_at.replace("T", " ").replace("+00:00", " UTC")]
     model = run.effective.get("model_name_or_path")
-    teacher = teacher_told(run.effective)
-    told += [model and f"model {model}", teacher and f"teacher {teacher}"]
+    teacher = teacher_text(run.effective)
+    details += [model and f"model {model}", teacher and f"teacher {teacher}"]
     badges = [{"text": run.recipe, "tone": ""}] if run.recipe else []
     return {
         "name": label,
         "color": index % len(SERIES) + 1,
         "badges": [*badges, state],
-        "facts": [t for t in told if t],
+        "facts": [text for text in details if text],
     }
 
 
 def _notes(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
-    """What a reader of the numbers should know first; what holds of several runs is said once."""
-    told: dict[str, list[str]] = {}
+    """Return what a reader should know first; a note that several runs share appears once."""
+    concerned: dict[str, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
         for note in _notes_on(run):
-            told.setdefault(note, []).append(label)
-    notes = [note if len(of) == len(runs) else f"{', '.join(of)}: {note}" for note, of in told.items()]
+            concerned.setdefault(note, []).append(label)
+    notes = [note if len(names) == len(runs) else f"{', '.join(names)}: {note}" for note, names in concerned.items()]
     if not of_the_same_rows(runs):
         notes.append("The runs do not have the same rows (their SHA-256 differ): held-out metrics do not compare.")
     return notes
@@ -184,12 +184,12 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
 
 
 def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each prompt once, with what every run says about it; what all runs say alike (teacher, before) is said once."""
+    """Yield each prompt with the texts of every run; a text that all runs share (teacher, before) appears once."""
     prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.completions)
     for prompt in prompts:
-        found: list[tuple[int, Sample]] = []
+        samples: list[tuple[int, Sample]] = []
         for index, run in enumerate(runs):
-            found += [(index, sample) for sample in run.completions if sample.prompt == prompt][:1]
+            samples += [(index, sample) for sample in run.completions if sample.prompt == prompt][:1]
         answers = []
         for kind, title in (
             ("reference", "in the data"),
@@ -197,9 +197,9 @@ def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[
             ("before", "before"),
             ("after", "after"),
         ):
-            said = [(index, text) for index, sample in found if (text := getattr(sample, kind)) is not None]
-            apart = len(runs) > 1 and (kind == "after" or len({text for _, text in said}) > 1)
-            for index, text in said if apart else said[:1]:
+            texts = [(index, text) for index, sample in samples if (text := getattr(sample, kind)) is not None]
+            apart = len(runs) > 1 and (kind == "after" or len({text for _, text in texts}) > 1)
+            for index, text in texts if apart else texts[:1]:
                 label = f"{title}: {labels[index]}" if apart else title
                 color = index % len(SERIES) + 1 if apart else 0
                 answers.append({"kind": kind, "label": label, "color": color, "text": text or "(nothing)"})

@@ -1,4 +1,4 @@
-"""Run directories as reports read them: a finished run's metrics.json, or an unfinished one's newest checkpoint."""
+"""Read the directory of a run for reports: metrics.json if it is finished, else its newest checkpoint."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class _Record(BaseModel):
 
 
 class Sample(_Record):
-    """A held-out prompt and what each model made of it."""
+    """A held-out prompt and its completions."""
 
     prompt: str
     reference: str | None = None
@@ -36,7 +36,7 @@ class SetTo(_Record):
 
 
 class Patch(_Record):
-    """What was swapped in a model: layer -> instances; and left alone: name -> why."""
+    """Layers that were swapped in a model (kind: instances), and left alone (name: reason)."""
 
     model: str
     swapped: dict[str, int]
@@ -44,7 +44,7 @@ class Patch(_Record):
 
 
 class RunRecord(_Record):
-    """A run as it lies on disk. What an older version or an unfinished run does not tell is empty.
+    """A run on disk. Fields that an older version or an unfinished run did not write are empty.
 
     KLs, losses and entropies are in nats per token.
     """
@@ -52,7 +52,7 @@ class RunRecord(_Record):
     path: Path
     finished: bool
     steps: int
-    """done; in an unfinished run, at its newest checkpoint"""
+    """taken; of an unfinished run, at its newest checkpoint"""
     max_steps: int | None = None
     recipe: str | None = None
     config: str | None = None
@@ -62,7 +62,7 @@ class RunRecord(_Record):
     effective: dict[str, Any] = {}
     """every key with its value, defaults included"""
     settings: dict[str, SetTo] = {}
-    """what differs from the defaults; of an unfinished run what config.yaml sets"""
+    """what differs from the defaults; of an unfinished run, what config.yaml sets"""
     log_history: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
@@ -82,7 +82,7 @@ class RunRecord(_Record):
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """`read_run` of each. Raises ConfigError also where a directory is given twice."""
+    """Read each run. Raises ConfigError if a directory is given twice."""
     places = [path.expanduser().resolve() for path in paths]
     twice = next((path for path in places if places.count(path) > 1), None)
     if twice is not None:
@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunRecord:
 
     Raises:
         ConfigError: no such directory, or neither metrics.json nor a checkpoint in it.
-        CorruptError: a file of it is no JSON or YAML, or not of the expected form.
+        CorruptError: one of its files cannot be parsed, or has another form than expected.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; expected the output_dir of a run.")
@@ -106,21 +106,21 @@ def read_run(path: Path) -> RunRecord:
         if isinstance(content, dict):
             training = content.get("training")
             steps = training.get("steps", 0) if isinstance(training, dict) else 0
-            own = {"finished": True, "steps": steps, "max_steps": steps, "settings": _set_in_file(chosen)}
-            return _run(path / METRICS, {**own, **content, **common})
+            derived = {"finished": True, "steps": steps, "max_steps": steps, "settings": _set_in_file(chosen)}
+            return _run(path / METRICS, {**derived, **content, **common})
         raise CorruptError(f"{path / METRICS}: expected a JSON object, got {type(content).__name__}.")
     return _unfinished(path, {"recipe": chosen.get("recipe"), "settings": _set_in_file(chosen), **common})
 
 
 def _unfinished(path: Path, common: dict[str, Any]) -> RunRecord:
-    """What the newest checkpoint tells; or `path` itself, where it is a checkpoint or was written by `save_state`."""
-    found = [folder for folder in [*checkpoints_in(path), path] if (folder / STATE).is_file()]
-    if not found:
+    """Read the newest checkpoint, or `path` itself if it is a checkpoint or was written by `save_state`."""
+    states = [folder for folder in [*checkpoints_in(path), path] if (folder / STATE).is_file()]
+    if not states:
         raise ConfigError(
             f"{path} holds neither {METRICS}, which a finished run has, nor a checkpoint with {STATE}, which an "
             "unfinished one has once it saved; expected the output_dir of a run."
         )
-    newest = found[-1]
+    newest = states[-1]
     state = _json(newest / STATE)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise CorruptError(f"{newest / STATE}: expected the state of a Trainer, with its log_history.")
@@ -159,7 +159,7 @@ def _set_in_file(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(path: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """config.yaml as text; the keys that were set in it, and the defaults, which stand in its comments."""
+    """Return config.yaml as text, the keys that it sets, and the defaults, which stand in its comments."""
     if not path.is_file():
         return "", {}, {}
     try:
@@ -172,14 +172,14 @@ def _config(path: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """A number out of a log, None where it is none or not finite (JSON has no NaN: it stands there as a text)."""
+    """Return a number of a log; None if it is missing or not finite (JSON has no NaN, which is written as text)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run that no other has: the directory's, with as much of the path as it takes."""
+    """Name each run by its directory, with as many folders above it as the runs need to differ."""
     parts = [run.path.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         short = ["/".join(path[-length:]) for path in parts]

@@ -1,11 +1,11 @@
-"""The tables of a report. Each has a column for every run, so that one run and several are told alike."""
+"""The tables of a report. Each has a column for every run, so that one run and several share the code."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, said_already
+from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, shown_rows
 from .format import change, count, duration, figure, memory, shown
 from .read_run import RunRecord, number
 
@@ -14,9 +14,9 @@ MORE_ROWS = (
     MetricRow("ce_loss", "cross-entropy (nats/token)", better="lower"),
     MetricRow("teacher_entropy", "teacher's entropy (nats/token)"),
 )
-OF_THE_PLACE = {"output_dir", "run_name", "logging_dir"}
+NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}
 """Keys that differ between any two runs and change nothing."""
-_OWN_TO_A_RUN = {"loss", "kd_loss"}  # what is minimised is another thing in each distillation
+_OWN_TO_A_RUN = {"loss", "kd_loss"}  # each distillation minimises a loss of its own
 _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 
 
@@ -25,7 +25,7 @@ class Cell:
     text: str
     more: str = ""
     tone: str = ""
-    """best, good, bad or lost: how it is set off"""
+    """best, good, bad or lost; the page colours it"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of a label and a cell for each column; `columns` names all of them, the labels' own first."""
+    """A table; `columns` starts with the name of the column of labels."""
 
     rows: list[TableRow]
     columns: list[str] = field(default_factory=list)
@@ -46,13 +46,15 @@ class Grid:
 
 
 def latest(run: RunRecord) -> tuple[dict[str, float], int | None]:
-    """The metrics after training; of an unfinished run those of its newest evaluation, with the step it was at."""
+    """Return the metrics after training; of an unfinished run, those of its newest evaluation, and its step."""
     if run.finished:
         return run.after, None
     for entry in reversed(run.log_history):
-        found = {name.removeprefix("eval_"): number(value) for name, value in entry.items() if name.startswith("eval_")}
-        if found:
-            return {name: value for name, value in found.items() if value is not None}, int(entry.get("step", 0))
+        metrics = {
+            name.removeprefix("eval_"): number(value) for name, value in entry.items() if name.startswith("eval_")
+        }
+        if metrics:
+            return {name: value for name, value in metrics.items() if value is not None}, int(entry.get("step", 0))
     return {}, None
 
 
@@ -61,24 +63,21 @@ def distills(runs: Sequence[RunRecord]) -> bool:
     return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
 
 
-def rows_of(runs: Sequence[RunRecord]) -> list[MetricRow]:
-    """The metrics that any of the runs has, those first that it was about."""
-    order = [*DISTILL_ROWS, *SFT_ROWS] if distills(runs) else [*SFT_ROWS, *DISTILL_ROWS]
-    known = {row.metric: row for row in [*order, *MORE_ROWS]}  # of a metric that is named twice, the first
-    measured = [{**run.before, **latest(run)[0]} for run in runs]
-    shown = (row for row in known.values() if not said_already(row.metric, measured))
-    return [row for row in shown if any(row.metric in metrics for metrics in measured)]
+def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
+    """Return the metrics that any of the runs has; those that the runs were about come first."""
+    order = (*DISTILL_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
+    return shown_rows((*order, *MORE_ROWS), [{**run.before, **latest(run)[0]} for run in runs])
 
 
 def tone(row: MetricRow, old: float | None, new: float | None) -> str:
-    """Whether a change is for the better."""
+    """Return "good" or "bad" for a change, or nothing."""
     if row.better is None or old is None or new is None or old == new or math.isnan(old) or math.isnan(new):
         return ""
     return "good" if (new < old) == (row.better == "lower") else "bad"
 
 
 def before_and_after(run: RunRecord) -> Grid:
-    """One run's held-out metrics, and how they changed."""
+    """Return the held-out metrics of one run, and how they changed."""
     after, step = latest(run)
     rows = []
     for row in rows_of([run]):
@@ -89,7 +88,7 @@ def before_and_after(run: RunRecord) -> Grid:
 
 
 def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
-    """The held-out metrics of several runs after training, with what they were before; the best of each row."""
+    """Return the held-out metrics of several runs, before and after training; the best of each row is marked."""
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
@@ -106,7 +105,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
 
 
 def _best(row: MetricRow, values: Sequence[float | None]) -> float | None:
-    """The best of a row's values; None where neither direction is better, or all are equal."""
+    """Return the best value of a row; None if neither direction is better, or all are equal."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if row.better is None or len(set(finite)) < 2:
         return None
@@ -114,28 +113,30 @@ def _best(row: MetricRow, values: Sequence[float | None]) -> float | None:
 
 
 def of_the_same_rows(runs: Sequence[RunRecord]) -> bool:
-    """As far as is known: an unfinished run does not tell its rows."""
+    """Whether the runs have the same rows, as far as is known: an unfinished run does not say."""
     return len({run.data["sha256"] for run in runs if "sha256" in run.data}) < 2
 
 
 def facts(
     runs: Sequence[RunRecord],
     labels: Sequence[str],
-    of: Callable[[RunRecord], dict[str, str]],
+    facts_of: Callable[[RunRecord], dict[str, str]],
     title: str = "",
     numbers: bool = False,
 ) -> Grid:
-    """What `of` tells of each run, by name; a column for each that it tells of, named where there are several."""
-    told = {label: facts for run, label in zip(runs, labels, strict=True) if (facts := of(run))}
-    keys = dict.fromkeys(key for facts in told.values() for key in facts)
-    rows = [TableRow(key, [Cell(facts.get(key, "")) for facts in told.values()]) for key in keys]
-    return Grid(rows, ["", *told] if len(runs) > 1 else [], title, numbers)
+    """Return a table of facts with a column for each run that has any."""
+    by_run = {label: facts for run, label in zip(runs, labels, strict=True) if (facts := facts_of(run))}
+    keys = dict.fromkeys(key for facts in by_run.values() for key in facts)
+    rows = [TableRow(key, [Cell(facts.get(key, "")) for facts in by_run.values()]) for key in keys]
+    return Grid(rows, ["", *by_run] if len(runs) > 1 else [], title, numbers)
 
 
 def training_facts(run: RunRecord) -> dict[str, str]:
-    known: dict[str, Callable[[Any], str]] = {"seconds": duration, "peak_memory_mib": memory}
+    formats: dict[str, Callable[[Any], str]] = {"seconds": duration, "peak_memory_mib": memory}
     names = {"seconds": "time", "peak_memory_mib": "peak memory", "peak_memory_of": "peak memory of"}
-    return {names.get(key, key.replace("_", " ")): known.get(key, count)(value) for key, value in run.training.items()}
+    return {
+        names.get(key, key.replace("_", " ")): formats.get(key, count)(value) for key, value in run.training.items()
+    }
 
 
 def data_facts(run: RunRecord) -> dict[str, str]:
@@ -145,13 +146,13 @@ def data_facts(run: RunRecord) -> dict[str, str]:
 def environment_facts(run: RunRecord) -> dict[str, str]:
     place = dict(run.environment)
     gpus = place.pop("gpus", None) or []
-    told = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
+    facts = {"device": str(run.training.get("device", "")), "platform": str(place.pop("platform", ""))}
     for index, gpu in enumerate(gpus):
-        told[f"GPU {index}"] = (
+        facts[f"GPU {index}"] = (
             f"{gpu.get('name')}, {gpu.get('memory_gib')} GiB, compute {gpu.get('compute_capability')}"
         )
-    told |= {key.replace("_", " "): shown(value) for key, value in place.items()}
-    return {key: value for key, value in {**told, **run.versions}.items() if value}
+    facts |= {key.replace("_", " "): shown(value) for key, value in place.items()}
+    return {key: value for key, value in {**facts, **run.versions}.items() if value}
 
 
 def parts_of_the_time(run: RunRecord) -> dict[str, str]:
@@ -159,7 +160,7 @@ def parts_of_the_time(run: RunRecord) -> dict[str, str]:
 
 
 def prepared_rows(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
-    """What tokenizing and max_length made of the rows of each split; a column for each split of each run."""
+    """Return the counts of the tokenized rows, with a column for each split of each run."""
     columns = [
         (f"{label}: {split}" if len(runs) > 1 else split, counts)
         for run, label in zip(runs, labels, strict=True)
@@ -174,32 +175,32 @@ def prepared_rows(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
 
 
 def settings(run: RunRecord, title: str = "") -> Grid:
-    """What differs from the defaults, and where each was set."""
+    """Return the settings that differ from the defaults, and where each was set."""
     rows = [TableRow(key, [Cell(shown(to.value)), Cell(to.set_by)]) for key, to in run.settings.items()]
     return Grid(rows, ["setting", "value", "set by"], title)
 
 
 def differences(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
-    """The keys whose values differ between the runs, defaults included."""
+    """Return the keys whose values differ between the runs, defaults included."""
     keys = dict.fromkeys(key for run in runs for key in run.effective)
     missing = object()
     rows = []
     for key in keys:
         values = [run.effective.get(key, missing) for run in runs]
-        if key not in OF_THE_PLACE and any(value != values[0] for value in values):
+        if key not in NEVER_EQUAL and any(value != values[0] for value in values):
             rows.append(TableRow(key, [Cell("" if value is missing else shown(value)) for value in values]))
     return Grid(rows, ["setting", *labels])
 
 
 def patches(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[Grid]:
-    """What was swapped in each model of each run, and what was left alone. Runs that agree are told once."""
-    told: dict[tuple, list[str]] = {}
+    """Yield a table of swapped and untouched layers for each model. Runs that agree share a table."""
+    runs_of: dict[tuple, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
         for role, patch in run.patched.items():
             key = (role, patch.model, tuple(patch.swapped.items()), tuple(patch.left_alone.items()))
-            told.setdefault(key, []).append(label)
-    for (role, model, swapped, left), where in told.items():
+            runs_of.setdefault(key, []).append(label)
+    for (role, model, swapped, left), where in runs_of.items():
         rows = [TableRow(kind, [Cell(str(number))]) for kind, number in swapped]
         rows += [TableRow(name, [Cell("left alone", why)]) for name, why in left]
-        of = f" of {', '.join(where)}" if len(runs) > 1 else ""
-        yield Grid(rows, ["layer", "instances"], f"{role.capitalize()}{of}: {model}")
+        suffix = f" of {', '.join(where)}" if len(runs) > 1 else ""
+        yield Grid(rows, ["layer", "instances"], f"{role.capitalize()}{suffix}: {model}")

@@ -1,4 +1,4 @@
-"""A teacher reads rows, and what it makes of each supervised token becomes a record. No batch's logits are stored."""
+"""A teacher reads rows and writes a record for each supervised token. Logits of a whole batch are never stored."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +15,18 @@ from ...losses.deferred_logits import DeferredLogits, Forward
 from ...losses.model_parts import Head, device_of, output_module
 from .records import Draws, RecordFormat
 
-_CHUNK_LOGITS = 2**27  # numbers in a chunk of logits: 512 MiB in fp32, as much again for each step on them
+_CHUNK_LOGITS = 2**27  # logits in a chunk: 512 MiB in fp32, and again as much for each step on them
 
 
 class TeacherReader:
-    """A teacher's records of rows.
+    """Make records of rows.
 
     Args:
         teacher: any causal LM with an output head, on its device, in eval mode.
-        form: how a token is written.
+        form: the layout of a record.
         temperature: of the log-probabilities.
-        seed: of the draws; together with a row's key it decides them, whatever the batch.
-        autocast: the dtype of autocast, None without.
+        seed: of the draws, which depend on it and the row's key, not on the batch.
+        autocast: the dtype of autocast; None without.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TeacherReader:
 
     @torch.no_grad()
     def read(self, keys: Sequence[bytes], rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Of each row the records (supervised tokens, bytes), on the CPU. One forward pass."""
+        """Return each row's records (supervised tokens, bytes), on the CPU. Takes one forward pass."""
         width = max(len(ids) for ids, _ in rows)
         ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
         targets = torch.full_like(ids, -100)
@@ -57,7 +57,7 @@ class TeacherReader:
         return list(torch.cat(records).cpu().split(counts))
 
     def _logits(self, ids: Tensor, mask: Tensor, keep: Tensor) -> Callable[[slice], Tensor]:
-        """The fp32 logits of a stretch of the positions to keep, computed when they are asked for."""
+        """Return a function that computes the fp32 logits of a slice of the positions to keep."""
         dtype = self.autocast
         autocast = partial(torch.autocast, self.device.type, dtype=dtype, enabled=dtype is not None)
         ids, mask, keep = ids.to(self.device), mask.to(self.device), keep.to(self.device)
@@ -90,17 +90,17 @@ class TeacherReader:
         return self.form.encode_draws(top_ids, self._drawn(log_p, top_ids, uniform), label, entropy)
 
     def _drawn(self, log_p: Tensor, top_ids: Tensor, uniform: Tensor) -> Draws:
-        """Of (N, V), which need not sum to 1, and its likeliest ids (N,). Without any mass, what is drawn means
+        """Draw from (N, V), which need not sum to 1; `top_ids` (N,) are its likeliest. Without mass, the draws mean
         nothing."""
-        cumulative = log_p.double().exp_().cumsum_(-1)  # in place: as large as two chunks
+        cumulative = log_p.double().exp_().cumsum_(-1)  # fp64 in place: as large as two chunks
         wanted = uniform.to(self.device) * cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, wanted, right=True).clamp(max=self.form.vocab_size - 1)
-        # rounding may lead beside the mass, and to a token that is named already
+        # Rounding may hit a token without mass, which is perhaps among the entries already.
         ids = ids.where(log_p.gather(-1, ids) > -torch.inf, top_ids[:, None])
         return Draws(ids, log_p.gather(-1, ids))
 
     def _uniform(self, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
-        """(tokens, m) fp64: one number in each m-th of [0, 1)."""
+        """Return (tokens, m) fp64, one random number in each m-th of [0, 1)."""
         draws = self.form.draws
         if not draws:
             return torch.empty(sum(counts), 0)
@@ -113,12 +113,12 @@ class TeacherReader:
 
 @contextlib.contextmanager
 def _held_back(model: nn.Module) -> Iterator[None]:
-    """Within, the output head returns `DeferredLogits`, of whatever kind it is: its own forward is called later."""
+    """Within the context the output head, of any class, returns `DeferredLogits`: its own forward is called later."""
     module: Any = output_module(model)
     if module is None:
         raise ConfigError(f"{type(model).__name__} has no output head that can be found.")
     vocabulary = getattr(module, "out_features", None) or module.weight.shape[0]
-    head = Head(torch.empty(vocabulary, 0, device="meta"), None)  # only its size is looked at
+    head = Head(torch.empty(vocabulary, 0, device="meta"), None)  # only its size is used
     state, replacements = Forward(type(model).__name__), Replacements()
     project = module.forward
     replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden, head, project, state))

@@ -1,25 +1,42 @@
-"""What a teacher cache holds of one token, as a record of a fixed number of bytes, and what a loss makes of it.
+"""The record of one token in a teacher cache: a fixed number of bytes, encoded and decoded.
 
-    topk      tail mass, label, entropy | K - 1 codes of log p_1 - log p_k | the K likeliest ids, likeliest first
-    and draws  ..., mean draw           |                                  | ..., then m draws from the tail, ascending
-    sampled   mean draw, label, entropy |                                  | the likeliest id, then m draws, ascending
+A record of V tokens, K entries and m draws, with b = 8 or 16 bits a log-probability. All integers are little-endian;
+ids are packed without gaps, ceil(log2 V) bits each, the lowest bits first.
 
-Log-probabilities are normalised over the whole vocabulary at the cache's temperature, label and entropy at 1. All are
-written as nats x >= 0 in steps that grow with x, since a likely token's error weighs more in a divergence than a rare
-one's:
+    topk, m = 0                                         topk, m > 0
+    offset          bytes           content             offset          bytes               content
+    0               2               -log R              0               2                   -log R
+    2               2               -log p(label)       2               2                   -log p(label)
+    4               2               entropy             4               2                   entropy
+                                                        6               2                   -mean log p of the draws
+    6               (K - 1) b / 8   log p_1 - log p_k   8               (K - 1) b / 8       log p_1 - log p_k
+    6 + (K-1) b/8   ceil(K bits/8)  K ids,              8 + (K-1) b/8   ceil((K+m) bits/8)  K ids, likeliest first,
+                                    likeliest first                                         then m draws, ascending
+
+    sampled, K = m draws
+    offset  bytes               content
+    0       2                   -mean log p of the draws
+    2       2                   -log p(label)
+    4       2                   entropy
+    6       ceil((1+m) bits/8)  the likeliest id, then m draws, ascending
+
+R is the mass beyond the K likeliest. Log-probabilities are normalised over the whole vocabulary at the cache's
+temperature; label and entropy are those at temperature 1.
+
+Every number is nats x >= 0, written in steps that grow with x, because an error in a likely token's log-probability
+moves a divergence more than one in a rare token's (G.711's mu-law):
 
     code = round(log(1 + 4 x) / step),  step = log(1 + 4 limit) / (2^bits - 1)
-    |error of x| <= (x + 1/4) (e^(step / 2) - 1) for x <= limit: at 8 bits, limit 32, less than (x + 1/4) / 104; at 16
-    bits, limit 128, less than (x + 1/4) / 21000. What lies beyond the limit is written as the limit.
+    |error of x| <= (x + 1/4) (e^(step / 2) - 1) for x <= limit
+    8 bits, limit 32: less than (x + 1/4) / 104;  16 bits, limit 128: less than (x + 1/4) / 21000
+    x beyond the limit is written as the limit
 
-The likeliest token's own log-probability is not written: with x_k = log p_1 - log p_k and the tail's mass R it follows
-from sum_k p_k = 1 - R, so the K entries and the tail always make one distribution. An entry's log-probability is off by
-at most its own x_k's bound, plus the bounds of all x_j averaged over the entries, plus what R's rounding moves
-log(1 - R) by. Ids take ceil(log2 V) bits each, without gaps.
+log p_1 is not written. It follows from sum_k p_k = 1 - R, so the K entries and the tail always make one distribution.
+An entry's log-probability is off by at most the bound of its own log p_1 - log p_k, plus the mean bound of all entries,
+plus the effect of R's rounding on log(1 - R).
 
-Draws are stratified: one in each m-th of the cumulative distribution, so count / m is p on average, as for independent
-draws, with less chance in it. From the tail, beyond the K likeliest, R count / m is p on average. Source: see
-kernels/linear_sparse_divergence.py; companding: G.711's mu-law.
+Draws are stratified: one in each m-th of the cumulative distribution. So count / m is p on average, as for independent
+draws, with a smaller variance; for draws from the tail, R count / m is. Method: kernels/linear_sparse_divergence.py.
 """
 
 import functools
@@ -34,13 +51,13 @@ from ...errors import ConfigError
 from ...kernels.linear_sparse_divergence import MAX_ENTRIES
 from ...losses.sparse import TokenTargets
 
-OFFSET = 0.25  # nats: below it steps are even, above it they grow in proportion
-MAX_ID_BITS = 25  # with the 7 bits an id may start after, they fit in four bytes
+OFFSET = 0.25  # nats; steps are even below it and grow in proportion above it
+MAX_ID_BITS = 25  # an id may start at bit 7 of a byte, and 7 + 25 bits fit in four bytes
 
 
 @dataclass(frozen=True)
 class NatsCode:
-    """Numbers of nats, x >= 0, as integers of so many bits."""
+    """How nats x >= 0 become integers of `bits` bits, up to `limit` nats."""
 
     bits: int
     limit: float
@@ -54,15 +71,15 @@ class NatsCode:
         return math.log1p(self.limit / OFFSET) / self.levels
 
     def encode(self, x: Tensor) -> Tensor:
-        """int32. Infinity is written as the limit; NaN must not come."""
+        """Return int32 codes. Infinity becomes the limit; NaN is not allowed."""
         return (x.clamp(0, self.limit).div(OFFSET).log1p() / self.step).round().clamp(max=self.levels).int()
 
     def decode(self, code: Tensor) -> Tensor:
-        """fp32"""
+        """Return fp32 nats."""
         return torch.expm1(code.float() * self.step) * OFFSET
 
     def bound(self, x: Tensor) -> Tensor:
-        """The largest error of x, for x up to the limit."""
+        """Return the largest error of x, for x up to the limit."""
         return (x + OFFSET) * math.expm1(self.step / 2)
 
 
@@ -78,14 +95,14 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How tokens are written.
+    """The layout of a record; the module's docstring draws it.
 
     Args:
         kind: "topk", the likeliest tokens and the mass of the rest; "sampled", tokens drawn from the teacher.
-        entries: how many: K, or the number of draws.
-        bits: 8 or 16, of a log-probability. Draws have none.
-        vocab_size: V, of which ids are.
-        tail_draws: of topk: how many tokens beyond the likeliest are drawn. Without any, their mass alone is known.
+        entries: K, or the number of draws.
+        bits: 8 or 16 for each log-probability of topk.
+        vocab_size: V; ids are below it.
+        tail_draws: for topk, how many tokens beyond the likeliest are drawn; 0: only their mass is known.
     """
 
     kind: Literal["topk", "sampled"]
@@ -107,7 +124,7 @@ class RecordFormat:
     def of(
         cls, kind: Literal["topk", "sampled"], entries: int | None, tail_draws: int | None, bits: int, vocab_size: int
     ) -> "RecordFormat":
-        """With the defaults for None: 64 likeliest and 32 draws from the rest, if there are as many; 12 draws."""
+        """Fill in the defaults for None: 64 likeliest and up to 32 draws from the rest; or 12 draws."""
         entries = entries or {"topk": 64, "sampled": 12}[kind]
         if tail_draws is None:
             rest = min(vocab_size, MAX_ENTRIES) - entries
@@ -120,7 +137,7 @@ class RecordFormat:
 
     @property
     def tail(self) -> str:
-        """The `tail` that `linear_sparse_divergence` needs for such entries."""
+        """The `tail` argument of `linear_sparse_divergence` for such entries."""
         return "bucket" if self.kind == "topk" and not self.tail_draws else "none"
 
     @property
@@ -137,7 +154,7 @@ class RecordFormat:
 
     @property
     def _scalars_end(self) -> int:
-        return 2 * (4 if self.tail_draws else 3)  # of 16 bits each, at the start of a record
+        return 2 * (4 if self.tail_draws else 3)  # 16 bits each
 
     @property
     def _codes_end(self) -> int:
@@ -146,20 +163,20 @@ class RecordFormat:
 
     @property
     def bytes(self) -> int:
-        """Of one token."""
+        """The size of one token's record."""
         return self._codes_end + -(-self._ids * self.id_bits // 8)
 
     def encode_topk(
         self, ids: Tensor, log_probs: Tensor, log_rest: Tensor, label: Tensor, entropy: Tensor,
         draws: Draws | None = None,
     ) -> Tensor:  # fmt: skip
-        """(N, bytes) uint8.
+        """Return records (N, bytes) uint8.
 
         Args:
             ids, log_probs: (N, K), likeliest first, at the cache's temperature.
             log_rest: (N,) log of the mass of all other tokens, -inf where there is none.
             label, entropy: (N,) the label's log-probability and the entropy, at temperature 1.
-            draws: from the other tokens, if there are any in a record.
+            draws: from the other tokens, where records hold any.
         """
         behind = self.code.encode(log_probs[:, :1] - log_probs[:, 1:])
         scalars = [-log_rest, -label, entropy]
@@ -168,12 +185,12 @@ class RecordFormat:
         return torch.cat([self._scalars(*scalars), self._bytes(behind), self._pack(ids)], -1)
 
     def encode_draws(self, top_ids: Tensor, draws: Draws, label: Tensor, entropy: Tensor) -> Tensor:
-        """(N, bytes) uint8, of the draws, the likeliest ids (N,), label and entropy."""
+        """Return records (N, bytes) uint8 of the draws, the likeliest ids (N,), label and entropy (N,)."""
         ids = torch.cat([top_ids[:, None], draws.ids.sort(-1).values], -1)
         return torch.cat([self._scalars(-draws.log_probs.mean(-1), -label, entropy), self._pack(ids)], -1)
 
     def decode(self, records: Tensor) -> TokenTargets:
-        """records: (..., bytes) uint8, on any device. A record of zeros has no entries or one of no meaning."""
+        """Decode records (..., bytes) uint8 on any device. A record of zeros, as padding has, means nothing."""
         first, label, entropy, *of_tail = FINE.decode(_words(records[..., : self._scalars_end])).unbind(-1)
         ids = self._unpack(records[..., self._codes_end :])
         if self.kind == "sampled":
@@ -182,12 +199,13 @@ class RecordFormat:
         codes = records[..., self._scalars_end : self._codes_end]
         behind = self.code.decode(_words(codes) if self.bits == 16 else codes)
         log_probs = torch.cat([torch.zeros_like(first)[..., None], -behind], -1)
-        named = torch.log1p(-torch.exp(-first))  # of the mass of all entries
-        log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True) + named[..., None]
+        log_entries_mass = torch.log1p(-torch.exp(-first))
+        log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True) + log_entries_mass[..., None]
         if not self.tail_draws:
             return TokenTargets(ids, log_probs, ids[..., 0], -label, entropy, torch.zeros_like(first))
         drawn, log_shares, surprise = _counted(ids[..., self.entries :])
-        drawn = drawn.where((first < FINE.limit * (1 - 1e-6))[..., None], -1)  # beyond it nothing was drawn from
+        # A tail at the limit has no mass to draw from; its draws mean nothing.
+        drawn = drawn.where((first < FINE.limit * (1 - 1e-6))[..., None], -1)
         log_shares = log_shares - first[..., None]
         unnamed = torch.exp(-first) * (first + surprise - of_tail[0])
         return TokenTargets(
@@ -217,7 +235,7 @@ class RecordFormat:
 
 
 def _counted(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of draws (..., m), ascending: each token once, else negative; log(count / m); their own entropy (...,)."""
+    """Count ascending draws (..., m). Return each token once, else -1; log(count / m); the counts' entropy (...,)."""
     draws, m = draws.contiguous(), draws.shape[-1]
     end, start = (torch.searchsorted(draws, draws, right=right) for right in (True, False))
     new = start == torch.arange(m, device=draws.device)
@@ -228,16 +246,16 @@ def _counted(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _places(count: int, bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The four bytes that each id lies in, (4, count), and the bits before it, (count,).
+    """Return the four bytes that each id may lie in, (4, count), and the bits before it in the first, (count,).
 
-    A byte beyond the record stands for one that the mask takes away.
+    Bytes beyond the record are clamped to its last: the mask of `_unpack` removes their bits.
     """
     start = torch.arange(count, device=device) * bits
     return (start // 8 + torch.arange(4, device=device)[:, None]).clamp(max=width - 1), (start % 8).int()
 
 
 def _split_words(words: Tensor) -> Tensor:
-    """(..., n) integers below 2^16 as (..., 2 n) bytes, the lower first."""
+    """Return (..., n) integers below 2^16 as (..., 2 n) bytes, little-endian."""
     return torch.stack([words & 0xFF, words >> 8], -1).flatten(-2).to(torch.uint8)
 
 

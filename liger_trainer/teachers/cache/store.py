@@ -1,11 +1,10 @@
-"""A teacher cache on disk: index.json and shards of records, read through memory maps, found by the content of rows.
+"""A teacher cache on disk: an index and shards of records, read through memory maps, looked up by row keys.
 
     index.json                  settings, fingerprints, and of each shard its rows, tokens, bytes and SHA-256
     shard-00000.safetensors     keys (rows, 16), offsets (rows + 1,), records (tokens, bytes of a token)
 
-Rows are in the order of their keys, over all shards, so a row is found by bisection. The index is rewritten after
-every shard and is finished when it says so; each file is written beside its name, synced and renamed, so that
-there is the old one or the new one at every moment.
+Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
+last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
 """
 
 import json
@@ -38,16 +37,15 @@ class _Part(BaseModel):
 
 
 class CacheSettings(_Part):
-    """What was captured. Two captures agree in all of these or do not go on with each other."""
+    """How a cache was captured. A capture goes on only where all of these are the same."""
 
     kind: Literal["topk", "sampled"]
     entries: int
-    tail_draws: int = 0  # caches that were captured before there were any do not say so
+    tail_draws: int = 0  # older caches lack the key
     bits: Literal[8, 16]
     temperature: float
     vocab_size: int
-    seed: int | None
-    """of the draws"""
+    seed: int | None  # of the draws
     max_length: int | None
     shard_mb: int
 
@@ -57,7 +55,7 @@ class CacheSettings(_Part):
 
 
 class Fingerprints(_Part):
-    """What was captured from. See teachers/fingerprints.py."""
+    """What a cache was captured from; see teachers/fingerprints.py."""
 
     teacher: str
     teacher_from: Literal["files", "memory"]
@@ -67,7 +65,7 @@ class Fingerprints(_Part):
 
 
 class TeacherName(_Part):
-    """For people; the fingerprint decides."""
+    """The teacher's name, for people; the fingerprint decides."""
 
     name: str
     revision: str | None
@@ -95,7 +93,7 @@ class CacheIndex(_Part):
     shards: tuple[Shard, ...]
 
     def differences(self, other: "CacheIndex") -> list[str]:
-        """What keeps `other` from going on where this one ended: "settings.entries: 64 there, 32 now"."""
+        """Return why `other` cannot go on where this one ended: "settings.entries: 64 there, 32 now"."""
         ours, theirs = (
             {"teacher": i.teacher, "settings": i.settings, "fingerprints": i.fingerprints} for i in (self, other)
         )
@@ -108,7 +106,7 @@ class CacheIndex(_Part):
 
 
 def read_index(path: Path) -> CacheIndex:
-    """The index of the cache in directory `path`, finished or not.
+    """Read the index of the cache in directory `path`, finished or not.
 
     Raises:
         ConfigError: there is no cache, or one of another version of the format.
@@ -172,7 +170,7 @@ class TeacherCache:
         self._read_keys()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": OrderedDict()}  # memory maps stay in their process
+        return {**vars(self), "_open": OrderedDict()}  # memory maps cannot be pickled
 
     def __len__(self) -> int:
         return self.index.rows
@@ -181,19 +179,22 @@ class TeacherCache:
         return self._find(key) is not None
 
     def records(self, key: bytes) -> Tensor | None:
-        """(tokens, bytes) uint8 of the row with this key, one for each supervised token, in order; None without it."""
+        """Return the records (supervised tokens, bytes) uint8 of the row with this key; None without it."""
         row = self._find(key)
         if row is None:
             return None
         shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        start, end = self._offsets[row + shard], self._offsets[row + shard + 1]  # each shard has an offset more
+        start, end = (
+            self._offsets[row + shard],
+            self._offsets[row + shard + 1],
+        )  # each shard has one offset more than rows
         try:
             return self._shard(shard).get_slice("records")[int(start) : int(end)]
         except SafetensorError as error:
             raise self._unreadable(shard, error) from None
 
     def tokens(self, key: bytes) -> int | None:
-        """How many tokens are known of the row; None without it."""
+        """Return how many records the row has; None without it."""
         row = self._find(key)
         if row is None:
             return None
@@ -217,7 +218,7 @@ class TeacherCache:
                 offsets.append(self._shard(place).get_tensor("offsets").numpy())
             except SafetensorError as error:
                 raise self._unreadable(place, error) from None
-        # Big-endian, so that numbers have the order of bytes; then as the machine's own, which bisection is fast on.
+        # Read as big-endian, so numbers sort as bytes do; then converted, because bisection is fast on native ones.
         self._keys = np.concatenate(keys).view(">u8").astype(np.uint64)
         self._offsets = np.concatenate(offsets)
         self._first_rows = np.cumsum([0] + [shard.rows for shard in self.index.shards])[:-1]
@@ -241,7 +242,7 @@ class TeacherCache:
         return CorruptError(f"{self.path / name} cannot be read ({error}). `liger-trainer cache verify` says what is.")
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raises ConfigError if the rows were made with another tokenizer or chat template."""
+        """Raise ConfigError where the rows were made with another tokenizer or chat template."""
         fingerprints = self.index.fingerprints
         if tokenizer_fingerprint(tokenizer) != fingerprints.tokenizer:
             raise self._refused("with another tokenizer: its vocabulary, merges or added tokens differ")
@@ -249,7 +250,7 @@ class TeacherCache:
             raise self._refused("with another chat template")
 
     def check_settings(self, max_length: int | None, temperature: float) -> None:
-        """Raises ConfigError if it was captured with another max_length or temperature."""
+        """Raise ConfigError where it was captured with another max_length or temperature."""
         settings = self.index.settings
         for name, there, here in (
             ("max_length", settings.max_length, max_length),
@@ -259,17 +260,13 @@ class TeacherCache:
                 raise self._refused(f"with {name} {there}, and this run has {here}")
 
     def check_teacher(self, name: str, fingerprint: str) -> None:
-        """Raises ConfigError if the cache was captured from another teacher than the one with this fingerprint."""
+        """Raise ConfigError where the cache was captured from a teacher with another fingerprint."""
         teacher = self.index.teacher
         if fingerprint != self.index.fingerprints.teacher:
             raise self._refused(f"from another teacher ({teacher.name}): its weights are not those of {name}")
 
     def check_rows(self, dataset: Dataset, name: str) -> None:
-        """Whether every row of a prepared dataset is known.
-
-        Raises:
-            ConfigError: some are not; the first is named.
-        """
+        """Raise ConfigError where rows of a prepared dataset are not in the cache, naming the first."""
         unknown, total, first = 0, 0, None
         for document in documents(dataset):
             if document.tokens == 0:
@@ -294,10 +291,10 @@ class TeacherCache:
 
 
 def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shard]:
-    """Each shard of the index once it is found to be there, with its length and, if asked for, its SHA-256.
+    """Yield each shard of the index after checking that it exists and has its length and, on request, its SHA-256.
 
     Raises:
-        CorruptError: at the first that is not.
+        CorruptError: at the first shard that is missing or damaged.
     """
     for shard in index.shards:
         file = path / shard.name
@@ -312,7 +309,7 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
 
 
 def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
-    """A shard file of rows in the order of their keys."""
+    """Return the content of a shard file; the rows are in the order of their keys."""
     from safetensors.torch import save
 
     offsets = np.cumsum([0, *(len(record) for record in records)])
@@ -321,5 +318,5 @@ def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
         "offsets": torch.from_numpy(offsets.astype(np.int64)),
         "records": torch.cat(records),
     }
-    # One entry: safetensors writes several in any order, and the same rows must give the same bytes.
+    # One entry only: safetensors writes several in any order, and the same rows must give the same bytes.
     return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})

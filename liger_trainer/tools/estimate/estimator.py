@@ -1,7 +1,7 @@
-"""What a run needs before it is started: memory by part, tokens and steps, the size of a teacher cache.
+"""Estimate what a run needs before it starts: memory by part, tokens and steps, the size of a teacher cache.
 
-`estimate(config, gpu)` simulates one training step of the configuration (memory_simulation.py) and compares its peak
-with a GPU; where it does not fit, it simulates what would change that. No weights are loaded.
+`estimate(config, gpu)` simulates one training step of the configuration (simulate.py) and compares its peak with a GPU.
+If it does not fit, settings that take less are simulated too. No weights are loaded.
 """
 
 import math
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 MIB = 2**20
-# Each of cuBLAS's handles has a workspace: one in the forward's thread and one in the backward's. 32 MiB on Hopper.
+# Each cuBLAS handle has a workspace, 32 MiB on Hopper: one for the thread of the forward, one for the backward's.
 LIBRARIES = ("cuBLAS workspaces", 64 * MIB)
-# in the order in which they cost least; each is taken if it says anything new about the configuration
+# cheapest first; each is tried if it changes the configuration
 CHANGES: tuple[tuple[str, ...], ...] = (
     ("gradient_checkpointing=true",),
     ("optim=adamw_8bit",),
@@ -41,7 +41,7 @@ TEACHER_CHANGES = (
 
 @dataclass(frozen=True)
 class Change:
-    """Settings, and the peak with them."""
+    """Settings that may take less memory, and the peak with them."""
 
     settings: tuple[str, ...]
     peak_mib: float
@@ -53,14 +53,13 @@ class Estimate:
     """What a run needs on each of its GPUs.
 
     Attributes:
-        parts_mib: of the peak, largest first; `phase` says when it comes.
+        parts_mib: parts of the peak, largest first; `phase` says when it occurs.
         peaks_mib: the highest point of each phase of a step.
-        tokens_per_step: of one optimizer step over all processes, at most or, with known rows, about.
-        total_tokens, steps: of the run; None where the number of rows is not known.
-        cache_mib: of a teacher cache of the training rows, for `teacher: cache`; at most, as if all tokens were
-            supervised.
+        tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
+        total_tokens, steps: of the run; None if the number of rows is not known.
+        cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
         fits: None without a GPU to compare with.
-        changes: what would take less, each alone; where none is enough, several, as the last.
+        changes: settings that take less, each alone; if none is enough, the last combines several.
     """
 
     source: str
@@ -86,7 +85,7 @@ class Estimate:
 
 
 def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
-    """Of a configuration, on one of the GPUs that it runs on.
+    """Estimate a configuration on one of its GPUs.
 
     Raises:
         ConfigError: a model without a configuration, settings whose memory is not known, or max_length null with rows
@@ -121,7 +120,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
 
 
 def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
-    """The phase with the highest peak, and that with what the libraries allocate."""
+    """Return the phase with the highest peak, and that peak with what libraries allocate."""
     phase, peak = max(sharding.per_process(memory).items(), key=lambda item: item[1].bytes)
     name, size = LIBRARIES
     parts = peak.parts.copy()
@@ -130,20 +129,20 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
 
 
 def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:
-    """(tokens of the longest row of a batch, whether others may be shorter)."""
+    """Return the tokens of the longest row of a batch, and whether others may be shorter."""
     limit = config["max_length"]
-    known = shortest = None
+    longest_row = shortest = None
     if isinstance(lengths, RowLengths) and not config["packing"]:
-        known, shortest = lengths.longest, lengths.shortest
-    if limit is None and known is None:
+        longest_row, shortest = lengths.longest, lengths.shortest
+    if limit is None and longest_row is None:
         why = lengths if isinstance(lengths, str) else "its longest row is not known"
         raise config.error("max_length", f"null, and the dataset says no more ({why}): give a max_length.")
-    longest = min(n for n in (known, limit) if n is not None)
+    longest = min(n for n in (longest_row, limit) if n is not None)
     return longest, shortest is None or shortest < longest
 
 
 def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, sharding: Sharding) -> dict[str, Any]:
-    """tokens_per_step, steps, total_tokens, cache_mib and unknown of an `Estimate`."""
+    """Return tokens_per_step, steps, total_tokens, cache_mib and unknown of an `Estimate`."""
     longest = spec.length * spec.rows // config["per_device_train_batch_size"]
     rows_a_step = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] * sharding.processes
     steps, unknown, mean, epoch_rows, cache = config["max_steps"], "", float(longest), None, None
@@ -154,7 +153,7 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
         if config["packing"]:
             epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
         if config.recipe == "distill" and config["teacher"] == "cache":
-            cache = epoch_rows * mean * cache_format(config, spec.student.config).of.bytes / MIB
+            cache = epoch_rows * mean * cache_format(config, spec.student.config).record.bytes / MIB
     if steps <= 0:
         steps = (
             None if epoch_rows is None else math.ceil(math.ceil(epoch_rows / rows_a_step) * config["num_train_epochs"])
@@ -170,20 +169,20 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
 
 
 def _changes(config: "RunConfig", lengths: RowLengths | str, gpu: Gpu, peak_mib: float) -> tuple[Change, ...]:
-    """Each alone that takes less; then, if none is enough, one after another until it is.
+    """Try each change alone; if none is enough, add one after another until the run fits.
 
-    One that takes more alone may be worth it after others: smaller batches, where few gradients are left to keep.
+    A change that takes more alone may help after others: smaller batches, if few gradients are left to keep.
     """
-    found = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
-    less = tuple(change for change in found if change.peak_mib < peak_mib)
+    tried = [c for c in (_changed(config, change, lengths, gpu) for change in _candidates(config)) if c is not None]
+    less = tuple(change for change in tried if change.peak_mib < peak_mib)
     if any(change.fits for change in less):
         return less
     together: tuple[str, ...] = ()
-    for change in found:
+    for change in tried:
         together += tuple(setting for setting in change.settings if setting not in together)
-        both = _changed(config, together, lengths, gpu) if together != change.settings else None
-        if both is not None and both.fits:
-            return *less, both
+        combined = _changed(config, together, lengths, gpu) if together != change.settings else None
+        if combined is not None and combined.fits:
+            return *less, combined
     return less
 
 
@@ -206,7 +205,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
 
 
 def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: Gpu) -> Change | None:
-    """None where the configuration does not take them, or nothing changes."""
+    """Simulate the changed settings; None if they are refused or change nothing."""
     try:
         changed = load_run_config(config.source, [*config.overrides, *settings])
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 
-CONTEXT_MIB = 700  # CUDA's context and the kernels that are loaded; not allocated by torch
-FRAGMENTED = 0.03  # of what torch reserves, between blocks in use
+CONTEXT_MIB = 700  # CUDA's context and loaded kernels, which torch does not allocate
+FRAGMENTED = 0.03  # share of the reserved memory that is lost between blocks in use
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """mib: as torch reports it. bf16: whether its tensor cores know the format."""
+    """A GPU: its memory as torch reports it, and whether its tensor cores have bf16."""
 
     name: str
     mib: int
@@ -51,30 +51,30 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that has all words of `name`, "H100", "4090" or "a100 40gb"; or a size alone, "24GB".
+    """Return the GPU with all words of `name`: "H100", "4090" or "a100 40gb"; or one of a size, "24GB".
 
     Raises:
-        ConfigError: none has, or several of different memory.
+        ConfigError: no GPU has them, or several GPUs of different memory.
     """
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\s*", name, re.I)
     if size:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * 1024))
     words = re.sub(r"(\d)\s+(gb|gib)\b", r"\1\2", name.lower()).replace("gib", "gb").split()
-    found = [gpu for gpu in GPUS if all(word in gpu.name.lower().split() for word in words)] if words else []
-    if not found:
+    matches = [gpu for gpu in GPUS if all(word in gpu.name.lower().split() for word in words)] if words else []
+    if not matches:
         close = difflib.get_close_matches(name, [gpu.name for gpu in GPUS], 3, 0.4)
         hint = f"Did you mean {', '.join(close)}? " if close else ""
         raise ConfigError(
             f"--gpu: no GPU is called {name!r}. {hint}There are {', '.join(gpu.name for gpu in GPUS)}, or give its "
             "memory: --gpu 24GB."
         )
-    if len({gpu.mib for gpu in found}) > 1:
-        raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in found)}: say which.")
-    return found[0]
+    if len({gpu.mib for gpu in matches}) > 1:
+        raise ConfigError(f"--gpu: {name!r} may be {', '.join(gpu.name for gpu in matches)}: say which.")
+    return matches[0]
 
 
 def present_gpu() -> Gpu | None:
-    """The first GPU that torch sees; None without one."""
+    """Return the first GPU that torch sees; None without one."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,9 +1,8 @@
-"""Bytes of live tensors by what they are for, over time: what CUDA's caching allocator would have allocated.
+"""Track the bytes of live tensors by purpose, as CUDA's caching allocator would allocate them.
 
-A storage counts from the operation that returns it until it is freed, rounded up as the allocator does. So the tensors
-may be without data, of torch's FakeTensorMode: a training step on such tensors takes seconds and no memory, and has the
-peak of the step that it stands for, as far as the operations return their memory. What a CUDA kernel allocates and
-frees inside is not seen.
+A storage counts from the operation that returns it until it is freed, rounded up as the allocator does. The tensors may
+have no data (torch's FakeTensorMode): a training step on them takes seconds and no memory, and has the peak of a real
+step. What a CUDA kernel allocates and frees inside is not seen.
 """
 
 import weakref
@@ -24,19 +23,19 @@ AUTOCAST = "autocast copies"
 
 @dataclass
 class Peak:
-    """The most bytes that were live in a phase, and what they were for."""
+    """The most bytes that were live in a phase, by part."""
 
     bytes: int = 0
     parts: Counter[str] = field(default_factory=Counter)
 
     def add(self, part: str, size: int) -> None:
-        """`size` bytes more, that were live all through the phase."""
+        """Add bytes that were live during the whole phase."""
         self.bytes += size
         self.parts[part] += size
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Within the context every new storage is counted in `part`, the name of the moment.
+    """Counts every new storage in the current `part`, within the context.
 
     Attributes:
         live: part -> bytes, now.
@@ -55,7 +54,7 @@ class MemoryTracker(TorchDispatchMode):
         return self.live.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # two of three calls, and nothing to count
+        if func is torch.ops.prim.device.default:  # two of three calls; they allocate nothing
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         part = self.part
@@ -65,24 +64,24 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count tensors that were there before, or count them elsewhere from now on."""
+        """Count tensors that existed before, or move them to another part."""
         for tensor in tensors:
-            known = self._storages.get(id(tensor.untyped_storage()))
-            if known is None:
+            entry = self._storages.get(id(tensor.untyped_storage()))
+            if entry is None:
                 self._count([tensor], part)
                 continue
-            storage, size, before = known
+            storage, size, before = entry
             self.live[before] -= size
             self.live[part] += size
             self._storages[id(tensor.untyped_storage())] = storage, size, part
 
     def part_of(self, tensor: Tensor) -> str | None:
-        known = self._storages.get(id(tensor.untyped_storage()))
-        return known[2] if known else None
+        entry = self._storages.get(id(tensor.untyped_storage()))
+        return entry[2] if entry else None
 
     @contextmanager
     def during(self, phase: str, part: str | None = None) -> Iterator[None]:
-        """Within it, new storages belong to `part`, or else are called as the phase."""
+        """Count new storages in `part`, or in a part named like the phase."""
         before = self.phase, self.part
         self.enter(phase, part)
         try:

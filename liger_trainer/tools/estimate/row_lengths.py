@@ -1,4 +1,4 @@
-"""How long the rows of a run are, as far as that is cheap to know: tokens of the rows of a local or demo dataset."""
+"""Measure the rows of a local or demo dataset in tokens."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
     from ...run.data.datasets import RunData
 
-MEASURED = 2000  # rows that are tokenized; of more rows every n-th
+MEASURED = 2000  # rows that are tokenized; of a larger dataset, every n-th
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Of the training rows, before they are cut at max_length.
+    """Lengths of the training rows, before they are cut at max_length.
 
     Attributes:
-        rows: how many there are.
-        mean, longest, shortest: tokens of a row. The last two are None where not every row was tokenized.
+        rows: number of rows.
+        mean, longest, shortest: tokens of a row. The last two are None if not every row was tokenized.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class RowLengths:
 
 
 def row_lengths(config: "RunConfig") -> RowLengths | str:
-    """Those of the training rows, or in words why they are not known."""
+    """Measure the training rows, or say why that is not possible."""
     name = config["dataset_name"]
     if config["datasets"] or not (name.startswith("demo:") or _is_local(name)):
         return "the dataset is not local"
@@ -64,7 +64,7 @@ def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str
     if form == "input_ids":
         return len(row["input_ids"])
     if form == "text":
-        return len(tokenizer(row[text])["input_ids"]) + 1  # and the end of the text
+        return len(tokenizer(row[text])["input_ids"]) + 1  # the token that ends the text
     if form == "prompt" and isinstance(row["prompt"], str):
         return len(tokenizer(row["prompt"])["input_ids"])
     if form == "prompt-completion" and isinstance(row["prompt"], str):

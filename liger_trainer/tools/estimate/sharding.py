@@ -1,4 +1,4 @@
-"""What one of several processes holds: DDP's buckets, and shares of what ZeRO and FSDP cut up."""
+"""What one of several processes holds: DDP's buckets, and its shares under ZeRO and FSDP."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 WEIGHTS = ("student weights", "adapter weights", "teacher weights")
-GATHERED = 2  # layers whose weights are whole at a time: one computes, the next is being gathered
+GATHERED = 2  # layers with all their weights at one time: one computes, the next is being gathered
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How many processes there are, what is cut into as many shares, and whether DDP keeps buckets of gradients."""
+    """The number of processes, the parts that they share, and whether DDP keeps buckets of gradients."""
 
     name: str = "one process"
     processes: int = 1
@@ -29,7 +29,7 @@ class Sharding:
     buckets: bool = False
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
-        """The peaks of one process."""
+        """Return the peaks of one process."""
         return {phase: self._share(peak, memory) for phase, peak in memory.peaks.items()}
 
     def _share(self, peak: Peak, memory: StepMemory) -> Peak:
@@ -43,10 +43,10 @@ class Sharding:
 
 
 def sharding_of(config: "RunConfig") -> Sharding:
-    """From num_processes, accelerate_config, fsdp and deepspeed.
+    """Read num_processes, accelerate_config, fsdp and deepspeed.
 
     Raises:
-        ConfigError: `accelerate_config` is neither a file nor one of TRL's; one of the two cannot be read.
+        ConfigError: `accelerate_config` is neither a file nor one of TRL's, or a file cannot be read.
     """
     file = _accelerate_file(config)
     processes = config["num_processes"] or file.get("num_processes") or 1
@@ -73,12 +73,12 @@ def _accelerate_file(config: "RunConfig") -> dict[str, Any]:
 
 
 def _deepspeed(config: "RunConfig") -> dict[str, Any]:
-    given = config["deepspeed"]
-    return given if isinstance(given, dict) else _mapping(config, "deepspeed", given)
+    setting = config["deepspeed"]
+    return setting if isinstance(setting, dict) else _mapping(config, "deepspeed", setting)
 
 
 def _mapping(config: "RunConfig", key: str, path: str) -> dict[str, Any]:
-    """A file of YAML or JSON, which is YAML too."""
+    """Read a file of YAML, or of JSON, which is YAML too."""
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

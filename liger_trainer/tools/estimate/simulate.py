@@ -1,10 +1,9 @@
-"""The memory of a training step, found by running it on tensors without data.
+"""Measure the memory of a training step by running it on tensors without data.
 
-The models are made from their configurations, adapted and patched as the trainers do it, and take a step in torch's
-FakeTensorMode with our ops on the path that they take on a GPU, while `MemoryTracker` counts. So what is
-saved for the backward, copied by autocast, recomputed by checkpointing or held by the loss is what the code does, for
-every architecture, and no formula has to be kept true beside it. Attention is a stand-in with the memory of the
-FlashAttention kernels, quantised layers and optimizers of bitsandbytes are stand-ins with theirs.
+Models are built from their configurations, adapted and patched as the trainers do it. They take a step in torch's
+FakeTensorMode, with our ops on their GPU path, while `MemoryTracker` counts. So the code itself says what the backward
+saves, autocast copies, checkpointing recomputes and the loss holds, and no formula has to follow it. Stand-ins have the
+memory of FlashAttention's kernels and of the layers and optimizers of bitsandbytes.
 """
 
 import contextlib
@@ -48,17 +47,17 @@ class StepSpec:
 
     Attributes:
         student, teacher: the models.
-        rows, length: of a batch on one device; every row has so many tokens.
-        masked: attention gets a mask, since rows differ in length or several lie in one.
+        rows, length: of a batch on one device; `length` is in tokens.
+        masked: attention gets a mask, since rows differ in length or are packed.
         supervised: tokens of a row that have a label.
         accumulation: micro-batches a step.
-        peft: of the student's adapters.
+        peft: configuration of the student's adapters.
         loss: distillation, smoothing.
-        autocast: dtype, None for training without.
-        checkpointing: keywords of `gradient_checkpointing_enable`, None for training without.
+        autocast: its dtype; None without autocast.
+        checkpointing: keywords of `gradient_checkpointing_enable`; None without checkpointing.
         optimizer: makes one from parameter groups.
         teacher_records: makes the batch's records of a teacher cache, from rows and length.
-        teaches_itself: the student without its adapters is the teacher.
+        teaches_itself: the teacher is the student without its adapters.
     """
 
     student: ModelSpec
@@ -80,14 +79,13 @@ class StepSpec:
 
     @property
     def labelled(self) -> int:
-        """Rows of the logits that take part. The first token of a row is never predicted."""
+        """Rows of the logits with a label. The first token of a row is never predicted."""
         return self.rows * min(self.supervised or self.length, self.length - 1)
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks by phase, and what was counted: numbers of the models, and bytes of the trained weights and of the largest
-    decoder layer, for what several processes hold of them."""
+    """Peaks by phase, numbers of parameters, and bytes of the trained weights and of the largest layer."""
 
     peaks: dict[str, Peak]
     parameters: int
@@ -101,7 +99,7 @@ def simulate(spec: StepSpec) -> StepMemory:
     """Run a training step without data.
 
     Raises:
-        ConfigError: a model that cannot be built, or computes something that depends on its numbers.
+        ConfigError: a model cannot be built, or its computation depends on values.
     """
     fake, tracker = FakeTensorMode(), MemoryTracker()
     AttentionInterface.register(ATTENTION, attention)
@@ -113,10 +111,10 @@ def simulate(spec: StepSpec) -> StepMemory:
         with fake:
             for model in (student, teacher) if teacher is not None else (student,):
                 _allocate(model)
-        run = _Run(spec, student, teacher, tracker)
+        step = _TrainerSteps(spec, student, teacher, tracker)
         try:
             with fake, tracker, on_a_gpu(spec.labelled, float(spec.labelled)):
-                run.steps()
+                step.run()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
@@ -125,19 +123,19 @@ def simulate(spec: StepSpec) -> StepMemory:
     return StepMemory(
         peaks=tracker.peaks,
         parameters=_numbers(student),
-        trainable=sum(p.numel() for p in run.trained),
-        trained_bytes=sum(p.nbytes for p in run.trained),
+        trainable=sum(p.numel() for p in step.trained),
+        trained_bytes=sum(p.nbytes for p in step.trained),
         layer_bytes=_largest_layer(student),
         teacher_parameters=0 if teacher is None else _numbers(teacher),
     )
 
 
-class _Run:
+class _TrainerSteps:
     """The highest moments of a Trainer's steps, each once.
 
-    A micro-batch is at its highest as the last of its step, beside the gradients of those before it, and the optimizer
-    in the second step, where it has its state. What lies there all through a micro-batch moves its peaks and not their
-    places, so it is added to them once it is known.
+    A micro-batch peaks as the last of its step, beside the gradients of those before it. The optimizer peaks in the
+    second step, when its state exists. What lies in memory during a whole micro-batch raises its peaks and does not
+    move them, so it is added at the end.
     """
 
     def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker):
@@ -160,7 +158,7 @@ class _Run:
         self.used.add(parameter)
         self.tracker.add([parameter.grad], "gradients")  # pyright: ignore
 
-    def steps(self) -> None:
+    def run(self) -> None:
         tracker = self.tracker
         if self.spec.accumulation > 1:
             for parameter in self.trained:
@@ -180,7 +178,7 @@ class _Run:
             peak.add("optimizer state", tracker.live["optimizer state"])
 
     def _drop_unused_gradients(self) -> int:
-        """Those of parameters that take no part in the loss; returns their bytes."""
+        """Drop gradients of parameters that the loss does not use; return their bytes."""
         before = self.tracker.live["gradients"]
         for parameter in self.trained:
             if parameter not in self.used:
@@ -248,7 +246,7 @@ def _teacher(spec: StepSpec) -> Any:
 
 
 def _allocate(model: Any) -> None:
-    """Put a model on the CPU instead of the meta device, which autocast does not know. What is shared stays so."""
+    """Move a model from the meta device, which autocast does not support, to the CPU. Shared tensors stay shared."""
     new: dict[int, Tensor] = {}
 
     def on_cpu(tensor: Tensor) -> Tensor:
@@ -256,7 +254,7 @@ def _allocate(model: Any) -> None:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             trained = isinstance(tensor, torch.nn.Parameter)
             new[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trained else empty
-            vars(new[id(tensor)]).update(vars(tensor))  # how a weight is packed
+            vars(new[id(tensor)]).update(vars(tensor))  # how a packed weight is unpacked
         return new[id(tensor)]
 
     for module in model.modules():
@@ -266,9 +264,9 @@ def _allocate(model: Any) -> None:
 
 def _built(spec: ModelSpec) -> Any:
     config = spec.config
-    own = "eager" if spec.attention == "eager" else None
+    implementation = "eager" if spec.attention == "eager" else None
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=own)
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=implementation)
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
     if model.config._attn_implementation != "eager":
@@ -283,7 +281,7 @@ def _decoder(student: Any) -> Any:
 
 
 def _numbers(model: Any) -> int:
-    """Parameters, those that are packed counted as they are without."""
+    """Count the parameters; packed weights count as if unpacked."""
     return sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.parameters())
 
 
@@ -294,5 +292,5 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _largest_layer(model: Any) -> int:
     layers = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    sizes = (sum(p.nbytes for p in layer.parameters()) for found in layers for layer in found)
+    sizes = (sum(p.nbytes for p in layer.parameters()) for modules in layers for layer in modules)
     return max(sizes, default=0)

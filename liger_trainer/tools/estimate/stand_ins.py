@@ -1,6 +1,6 @@
-"""Layers and optimizers whose kernels run on a GPU only, as far as their memory goes: what they return, keep and need.
+"""Stand-ins for layers and optimizers whose kernels run on a GPU only. They have their memory and compute nothing.
 
-They compute nothing. Sizes of attention: PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691); of 4-bit and 8-bit
+Sizes of attention: PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691); of 4-bit and 8-bit
 weights and moments: bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861; 2023, arXiv:2305.14314).
 """
 
@@ -23,17 +23,17 @@ from ...patching import lora as patch_lora
 
 @contextlib.contextmanager
 def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
-    """Within it our ops on CPU tensors without data take and make the memory that they do on a GPU.
+    """Let our ops on CPU tensors without data allocate what they would on a GPU.
 
     Args:
-        count: labelled rows of a batch, a number that the ops would read out of it.
-        num_items: what the loss is divided by.
+        count: labelled rows of a batch, which the ops would count.
+        num_items: divisor of the loss.
     """
     replaced = Replacements()
-    # on the CPU it keeps what it multiplies by in the dtype of its input
+    # dropout on the CPU keeps its mask in the dtype of the input
     replaced.set(F, "dropout", _dropout)
     replaced.set(gated_mlp, "WEIGHTS", (*gated_mlp.WEIGHTS, FakeTensor))
-    for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # of transformers' mixtures of experts
+    for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
         if hasattr(place, name):
             replaced.set(place, name, grouped_mm)
     try:
@@ -45,10 +45,10 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_bitsandbytes() -> Iterator[None]:
-    """Within it patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes."""
+    """Let patching and the LoRA ops take `QuantizedLinear` for the layers of bitsandbytes."""
     replaced = Replacements()
-    replaced.set(patch_lora, "_4bit_types", lambda: (QuantizedLinear,))
-    replaced.set(patch_lora, "_dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
+    replaced.set(patch_lora, "bnb_4bit_types", lambda: (QuantizedLinear,))
+    replaced.set(patch_lora, "dequantized", lambda state, weight: weight.new_empty(state.shape, dtype=state.dtype))
     try:
         yield
     finally:
@@ -60,12 +60,12 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 class _Attention(torch.autograd.Function):
-    """q: (batch, heads, length, width); k, v: with as many heads or fewer. Keeps them, its output and a log-sum-exp."""
+    """q: (batch, heads, length, width); k, v: as many heads or fewer. Keeps these, the output and a log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, heads, length, _ = q.shape
-        same = v.shape[-1] == q.shape[-1]  # then the output lies in memory as q does
+        same = v.shape[-1] == q.shape[-1]  # then the output has the strides of q
         out = torch.empty_like(q) if same else q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, length, dtype=torch.float32))
         return out
@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *_ = ctx.saved_tensors
-        summed = q.new_empty(q.shape, dtype=torch.float32)  # dq while it is added up
+        summed = q.new_empty(q.shape, dtype=torch.float32)  # dq is accumulated in fp32
         spread = [x.new_empty(*q.shape[:-1], x.shape[-1]) for x in (k, v) if k.shape[1] != q.shape[1]]
         result = tuple(torch.empty_like(x) for x in (q, k, v))
         del summed, spread
@@ -87,7 +87,7 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    if attention_mask is not None:  # kernels with a mask want as many keys as queries, and the mask in the dtype
+    if attention_mask is not None:  # these kernels take as many key heads as query heads, and the mask in their dtype
         groups = query.shape[1] // key.shape[1]
         key, value = (repeat_kv(x, groups) if groups > 1 else x for x in (key, value))
         bias = attention_mask.to(query.dtype)
@@ -114,7 +114,7 @@ def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **kwar
 
 
 class _Masked(torch.autograd.Function):
-    """The same with a mask, which it keeps."""
+    """Attention with a mask, which it keeps."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def attention_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None,
     local_size: int | None = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
-    """The mask of `scaled_dot_product_attention`: none where causality says all, else (batch, 1, queries, keys)."""
+    """Return the mask for `scaled_dot_product_attention`: none for plain causality, else (batch, 1, queries, keys)."""
     windowed = local_size is not None and kv_length > local_size
     if attention_mask is None and not windowed:
         return None
@@ -138,20 +138,20 @@ def attention_mask(
 
 
 class _Packed(NamedTuple):
-    """What a packed weight is when it is unpacked."""
+    """Shape and dtype of a packed weight after unpacking."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer of packed numbers, unpacked for each product, forward and backward."""
+    """A frozen linear layer whose weight is unpacked for each product, forward and backward."""
 
     def __init__(self, linear: nn.Linear, bits: int):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         numbers = linear.weight.numel()
-        # of 4 bits with double quantisation: a byte for each 64 numbers and 4 for each 256 of those; of 8: 4 a row
+        # 4 bits, double quantisation: a byte for 64 numbers and 4 bytes for 256 such bytes; 8 bits: 4 bytes a row
         scales = math.ceil(numbers / 64) + 4 * math.ceil(numbers / 2**14) if bits == 4 else 4 * linear.out_features
         size = numbers * bits // 8 + scales
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
@@ -180,7 +180,7 @@ class _Unpacked(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, bits: int) -> None:
-    """Replace linear layers as transformers does for bitsandbytes: all but the output head, tied or not."""
+    """Replace linear layers as transformers does for bitsandbytes: all but the output head."""
     head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -189,8 +189,10 @@ def quantize(model: nn.Module, bits: int) -> None:
 
 
 class MomentsOptimizer(torch.optim.Optimizer):
-    """An optimizer of bitsandbytes: `moments` for each number, of `bits`, with 4 bytes a block of 256 where these are
-    8. Paged ones lie in memory of the host that the GPU pages in."""
+    """An optimizer of bitsandbytes, with `moments` of `bits` for each number.
+
+    Moments of 8 bits have 4 bytes for each block of 256. Paged moments lie in host memory.
+    """
 
     SMALLEST = 4096  # numbers; smaller tensors keep moments of 32 bits
 

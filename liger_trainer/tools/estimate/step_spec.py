@@ -1,4 +1,4 @@
-"""From a configuration to the step whose memory is simulated. Models are read as far as their configuration."""
+"""Turn a configuration into the step to simulate. Of the models, only configurations are read."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .stand_ins import MomentsOptimizer
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
-# That of SmolLM2-135M-Instruct, of which the demo's model directory is built at the first use.
+# SmolLM2-135M-Instruct; its model directory is built at first use, which may be later.
 DEMO_CONFIG = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
@@ -63,27 +63,17 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> StepSpec:
-    """The step of a configuration on a GPU that has bf16 or not.
+    """Return the step of a configuration on a GPU with or without bf16.
 
     Args:
         longest: tokens of the longest row of a batch.
         padded: whether the others may be shorter.
 
     Raises:
-        ConfigError: settings whose memory is not known; what `training_args` refuses.
+        ConfigError: settings whose memory is not known, or that `training_args` refuses.
     """
     args = _training_args(config)
-    if args.optim not in OPTIMIZERS:
-        raise config.error(
-            "optim", f"estimate does not know its memory: {args.optim}. It knows {', '.join(OPTIMIZERS)}."
-        )
-    if config.recipe == "distill":
-        unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
-        if unknown:
-            raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
-    for key in ("activation_offloading", "torch_compile"):
-        if config[key]:
-            raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
+    _check_known(config, args)
     student = _student(config)
     distils = config.recipe == "distill"
     teacher, records = _teacher(config, args, student.config, bf16) if distils else (None, None)
@@ -113,8 +103,22 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     )
 
 
+def _check_known(config: "RunConfig", args: Any) -> None:
+    if args.optim not in OPTIMIZERS:
+        raise config.error(
+            "optim", f"estimate does not know its memory: {args.optim}. It knows {', '.join(OPTIMIZERS)}."
+        )
+    if config.recipe == "distill":
+        unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
+        if unknown:
+            raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
+    for key in ("activation_offloading", "torch_compile"):
+        if config[key]:
+            raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
+
+
 def _training_args(config: "RunConfig") -> Any:
-    """The trainer's arguments, without what only the GPU and the other processes of the run would accept."""
+    """Return the trainer's arguments, without settings that need the GPU or the other processes of the run."""
     here = {
         "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None,
         "fsdp_config": None, "bf16_full_eval": False, "fp16_full_eval": False,
@@ -131,7 +135,7 @@ def _autocast(config: "RunConfig", bf16: bool) -> torch.dtype | None:
 
 
 def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of the model that a key names. The demo's need not have been made yet.
+    """Read the configuration of the model that a key names. The demo model need not exist yet.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -158,7 +162,7 @@ def _student(config: "RunConfig") -> ModelSpec:
 
 
 def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bool) -> tuple[ModelSpec | None, Any]:
-    """(the teacher's model, None), or (None, what makes the records of a batch out of a cache)."""
+    """Return (the teacher's model, None), or (None, a function that makes the records of a batch)."""
     if args.teacher == "cache":
         return None, cache_format(config, student).records
     if args.teacher == "self":
@@ -189,20 +193,20 @@ def _dtype(name: Any, config: PreTrainedConfig) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How a cache of a configuration writes its tokens."""
+    """The format of the records in a configuration's cache."""
 
-    of: RecordFormat
+    record: RecordFormat
 
     def records(self, rows: int, length: int) -> SparseAnswer:
-        """Those of a batch, decoded, without data."""
-        ids = torch.empty(rows, length, self.of.entries + self.of.tail_draws, dtype=torch.int32)
+        """Return the decoded records of a batch, without data."""
+        ids = torch.empty(rows, length, self.record.entries + self.record.tail_draws, dtype=torch.int32)
         values = (torch.empty(rows, length) for _ in range(3))
         targets = TokenTargets(ids, torch.empty(ids.shape), ids[..., 0], *values)
-        return SparseAnswer(targets, self.of.tail, self.of.vocab_size)
+        return SparseAnswer(targets, self.record.tail, self.record.vocab_size)
 
 
 def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
-    """That which `liger-trainer cache` would write. The tokenizer may know fewer tokens than the model."""
+    """Return the format that `liger-trainer cache` would write, with the vocabulary of the model."""
     vocabulary = student.get_text_config(decoder=True).vocab_size
     kind, entries, draws, bits = (config[f"cache_{name}"] for name in ("kind", "entries", "tail_draws", "bits"))
     return CacheFormat(RecordFormat.of(kind, entries, draws, bits, vocabulary))

@@ -1,10 +1,11 @@
-"""How much each decoder layer, and each unit of each MLP, does on given rows: one forward pass, nothing trained.
+"""Measure how important each decoder layer, and each unit of each MLP, is on given rows. Nothing is trained.
 
     importance of a layer = 1 - mean over tokens of cos(hidden state before it, hidden state after it)
     importance of a unit  = mean over tokens of |act(gate) * up|, what enters the down-projection
 
-The first is the block influence of ShortGPT (Men et al. 2024, arXiv:2403.03853): a layer that hardly turns the hidden
-state can go. The second is how Minitron (Muralidharan et al. 2024, arXiv:2407.14679) ranks the units of an MLP.
+The first is the block influence of ShortGPT (Men et al. 2024, arXiv:2403.03853): a layer that hardly turns the
+hidden state can be left out. The second is how Minitron (Muralidharan et al. 2024, arXiv:2407.14679)
+ranks the units of an MLP.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from ...losses.model_parts import decoder_layers
 
 @dataclass(frozen=True)
 class Importance:
-    """What was measured.
+    """The measured importance.
 
     Attributes:
         layers: the block influence of each layer, from 0 (changes no direction) to 2.
-        units: for each MLP that was given, (intermediate_size,) fp64, the mean absolute activations.
-        tokens: how many it is a mean over; padding is left out.
+        units: for each MLP, (intermediate_size,) fp64, the mean absolute activations.
+        tokens: number of tokens in the means, without padding.
     """
 
     layers: list[float]
@@ -36,13 +37,13 @@ class Importance:
     tokens: int
 
     def most_important(self, count: int) -> list[int]:
-        """The `count` layers with the largest block influence, ascending; of equals the earlier ones."""
+        """Return the `count` layers with the largest block influence, ascending; earlier layers win ties."""
         ranked = sorted(range(len(self.layers)), key=lambda index: -self.layers[index])
         return sorted(ranked[:count])
 
 
 class _Sums:
-    """Sums over the tokens of the batch at hand, kept on the device in fp64; `real` marks tokens, not padding."""
+    """Sums over tokens, kept on the device in fp64; `real` marks the tokens of the batch that are not padding."""
 
     def __init__(self, layers: int, mlps: int, device: torch.device):
         self.real = torch.ones(0, dtype=torch.bool)
@@ -85,7 +86,7 @@ def measure_importance(
     """Run the batches through `model` and measure its layers, and the units that enter the modules `downs`.
 
     Args:
-        model: a causal LM whose decoder layers are one list; it is left as it was. Its head is not computed.
+        model: a causal LM with one list of decoder layers; it is not changed. Its head is not computed.
         batches: keywords of the model's decoder, such as input_ids and attention_mask, on its device; labels are not
             used. Without an attention mask every token counts.
         downs: down-projections, called once in a forward with (..., intermediate_size).

@@ -1,7 +1,7 @@
-"""`init-student`: make a student as a configuration says, measure it against what it was made from, save it.
+"""`init-student`: make a student from its teacher, measure it against the teacher, and save it.
 
-The rows are the run's held-out rows, prepared as the trainer prepares them. Importance and metrics are both taken on
-them: no weight is learned, but which layers stay is chosen there.
+Importance and metrics are measured on the held-out rows of the run, prepared as the trainer prepares them. No weight is
+learned from them, but they decide which layers stay.
 """
 
 import copy
@@ -40,7 +40,7 @@ class StudentRecord:
     """What student.json holds, beside the versions and the facts about the data. KLs are in nats per token."""
 
     teacher: str
-    """the model the student is made of, as the configuration names it"""
+    """the model that the student is made from, as the configuration names it"""
     teacher_revision: str | None
     chosen_by: dict[str, Any]
     """the keys of the configuration that say what is kept"""
@@ -50,21 +50,21 @@ class StudentRecord:
     """block influence of each of the teacher's layers (arXiv:2403.03853)"""
     importance_tokens: int
     intermediate_size: dict[str, int] | None
-    """of teacher and student, where it was narrowed"""
+    """of teacher and student, if it was narrowed"""
     activation_kept: list[float] | None
     """for each kept layer, the share of its units' mean absolute activation that the kept units have"""
     parameters: dict[str, int]
     dtype: str
     metrics: dict[str, float]
-    """on the held-out rows, of the student as saved against the teacher"""
+    """of the saved student against the teacher, on the held-out rows"""
 
 
 def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedModel]:
-    """Make, save and measure the student that `config` describes: its directory, the record, and the model.
+    """Make, measure and save the student that `config` describes; return its directory, record and model.
 
     Raises:
-        ConfigError: nothing says what to keep, a model or choice that does not fit, an output directory that is not
-            empty, settings for several processes.
+        ConfigError: no setting says what to keep, a model or choice does not fit, the output directory is not empty,
+            or settings are for several processes.
         DataError: the dataset is wrong.
         NonFiniteError: a metric of the student is NaN or infinite; nothing is left behind.
     """
@@ -116,10 +116,10 @@ def _check_settings(config: "RunConfig") -> None:
 
 
 def check_student_dir(config: "RunConfig") -> Path:
-    """Where the student goes. It is not made yet.
+    """Return the directory of the student. It is not made yet.
 
     Raises:
-        ConfigError: something is there already, or it cannot be written.
+        ConfigError: it is not empty, or cannot be written.
     """
     key = "student_output_dir"
     chosen = config[key] or f"{str(config['output_dir']).rstrip('/')}-student"
@@ -131,17 +131,17 @@ def check_student_dir(config: "RunConfig") -> Path:
 
 
 def _check_sizes(config: "RunConfig", files: ModelFiles) -> None:
-    """The student must be smaller than what it is made of; the other keys are checked as for a run."""
+    """Check that the student is smaller than its teacher; other keys are checked as for a run."""
     text = files.config.get_text_config(decoder=True)
     sizes = {"student_num_layers": "num_hidden_layers", "student_intermediate_size": "intermediate_size"}
     for key, attribute in sizes.items():
-        there = getattr(text, attribute, None)
-        if config[key] is not None and isinstance(there, int) and config[key] >= there:
-            raise config.error(key, f"expected less than {there}, which {files.path} has, got {config[key]}.")
+        size = getattr(text, attribute, None)
+        if config[key] is not None and isinstance(size, int) and config[key] >= size:
+            raise config.error(key, f"expected less than {size}, which {files.path} has, got {config[key]}.")
 
 
 def _arguments(config: "RunConfig", staged: Path) -> Any:
-    """The run's arguments, as far as they decide rows and numbers. The teacher is the model at hand."""
+    """Return the run's arguments for a distillation from a model, which only measures."""
     args: Any = replace(config, recipe="distill").training_args()
     args.output_dir, args.report_to, args.push_to_hub = str(staged), [], False
     args.teacher, args.teachers, args.teacher_column, args.teacher_cache_dir = "model", None, None, None
@@ -166,7 +166,7 @@ def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, 
 def build_student(
     config: "RunConfig", original: PreTrainedModel, importance: Importance
 ) -> tuple[PreTrainedModel, list[int], list[float] | None]:
-    """The student, the layers it keeps, and where its MLPs are narrowed the share of activation each keeps."""
+    """Return the student, its kept layers, and the share of activation that each narrowed MLP keeps."""
     every_nth, kept = config["keep_every_nth_layer"], config["keep_layers"]
     if config["student_num_layers"] is not None:
         kept = importance.most_important(config["student_num_layers"])
@@ -195,7 +195,7 @@ def _compare(
     data: RunData,
     args: Any,
 ) -> dict[str, float]:
-    """The metrics of a distillation's first moment: the student against what it was made of."""
+    """Measure the student against the model that it was made from."""
     with config.refusals("LigerDistillTrainer"):
         trainer = LigerDistillTrainer(
             student,
@@ -207,7 +207,7 @@ def _compare(
         )
     measured = trainer.evaluate()
     metrics = {row.metric: measured[f"eval_{row.metric}"] for row in DISTILL_ROWS}
-    lost = [name for name, value in metrics.items() if not math.isfinite(value)]
-    if lost:
-        raise NonFiniteError(f"the student's {', '.join(lost)} is not finite: {metrics}. It is not saved.")
+    wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if wrong:
+        raise NonFiniteError(f"the student's {', '.join(wrong)} is not finite: {metrics}. It is not saved.")
     return metrics

@@ -1,11 +1,11 @@
-"""Students with narrower MLPs: the units that are kept compute what they computed in the teacher.
+"""Make MLPs narrower: the units that are kept compute what they computed in the teacher.
 
-The MLPs are found as `patch` finds them: by structure, with a proof on a miniature (`patch_mlps`). So gate, up and down
-are known whatever they are called, packed or apart, and an MLP that computes anything else is refused.
+The MLPs are found as `patch` finds them: by structure, proved on a miniature (patching/mlps.py). So gate, up and down
+may have any names, packed or apart, and an MLP that computes anything else is refused.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
 from ...modules.gated_mlp import is_plain
 from ...patching import structure
-from ...patching.mlps import MLP, prove_mlp
+from ...patching.mlps import MLPRule, looks_like_an_mlp, prove_mlp
 from ...run.drop_layers import fill
 
 
@@ -26,14 +26,14 @@ class LayerMLP:
 
     path: str
     module: nn.Module
-    rule: MLP
+    rule: MLPRule
 
     @property
     def down(self) -> nn.Module:
         return getattr(self.module, self.rule.down)
 
     def narrowed(self, state: dict[str, Tensor], units: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The entries of a state dict that change, with the units that are kept."""
+        """Yield the entries of a state dict that change, cut to the kept units."""
         inner = state[f"{self.path}.{self.rule.down}.weight"].shape[1]
         rows = torch.cat([units, inner + units]) if self.rule.layout in ("gate first", "up first") else units
         for name in self.rule.first:
@@ -45,11 +45,11 @@ class LayerMLP:
 
 
 def layer_mlps(model: PreTrainedModel) -> list[LayerMLP]:
-    """The MLP of each decoder layer, all as wide as `config.intermediate_size` says.
+    """Return the MLP of each decoder layer, all of width `config.intermediate_size`.
 
     Raises:
-        ConfigError: a layer without exactly one such MLP (experts, Conv1D, another activation), or one whose width
-            the configuration has no single number for.
+        ConfigError: a layer without exactly one such MLP (experts, Conv1D, another activation), or a configuration
+            without a single width.
     """
     width = getattr(model.config.get_text_config(decoder=True), "intermediate_size", None)
     if not isinstance(width, int):
@@ -58,26 +58,25 @@ def layer_mlps(model: PreTrainedModel) -> list[LayerMLP]:
             "intermediate_size. Leave student_intermediate_size out."
         )
     path, layers = decoder_layers(model)
-    proved: dict[tuple, MLP | str | None] = {}
-    return [_mlp_of(layer, f"{path}.{index}", width, proved) for index, layer in enumerate(layers)]
+    prove = structure.once_for_equal_layers(prove_mlp)
+    return [_mlp_of(layer, f"{path}.{index}", width, prove) for index, layer in enumerate(layers)]
 
 
-def _mlp_of(layer: nn.Module, path: str, width: int, proved: dict[tuple, MLP | str | None]) -> LayerMLP:
-    found, reasons = [], []
+def _mlp_of(layer: nn.Module, path: str, width: int, prove: Callable[[nn.Module], MLPRule | str | None]) -> LayerMLP:
+    candidates, reasons = [], []
     for name, module in layer.named_modules():
-        if not 2 <= sum(structure.is_linear(child) for child in module.children()) <= 3:
+        if not looks_like_an_mlp(module):
             continue
-        key = structure.settings(module)
-        if key not in proved:
-            proved[key] = prove_mlp(module)
-        rule = proved[key]
+        rule = prove(module)
         if isinstance(rule, str):
             reasons.append(f"{type(module).__name__}: {rule}")
         elif rule is not None and all(is_plain(linear) for linear in rule.linear_layers(module)):
-            found.append(LayerMLP(f"{path}.{name}", module, rule))
-    if len(found) == 1 and getattr(found[0].down, "in_features", None) == width:
-        return found[0]
-    what = "; ".join(reasons) or ", ".join(f"{mlp.path} of width {mlp.down.in_features}" for mlp in found) or "none"
+            candidates.append(LayerMLP(f"{path}.{name}", module, rule))
+    if len(candidates) == 1 and getattr(candidates[0].down, "in_features", None) == width:
+        return candidates[0]
+    what = (
+        "; ".join(reasons) or ", ".join(f"{mlp.path} of width {mlp.down.in_features}" for mlp in candidates) or "none"
+    )
     raise ConfigError(
         f"The MLPs cannot be narrowed: expected one of width {width} (intermediate_size) in {path}, found {what}. "
         "Leave student_intermediate_size out."
@@ -85,9 +84,9 @@ def _mlp_of(layer: nn.Module, path: str, width: int, proved: dict[tuple, MLP | s
 
 
 def narrow_mlps(model: PreTrainedModel, units: Sequence[Tensor]) -> PreTrainedModel:
-    """A new model with only some units of each layer's MLP: rows of gate and up, columns of down.
+    """Return a new model with only some units of each MLP: rows of gate and up, columns of down.
 
-    What is not cut is shared with `model`, which is meant to be thrown away.
+    Other weights are shared with `model`, which is meant to be thrown away.
 
     Args:
         model: a causal LM with plain weights.

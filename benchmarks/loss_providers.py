@@ -1,46 +1,37 @@
-"""Who is measured: a provider turns a case into a function from inputs to loss, importing the peer then."""
+"""Who computes the fused losses: a provider turns a case into a function of its tensors, importing the peer then.
+
+The functions take hidden, weight and labels by name, those of a divergence also teacher_hidden and teacher_weight.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .cases import BETA, IGNORE_INDEX, Case, Inputs
-from .reference import plain_loss
+from .loss_cases import BETA, Case
+from .reference import IGNORE_INDEX
+from .suite import Provider
 
-LossFunction = Callable[[Inputs], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Provider:
-    """`build(case)` returns the function to time; `kinds` are the case kinds it can do, `default_kinds` those
-    it does unless `--providers` names it. `ours` marks what the accuracy gate holds to its bound."""
-
-    name: str
-    title: str
-    build: Callable[[Any], Callable[..., Any]]
-    kinds: tuple[str, ...]
-    default_kinds: tuple[str, ...]
-    ours: bool = False
+LossFunction = Callable[..., torch.Tensor]
 
 
 def our_cross_entropy(case: Case, **options) -> LossFunction:
     from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
-    return lambda x: linear_cross_entropy(x.hidden, x.weight, x.labels, **options).loss
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options).loss
 
 
 def our_divergence(case: Case, **options) -> LossFunction:
     from liger_trainer.kernels.linear_divergence import linear_divergence
 
     options = {"kind": case.kind, "beta": BETA[case.kind], **options}
-    return lambda x: linear_divergence(*x.heads, labels=x.labels, **options).loss
+    return lambda hidden, weight, labels, teacher_hidden, teacher_weight: (
+        linear_divergence(hidden, weight, teacher_hidden, teacher_weight, labels=labels, **options).loss
+    )
 
 
 def ours(case: Case, **options) -> LossFunction:
@@ -48,43 +39,47 @@ def ours(case: Case, **options) -> LossFunction:
 
 
 def eager(case: Case) -> LossFunction:
-    return lambda x: plain_loss(case, x)
+    return case.plain
 
 
 def compiled(case: Case) -> LossFunction:
-    return torch.compile(lambda x: plain_loss(case, x), dynamic=False)
+    return torch.compile(case.plain, dynamic=False)
 
 
 def liger_cross_entropy(case: Case) -> LossFunction:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()
-    return lambda x: loss(x.weight, x.hidden, x.labels)
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
 
 
 def liger_large_chunks(case: Case) -> LossFunction:
     """Liger with chunks 16 times as large, the fastest setting its authors report."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    given = {"ignore_index": IGNORE_INDEX, "chunk_mem_const": 16}
+    values = {"ignore_index": IGNORE_INDEX, "chunk_mem_const": 16}
     parameters = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())
-    rest = [given.get(p.name, p.default) for p in parameters[4:]]  # after ctx, input, weight, target
-    return lambda x: LigerFusedLinearCrossEntropyFunction.apply(x.hidden, x.weight, x.labels, *rest)[0]
+    rest = [values.get(p.name, p.default) for p in parameters[4:]]  # after ctx, input, weight, target
+    return lambda hidden, weight, labels: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *rest)[0]
+
+
+def _liger_divergence(loss: Callable[..., torch.Tensor]) -> LossFunction:
+    return lambda hidden, weight, labels, teacher_hidden, teacher_weight: loss(
+        hidden, weight, teacher_hidden, teacher_weight, labels
+    )
 
 
 def liger_chunked(case: Case) -> LossFunction:
     """Liger's chunked loss: `compiled=True`, 1024 tokens a chunk, by default; hard loss switched off."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETA[case.kind])
-    return lambda x: loss(*x.heads, x.labels)
+    return _liger_divergence(LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETA[case.kind]))
 
 
 def liger_fused_jsd(case: Case) -> LossFunction:
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    loss = LigerFusedLinearJSD(jsd_beta=BETA[case.kind])
-    return lambda x: loss(*x.heads, x.labels)
+    return _liger_divergence(LigerFusedLinearJSD(jsd_beta=BETA[case.kind]))
 
 
 def trl_cross_entropy(case: Case) -> LossFunction:
@@ -93,10 +88,10 @@ def trl_cross_entropy(case: Case) -> LossFunction:
 
     outputs = ("log_probs", "entropy", "is_top1")
 
-    def loss(x: Inputs) -> torch.Tensor:
-        valid = x.labels != IGNORE_INDEX
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        valid = labels != IGNORE_INDEX
         log_prob, *_ = ChunkedLogProbFunction.apply(
-            x.hidden[valid], x.weight, None, x.labels[valid], 1.0, 32768, None, 1.0, outputs
+            hidden[valid], weight, None, labels[valid], 1.0, 32768, None, 1.0, outputs
         )
         return -log_prob.sum() / valid.sum().clamp(min=1)
 
@@ -107,13 +102,12 @@ def trl_divergence(case: Case) -> LossFunction:
     """As the loss of `trl.DistillationTrainer` calls it: supervised positions only."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    def loss(x: Inputs) -> torch.Tensor:
-        hidden, weight, teacher_hidden, teacher_weight = x.heads
-        valid = x.labels != IGNORE_INDEX
-        divergence, _ = ChunkedDivergenceFunction.apply(
+    def loss(hidden, weight, labels, teacher_hidden, teacher_weight) -> torch.Tensor:
+        valid = labels != IGNORE_INDEX
+        per_token, _ = ChunkedDivergenceFunction.apply(
             hidden[valid], weight, None, teacher_hidden[valid], teacher_weight, None, BETA[case.kind]
         )
-        return divergence.sum() / valid.sum().clamp(min=1)
+        return per_token.sum() / valid.sum().clamp(min=1)
 
     return loss
 
@@ -121,14 +115,14 @@ def trl_divergence(case: Case) -> LossFunction:
 def cut_cross_entropy(case: Case) -> LossFunction:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda x: linear_cross_entropy(x.hidden, x.weight, x.labels)
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels)
 
 
 def torch_native(case: Case) -> LossFunction:
-    """torch's own op, with the chunking that it chooses; from torch 2.13 on."""
+    """Use torch's own op, with the chunking that it chooses; from torch 2.13 on."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
-    return lambda x: F.linear_cross_entropy(x.hidden, x.weight, x.labels, ignore_index=IGNORE_INDEX)
+    return lambda hidden, weight, labels: F.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE_INDEX)
 
 
 our_divergence_fp32 = partial(our_divergence, logits_dtype=torch.float32)

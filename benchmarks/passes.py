@@ -10,28 +10,32 @@ from dataclasses import dataclass
 import torch
 
 from .measure import MIB, Stopwatch
-from .op_cases import OpCase, Operands, make_operands, outputs_of
+from .op_cases import OpCase
+from .operands import Operands, outputs_of
+from .reference import Values
 
 ROTATED_BYTES = 1024 * MIB  # of the operands that a timed pass goes through: many times an H100's L2
 MOST_COPIES = 32
-CAPTURED_MIB = 12288  # a step with a higher peak is timed by events: its kernels are long, and a graph keeps its memory
 CALLS = 10  # in one measurement of the host's cost
 
 
 class Step:
     """One provider's forward and backward on one set of operands."""
 
-    def __init__(self, function: Callable, operands: Operands, leaves: Sequence[str]):
-        self.function, self.operands = function, operands
-        self.leaves = [operands.tensors[name] for name in leaves]
+    def __init__(self, function: Callable, operands: Operands, case: OpCase):
+        self.function, self.operands, self.case = function, operands, case
+        self.leaves = [operands.tensors[name] for name in case.leaves]
         self.outputs: tuple[torch.Tensor, ...] = ()
+
+    def on(self, operands: Operands) -> Step:
+        return Step(self.function, operands, self.case)
 
     def forward(self) -> None:
         self.outputs = ()  # frees the last graph first
         self.outputs = outputs_of(self.function(**self.operands.tensors))
 
     def backward(self) -> tuple[torch.Tensor, ...]:
-        """The leaves' gradients. The outputs stay, without what their backward had kept."""
+        """Return the leaves' gradients. The outputs stay, without what their backward had kept."""
         upstream = [g.to(x.dtype) for g, x in zip(self.operands.upstream, self.outputs, strict=True)]
         return torch.autograd.grad(self.outputs, self.leaves, upstream)
 
@@ -39,37 +43,13 @@ class Step:
         self.forward()
         self.backward()
 
-
-def values_of(step: Step, leaves: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of a step by name."""
-    step.forward()
-    gradients = step.backward()
-    outputs = {f"out{i}": x.detach() for i, x in enumerate(step.outputs)}
-    step.outputs = ()
-    return {**outputs, **{f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}}
-
-
-def bits(operands: Operands) -> dict[str, int]:
-    """An exact sum over the bits of each tensor, to notice what a provider writes into."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return {
-        name: int(x.detach().flatten().view(integers[x.element_size()]).sum()) for name, x in operands.named().items()
-    }
-
-
-class Restorer:
-    """Puts back the tensors `names` of operands that a provider writes into."""
-
-    def __init__(self, case: OpCase, copies: Sequence[Operands], names: Sequence[str]):
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for seed, operands in enumerate(copies if names else ()):
-            here = operands.named()
-            fresh = make_operands(case, next(iter(here.values())).device, seed).named()
-            self.pairs += [(here[name].detach(), fresh[name].detach()) for name in names]
-
-    def __call__(self) -> None:
-        for here, fresh in self.pairs:
-            here.copy_(fresh)
+    def values(self) -> Values:
+        """Return the outputs and gradients of a step by name."""
+        self.forward()
+        gradients = self.backward()
+        outputs = [x.detach() for x in self.outputs]
+        self.outputs = ()
+        return dict(zip(self.case.value_names(len(outputs)), [*outputs, *gradients], strict=True))
 
 
 @dataclass(frozen=True)
@@ -160,10 +140,6 @@ def passes_by_graphs(
         "backward": Pass("graph", prepare, backward.replay, len(steps)),
     }
     return passes, values
-
-
-def norms(values: Sequence[torch.Tensor]) -> list[float]:
-    return [float(torch.linalg.vector_norm(x.detach(), dtype=torch.float64)) for x in values]
 
 
 def number_of_copies(operands: Operands) -> int:

@@ -1,14 +1,17 @@
-"""What is measured: each case is one loss at one shape, and says how its inputs are drawn."""
+"""The cases of the fused losses: each is one loss at one shape, and says how its inputs are drawn."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-IGNORE_INDEX = -100
+from .operands import Draw, Operands
+from .reference import IGNORE_INDEX, at_least_fp32, divergence
+
 # How far the two distributions of TRL's and Liger's generalised JSD are mixed; 0 and 1 are their KL limits.
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 
@@ -35,9 +38,27 @@ class Case:
     grad_output: float = 1.0
     default: bool = True
 
+    is_loss = True
+
     @property
     def is_divergence(self) -> bool:
         return self.kind != "ce"
+
+    @property
+    def width(self) -> int:
+        return self.vocab_size
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return ("hidden",) if self.frozen_head else ("hidden", "weight")
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The tensors that have no row for each token."""
+        return ("weight", "teacher_weight") if self.is_divergence else ("weight",)
+
+    def value_names(self, outputs: int) -> tuple[str, ...]:
+        return ("loss", *self.leaves)
 
     @property
     def ignored_tokens(self) -> int:
@@ -50,57 +71,39 @@ class Case:
         width = student_products * self.hidden_size + self.teacher_hidden_size
         return 2 * (self.tokens - self.ignored_tokens) * self.vocab_size * width
 
+    def plain(self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **teacher: Any) -> torch.Tensor:
+        """Return the loss without a fused op: whole logits in the inputs' dtype, softmax in at least fp32."""
+        logits = at_least_fp32(hidden @ weight.T)
+        supervised = labels != IGNORE_INDEX
+        count = supervised.sum().clamp(min=1)
+        if not self.is_divergence:
+            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / count
+        log_p = at_least_fp32(teacher["teacher_hidden"] @ teacher["teacher_weight"].T).log_softmax(-1)
+        return (divergence(log_p, logits.log_softmax(-1), BETA[self.kind]) * supervised).sum() / count
 
-class Inputs(NamedTuple):
-    """hidden (N, H), weight (V, H), labels (N,); of a divergence also the teacher's (N, Ht) and (V, Ht)."""
+    def make_operands(self, device: torch.device, seed: int = 0) -> Operands:
+        """Draw hidden (N, H), weight (V, H), labels (N,); of a divergence also the teacher's (N, Ht) and (V, Ht)."""
+        draw = Draw.seeded(self.dtype, device, seed)
+        labels = draw.labels(self.tokens, self.vocab_size)
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    labels: torch.Tensor
-    teacher_hidden: torch.Tensor | None
-    teacher_weight: torch.Tensor | None
+        def head_and_hidden(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            weight = draw.normal(self.vocab_size, width).mul_(width**-0.5)
+            hidden = draw.normal(self.tokens, width)
+            if self.data == "structured":
+                noise = 2.0  # standard deviation of every logit; the target's mean then gives a loss of about 5
+                target_logit = math.log(self.vocab_size) + noise**2 / 2 - 5.0
+                hidden = hidden.mul_(noise).add_(weight[labels], alpha=target_logit)
+            return weight, hidden
 
-    @property
-    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden, weight, teacher_hidden, teacher_weight of a divergence."""
-        assert self.teacher_hidden is not None and self.teacher_weight is not None
-        return self.hidden, self.weight, self.teacher_hidden, self.teacher_weight
-
-    def clear_grads(self) -> None:
-        self.hidden.grad = self.weight.grad = None
-
-    def fingerprint(self) -> tuple[int, ...]:
-        """Exact sums over the bits of every tensor, to notice a provider that writes into its inputs."""
-        tensors = (tensor.detach().flatten() for tensor in self if tensor is not None)
-        return tuple(int(tensor.view(torch.int64).sum()) for tensor in tensors)
-
-
-def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Draw the inputs of `case` on `device`, the same for the same arguments; the student's require grad."""
-    generator = torch.Generator(device).manual_seed(seed)
-    labels = torch.randint(case.vocab_size, (case.tokens,), device=device, generator=generator)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
-
-    def head_and_hidden(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = normal(case.vocab_size, width).mul_(width**-0.5)
-        hidden = normal(case.tokens, width)
-        if case.data == "structured":
-            noise = 2.0  # standard deviation of every logit; the target's mean then gives a loss of about 5
-            target_logit = math.log(case.vocab_size) + noise**2 / 2 - 5.0
-            hidden = hidden.mul_(noise).add_(weight[labels], alpha=target_logit)
-        return weight, hidden
-
-    weight, hidden = head_and_hidden(case.hidden_size)
-    teacher_weight = teacher_hidden = None
-    if case.is_divergence:
-        teacher_weight, teacher_hidden = head_and_hidden(case.teacher_hidden_size)
-    masked = torch.randperm(case.tokens, device=device, generator=generator)[: case.ignored_tokens]
-    labels = labels.index_fill_(0, masked, IGNORE_INDEX)
-    hidden.requires_grad_()
-    weight.requires_grad_(not case.frozen_head)
-    return Inputs(hidden, weight, labels, teacher_hidden, teacher_weight)
+        weight, hidden = head_and_hidden(self.hidden_size)
+        tensors = {"hidden": hidden, "weight": weight, "labels": labels}
+        if self.is_divergence:
+            tensors["teacher_weight"], tensors["teacher_hidden"] = head_and_hidden(self.teacher_hidden_size)
+        masked = torch.randperm(self.tokens, device=device, generator=draw.generator)[: self.ignored_tokens]
+        tensors["labels"] = labels.index_fill_(0, masked, IGNORE_INDEX)
+        for name in self.leaves:
+            tensors[name].requires_grad_()
+        return Operands(tensors, [torch.tensor(self.grad_output, device=device)])
 
 
 def _divergences(student: int, teacher: int, vocab: int, **options) -> list[Case]:

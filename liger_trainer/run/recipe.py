@@ -1,0 +1,113 @@
+"""What every recipe does around the trainer that is its own: check, load, measure, train, save, measure again."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from trl import get_peft_config
+
+from ..trainers.sft_trainer import LigerTrainer
+from .data.datasets import RunData, load_run_datasets
+from .metric_rows import MetricRow, shown_rows
+from .models import ModelFiles, load_student, open_model
+from .output_dir import check_output_dir, finish, save_student
+from .results import RunResults, patch_facts, print_results, print_rows, run_console
+from .samples import Prompt, compare, measure
+from .train_loop import Clock, checkpoint_of, train
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+TrainerT = TypeVar("TrainerT", bound=LigerTrainer)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything that a run opens before it loads weights."""
+
+    config: "RunConfig"
+    console: Console
+    clock: Clock
+    output_dir: Path
+    checkpoint: str | None
+    """the directory to resume from"""
+    data: RunData
+    student: ModelFiles
+
+
+def prepare(config: "RunConfig") -> Preparation:
+    """Check the output directory, load the rows and open the student's files.
+
+    Raises:
+        ConfigError: the output directory is taken, or there is no such model, dataset or checkpoint.
+        DataError: the dataset is wrong.
+    """
+    output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
+    data, student = load_run_datasets(config), open_model(config, "model_name_or_path")
+    return Preparation(config, run_console(), Clock(), output_dir, checkpoint, data, student)
+
+
+def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
+    """Load the weights and tokenize the rows.
+
+    Args:
+        args: `config.training_args()`, called before: it sets up the devices that weights are loaded onto.
+        teacher: keywords of a trainer that distils.
+    """
+    config = run.config
+    loading = run.console.status("Loading weights, tokenizing rows")
+    with run.clock("load"), loading, config.refusals(trainer_class.__name__):
+        trainer = trainer_class(
+            load_student(config, run.student),
+            args=args,
+            train_dataset=run.data.train,
+            eval_dataset=run.data.test,
+            processing_class=run.student.tokenizer,
+            peft_config=get_peft_config(config.model_args()),
+            **teacher,
+        )
+    print_rows(run.console, trainer.row_facts)
+    return trainer
+
+
+def train_and_save(
+    run: Preparation,
+    trainer: LigerTrainer,
+    prompts: list[Prompt],
+    rows: tuple[MetricRow, ...],
+    teacher_texts: list[str] | None = None,
+) -> Path:
+    """Measure, train, save, measure again, and write the results; return the output directory.
+
+    Args:
+        rows: the metrics to print.
+        teacher_texts: the teacher's completions of the prompts.
+
+    Raises:
+        Interrupted: training was stopped, and a checkpoint saved.
+    """
+    config, clock = run.config, run.clock
+    measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
+    before, training = train(trainer, config, run.checkpoint, measure_now, clock)
+    with clock("save"):
+        save_student(trainer, config, run.output_dir)
+    with clock("measure_after"):
+        after = measure_now()
+    results = RunResults(
+        recipe=config.recipe,
+        config=config.source,
+        before=before.metrics,
+        after=after.metrics,
+        completions=compare(prompts, before, after, teacher_texts),
+        data=run.data.facts,
+        rows=trainer.row_facts,
+        patched=patch_facts(student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)),
+        training=training,
+        seconds=clock.seconds,
+        log_history=trainer.state.log_history,
+    )
+    finish(trainer, config, run.output_dir, results)
+    print_results(run.console, results, shown_rows(rows, [before.metrics]), run.output_dir)
+    return run.output_dir

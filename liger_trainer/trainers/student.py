@@ -1,0 +1,125 @@
+"""The student of a trainer: how it is loaded, patched and checked."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from peft import PeftModel, PeftType
+from torch import nn
+from trl.trainer import sft_trainer
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
+
+from ..common.replacements import Replacements
+from ..common.weights import load_whole
+from ..errors import ConfigError
+from ..losses.spec import LossOptions
+from ..patching.patcher import Patched, PatchOptions, patched_record
+
+
+def take_liger_options(args: Any) -> PatchOptions | None:
+    """Return what `liger_kernel_config` asks for, None without it, and switch `use_liger_kernel` off.
+
+    transformers and TRL would serve the flag with liger-kernel, or refuse it.
+
+    Raises:
+        ConfigError: the options leave the fused loss out, which the trainers are made for.
+    """
+    config = getattr(args, "liger_kernel_config", None)
+    if getattr(args, "use_liger_kernel", False):
+        args.use_liger_kernel = False
+    if config is None:
+        return None
+    options = PatchOptions.of(config)
+    if not options.fused_linear_cross_entropy:
+        raise ConfigError(
+            "The trainers of liger_trainer compute their loss from hidden states; with "
+            f"liger_kernel_config={dict(config)} there would be no such loss. Take fused_linear_cross_entropy and "
+            "cross_entropy out of it, or use TRL's SFTTrainer with liger_trainer.enable()."
+        )
+    return options
+
+
+def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patched:
+    """Patch layers and loss. A model that is patched already keeps its layers, and gets this loss on top.
+
+    Raises:
+        ConfigError: the model's loss cannot be replaced, or an earlier patch contradicts `options`.
+    """
+    record = patched_record(model)
+    if record is None:
+        record = Patched(model, options or PatchOptions(), loss)
+    elif record.options.cross_entropy:
+        raise ConfigError(
+            "The model was patched with cross_entropy=True before, so its loss wants stored logits, and this trainer "
+            "stores none. Patch it without cross_entropy, or leave the patching to the trainer."
+        )
+    elif options in (None, replace(record.options, fused_linear_cross_entropy=True)):
+        record.fuse(loss)
+    else:
+        raise ConfigError(
+            f"liger_kernel_config asks for {options}, but the model was patched with {record.options} before. "
+            "Leave one of the two away."
+        )
+    if record.fused is None:
+        reason = record.report.left_alone["loss"]
+        record.undo()
+        raise ConfigError(reason)
+    return record
+
+
+@contextlib.contextmanager
+def loading_and_adapters(args: Any) -> Iterator[None]:
+    """Change two things in SFTTrainer's module while it constructs itself.
+
+    A model that is given by its name must have all its weights in its files. And adapters on `lm_head`, which
+    SFTTrainer refuses because its own fused head would leave them out, are let through: our loss includes them.
+    """
+    replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
+
+    def load(name: str, **options: Any) -> Any:
+        return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
+
+    replacements.set(sft_trainer, "create_model_from_path", load)
+    if hasattr(sft_trainer, "BaseTunerLayer"):  # only the check of lm_head reads it there
+        replacements.set(sft_trainer, "BaseTunerLayer", _NoLayer)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+class _NoLayer:
+    """Nothing is an instance of it."""
+
+
+def undo_evaluation_wrap(model: Any) -> None:
+    """Undo what accelerate did to a model that was evaluated before training.
+
+    accelerate takes a model that was prepared for evaluation for one that is ready to train, and would not wrap it in
+    DDP: every process would train on its own gradients.
+    """
+    attributes = vars(model)
+    if "_original_forward" in attributes:  # accelerate's unwrap_model would go on below the fused loss
+        model.forward = attributes.pop("_original_forward")
+    del model._is_accelerate_prepared
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch dropout off in modules, and where attention keeps a probability for the functional form."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+
+
+def check_prompt_learning(student: Any) -> None:
+    """Raise ConfigError where adapters put positions of their own in front of a row."""
+    config: Any
+    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+        # Prefixes are keys and values, so they add no positions.
+        if config.is_prompt_learning and config.peft_type != PeftType.PREFIX_TUNING:
+            raise ConfigError(
+                f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
+                "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
+            )

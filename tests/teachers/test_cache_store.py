@@ -1,0 +1,140 @@
+"""A cache on disk: rows found by their content, damage found and named, fingerprints that tell apart what matters."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from caches import config, end_of, flip, other_tokenizer, trainer_of
+from tiny import tiny_model, tiny_tokenizer
+
+from liger_trainer.cli import main
+from liger_trainer.common.files import sha256
+from liger_trainer.errors import ConfigError, CorruptError
+from liger_trainer.teachers.cache.store import INDEX, TeacherCache
+from liger_trainer.teachers.fingerprints import files_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from liger_trainer.teachers.row_keys import row_key
+
+
+@pytest.fixture
+def cache(whole_cache, tmp_path):
+    """A copy of it to be damaged."""
+    shutil.copytree(whole_cache / "c", tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_the_key_of_a_row():
+    ids, labels = [5, 6, 7], [-100, 6, 7]
+    assert row_key(ids, labels) == row_key(torch.tensor(ids), [5, 6, 7])  # the first is never predicted
+    others = [([5, 6, 8], labels), ([6, 6, 7], labels), ([5, 6], [-100, 6]), (ids, [-100, -100, 7])]
+    assert row_key(ids, labels) not in {row_key(*other) for other in others}
+
+
+def test_one_flipped_bit_is_found(cache, capsys):
+    """Anywhere in a shard, by `verify`, and by a training that asks for it."""
+    file, rng = cache / "shard-00001.safetensors", random.Random(0)
+    content = file.read_bytes()
+    assert end_of(capsys, "cache", "verify", str(cache))[0] == 0
+    for place in [0, 8, len(content) - 1, *(rng.randrange(len(content)) for _ in range(10))]:
+        flip(file, place, rng.randrange(8))
+        with pytest.raises(CorruptError, match="shard-00001.safetensors is damaged"):
+            TeacherCache(cache, verify=True)
+        file.write_bytes(content)
+    flip(file, len(content) // 2)
+    code, said = end_of(capsys, "cache", "verify", str(cache))
+    assert code == 6 and "shard-00001.safetensors is damaged" in said
+    with pytest.raises(CorruptError, match="is damaged"):
+        trainer_of(config(cache, verify_teacher_cache=True))
+
+
+def truncated(cache):
+    file = cache / "shard-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def rewrite_index(cache, change):
+    """Change the content of the index and give it the checksum of the new one."""
+    content = json.loads((cache / INDEX).read_text())
+    del content["sha256"]
+    change(content)
+    checksum = sha256(json.dumps(content, sort_keys=True).encode())
+    (cache / INDEX).write_text(json.dumps({**content, "sha256": checksum}))
+
+
+DAMAGES = {
+    "truncated": (truncated, "shard-00002.safetensors has .* bytes, and should have"),
+    "missing": (lambda cache: (cache / "shard-00003.safetensors").unlink(), "shard-00003.safetensors is missing"),
+    "version": (
+        lambda cache: rewrite_index(cache, lambda content: content.update(version=2)),
+        "has version 2 of the format; this liger-trainer reads version 1",
+    ),
+    "index cut": (lambda cache: (cache / INDEX).write_text((cache / INDEX).read_text()[:200]), "cannot be read"),
+    "index changed": (
+        lambda cache: (cache / INDEX).write_text((cache / INDEX).read_text().replace('"entries": 8', '"entries": 9')),
+        "does not have the checksum",
+    ),
+    "index of nothing": (lambda cache: (cache / INDEX).write_text("[]"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_with_exit_code_6(cache, capsys, damage):
+    function, message = DAMAGES[damage]
+    function(cache)
+    with pytest.raises(CorruptError, match=message):
+        trainer_of(config(cache, cache_entries=8))  # also when nobody asks
+    assert end_of(capsys, "cache", "verify", str(cache))[0] == 6
+
+
+def test_a_bit_of_the_header_that_nobody_verified(cache):
+    """Without `verify`, what cannot be read is still an error of the cache, not a stack trace."""
+    flip(cache / "shard-00000.safetensors", 3, 7)
+    with pytest.raises(CorruptError, match="shard-00000.safetensors cannot be read"):
+        TeacherCache(cache)
+
+
+def test_a_cache_from_before_there_were_draws_from_the_rest(cache):
+    rewrite_index(cache, lambda content: content["settings"].pop("tail_draws"))
+    assert TeacherCache(cache, verify=True).format.tail == "bucket"
+
+
+def test_info_says_what_is_there(whole_cache, capsys):
+    code, said = end_of(capsys, "cache", "info", str(whole_cache / "c"))
+    assert code == 0
+    for words in ("finished", "the likeliest 8 tokens", "24 with 165 supervised tokens", "19 in a record", "float32"):
+        assert words in said, said
+    assert "draws" not in said
+    with pytest.raises(SystemExit):
+        main(["cache", "info", "--json", str(whole_cache / "c")])
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["entries"] == 8 and told["finished"] is True
+    assert end_of(capsys, "cache", "info", "nowhere")[0] == 2
+
+
+def test_fingerprints_tell_apart_what_matters():
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["w1 w2", "w1"], padding=True, truncation=True, max_length=3)  # changes the state, not the tokenizer
+    assert tokenizer_fingerprint(tokenizer) == before != tokenizer_fingerprint(other_tokenizer())
+    model = tiny_model()
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(tiny_model()) == before != weights_fingerprint(tiny_model(seed=1))
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-6
+    assert weights_fingerprint(model) != before
+
+
+def test_files_are_known_in_every_format(tmp_path):
+    model = tiny_model("llama_tied")
+    model.save_pretrained(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")
+    state = {name: x for name, x in model.state_dict().items() if name != "lm_head.weight"}
+    (tmp_path / "c").mkdir()
+    torch.save(state, tmp_path / "c" / "pytorch_model.bin")
+    a, b, c = (files_fingerprint(str(tmp_path / name)) for name in "abc")
+    assert a == c != b
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ConfigError, match="No weights were found"):
+        files_fingerprint(str(tmp_path / "d"))

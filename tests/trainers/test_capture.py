@@ -1,0 +1,313 @@
+"""A capture writes down what the teacher says, once, and goes on where it was interrupted."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from caches import captured, config, end_of, files_of, flip, keys_of, logits_by_hand, teacher_model, trainer_of
+from datasets import Dataset
+from filelock import FileLock
+from tiny import VOCAB, completions, shift_labels_of, tiny_model, tiny_tokenizer
+
+from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
+from liger_trainer.teachers.cache import reader as teacher_reader
+from liger_trainer.teachers.cache.records import RecordFormat
+from liger_trainer.teachers.cache.store import TeacherCache, read_index
+from liger_trainer.teachers.row_keys import documents
+from liger_trainer.trainers import capture as cache_capture
+from liger_trainer.trainers.capture import capture
+from liger_trainer.trainers.prepare_rows import prepare_rows
+
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
+
+
+@pytest.mark.parametrize("family, temperature", [("gemma2", 2.0), ("granite", 1.0), ("gpt2", 1.0), ("llama_tied", 2.0)])
+def test_topk_is_what_the_teacher_says(tmp_path, monkeypatch, family, temperature):
+    """Scales, softcaps and biases of the head, chunks of logits, rows of different lengths in a batch, shards."""
+    monkeypatch.setattr(teacher_reader, "_CHUNK_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(cache_capture, "MIB", 8)  # several shards
+    teacher = tiny_model(family, seed=3)
+    options = {"cache_entries": 9, "cache_bits": 16, "temperature": temperature, "per_device_eval_batch_size": 5}
+    args = captured(tmp_path / "c", completions(13), teacher=teacher, **options)
+    cache = TeacherCache(tmp_path / "c", verify=True)
+    assert len(cache.index.shards) > 2
+    rows = prepare_rows(args, tiny_tokenizer(), completions(13))
+    seen = 0
+    for document in documents(rows.datasets["train"]):
+        labels = torch.from_numpy(document.labels)
+        keep = shift_labels_of(labels[None])[0] != -100
+        logits = logits_by_hand(teacher, document.input_ids.tolist())[keep]
+        records = cache.records(document.key)
+        assert records is not None
+        got = cache.format.decode(records)
+        values, ids = (logits / temperature).log_softmax(-1).topk(9, -1)
+        assert torch.equal(got.ids.long(), ids)
+        torch.testing.assert_close(got.log_probs.double(), values, rtol=1e-3, atol=1e-3)
+        log_p = logits.log_softmax(-1)
+        label = log_p.gather(-1, shift_labels_of(labels[None])[0][keep][:, None]).squeeze(-1)
+        torch.testing.assert_close(got.label_log_prob.double(), label, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), rtol=1e-3, atol=1e-3)
+        seen += len(records)
+    assert seen == cache.index.tokens and len(cache) == cache.index.rows == 13
+
+
+@pytest.mark.parametrize("likeliest", [0, 5])
+def test_draws_are_unbiased(tmp_path, likeliest):
+    """count / m is the teacher's probability on average over seeds, the label's and the rare ones' too; beyond the
+    likeliest that are known, their mass times that."""
+    teacher, data = tiny_model(seed=3), completions(1)
+    shares, draws, seeds = 0, 6, 100
+    rows = prepare_rows(config(tmp_path), tiny_tokenizer(), data)
+    document = next(iter(documents(rows.datasets["train"])))
+    row = torch.from_numpy(document.input_ids.copy()), torch.from_numpy(document.labels.copy())
+    form = RecordFormat("topk", likeliest, 16, VOCAB, draws) if likeliest else RecordFormat("sampled", draws, 8, VOCAB)
+    for seed in range(seeds):
+        reader = teacher_reader.TeacherReader(teacher, form, temperature=2.0, seed=seed)
+        got = form.decode(reader.read([document.key], [row])[0])
+        p = torch.zeros(len(got.ids), VOCAB).scatter_add(1, got.ids.long().clamp(min=0), got.log_probs.exp())
+        shares = shares + p / seeds
+    keep = shift_labels_of(row[1][None])[0] != -100
+    truth = (logits_by_hand(teacher, row[0].tolist())[keep] / 2.0).softmax(-1).float()
+    spread = (truth * (1 - truth) / (draws * seeds)).sqrt()
+    known = truth.topk(likeliest, -1).indices
+    assert ((shares - truth).gather(-1, known).abs() < 1e-3).all()
+    assert ((shares - truth).abs() < 5 * spread + 1e-4).all()
+    assert torch.allclose(shares.sum(-1), torch.ones(len(shares)))
+
+
+def test_what_has_no_mass_is_not_drawn():
+    """At the very end of the cumulative distribution, where numbers round to its sum, lie tokens that are named."""
+    reader = teacher_reader.TeacherReader(tiny_model(), RecordFormat("topk", 2, 8, VOCAB, 4))
+    log_p = torch.full((1, VOCAB), -1e4)
+    log_p[0, :2], log_p[0, -2:] = torch.tensor([0.75, 0.25]).log(), -torch.inf
+    draws = reader._drawn(log_p, log_p.argmax(-1), torch.tensor([[0.0, 0.5, 0.8, 1.0]], dtype=torch.float64))
+    assert draws.ids.tolist() == [[0, 0, 1, 0]] and draws.log_probs.isfinite().all()
+
+
+def test_draws_depend_on_the_row_and_the_seed_alone(tmp_path):
+    whole = captured(tmp_path / "a", cache_kind="sampled", per_device_eval_batch_size=24)
+    captured(tmp_path / "b", completions().shuffle(seed=9), cache_kind="sampled", per_device_eval_batch_size=2)
+    captured(tmp_path / "c", cache_kind="sampled", seed=7)
+    a, b, c = (TeacherCache(tmp_path / name) for name in "abc")
+    assert a.index.fingerprints == b.index.fingerprints == c.index.fingerprints
+    same = [torch.equal(a.records(key), b.records(key)) for key in keys_of(whole)]  # type: ignore[arg-type]
+    assert all(same) and len(same) == 24
+    assert not all(torch.equal(a.records(key), c.records(key)) for key in keys_of(whole))  # type: ignore[arg-type]
+
+
+def test_info_says_how_many_draws_there_are(tmp_path, capsys):
+    captured(tmp_path / "c", cache_entries=8, cache_tail_draws=5, seed=7)
+    said = end_of(capsys, "cache", "info", str(tmp_path / "c"))[1]
+    assert "5 draws" in said, said
+
+
+def test_logits_of_a_batch_are_never_stored(tmp_path, monkeypatch):
+    from tiny import _VocabularyTensors
+
+    monkeypatch.setattr(teacher_reader, "_CHUNK_LOGITS", 3 * VOCAB)
+    with _VocabularyTensors() as seen:
+        captured(tmp_path / "c", cache_entries=4)
+    assert 0 < seen.rows <= 3
+
+
+def test_a_head_that_is_no_plain_linear_layer(tmp_path):
+    """Quantized heads and heads with adapters or hooks are called as they are, chunk by chunk."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    plain, other = tiny_model(seed=3), tiny_model(seed=3)
+    head = Scaled(32, VOCAB, bias=False)
+    head.load_state_dict({"weight": plain.get_output_embeddings().weight / 2})
+    other.set_output_embeddings(head)
+    args = captured(tmp_path / "a", teacher=plain, cache_entries=8, cache_bits=16)
+    captured(tmp_path / "b", teacher=other, cache_entries=8, cache_bits=16)
+    a, b = TeacherCache(tmp_path / "a"), TeacherCache(tmp_path / "b")
+    for key in keys_of(args):
+        torch.testing.assert_close(
+            a.format.decode(a.records(key)).log_probs, b.format.decode(b.records(key)).log_probs, rtol=1e-3, atol=1e-3
+        )  # type: ignore[arg-type]
+
+
+def test_a_teacher_of_nan_is_not_written_down(tmp_path):
+    teacher = teacher_model()
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[:40] = torch.nan
+    with pytest.raises(LigerTrainerError, match="NaN or infinite"):
+        captured(tmp_path / "c", teacher=teacher)
+    assert not list((tmp_path / "c").glob("shard*"))
+
+
+def test_duplicates_are_captured_once(tmp_path):
+    rows = completions(5)
+    data = Dataset.from_list([*rows, *rows])
+    captured(tmp_path / "c", data, rows)
+    assert TeacherCache(tmp_path / "c").index.rows == 5
+
+
+@pytest.mark.parametrize("kind, moments", [("topk", 5), pytest.param("sampled", 15, marks=pytest.mark.slow)])
+def test_killed_captures_end_with_the_same_files(tmp_path, kind, moments):
+    """By SIGKILL, at random moments and around the calls that make files durable."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "tests" / "support" / "killed_captures.py"), str(tmp_path), kind, str(moments)],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split("killed ")[1].split()[0]) >= moments / 3
+    whole, killed = files_of(tmp_path / "whole"), files_of(tmp_path / "killed")
+    assert len(whole) > 4 and whole == killed
+    assert len(TeacherCache(tmp_path / "killed", verify=True)) == 24
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(folder, monkeypatch, after=60, **options):
+    """A capture that ended after so many tokens, in a later shard than the first."""
+    monkeypatch.setattr(cache_capture, "MIB", 512)
+
+    def stop(done, total):
+        if done >= after:
+            raise Stop
+
+    args = config(folder, cache_shard_mb=1, **{"cache_entries": 8, **options})
+    with pytest.raises(Stop):
+        capture(teacher_model(), args, tiny_tokenizer(), completions(), progress=stop)
+    assert 0 < len(read_index(folder).shards) and not read_index(folder).finished
+    return args
+
+
+CHANGES = [
+    ({"cache_entries": 9}, "settings.entries: 8 there, 9 now"),
+    ({"cache_bits": 16}, "settings.bits: 8 there, 16 now"),
+    ({"cache_tail_draws": 2}, "settings.tail_draws: 0 there, 2 now"),
+    ({"cache_kind": "sampled"}, "settings.kind: topk there, sampled now"),
+    ({"temperature": 2.0}, "settings.temperature: 1.0 there, 2.0 now"),
+    ({"max_length": 64}, "settings.max_length: 1024 there, 64 now"),
+    ({"cache_shard_mb": 2}, "settings.shard_mb: 1 there, 2 now"),
+]
+
+
+def test_other_settings_do_not_go_on_with_a_capture(tmp_path, monkeypatch):
+    interrupted(tmp_path / "c", monkeypatch)
+    before = files_of(tmp_path / "c")
+    for options, message in CHANGES:
+        with pytest.raises(ConfigError, match=message):
+            captured(tmp_path / "c", **{"cache_entries": 8, "cache_shard_mb": 1, **options})
+        assert files_of(tmp_path / "c") == before
+
+
+def test_another_teacher_or_data_does_not_go_on_with_a_capture(tmp_path, monkeypatch):
+    args = interrupted(tmp_path / "c", monkeypatch)
+    with pytest.raises(ConfigError, match="fingerprints.data: .* there, .* now"):
+        capture(teacher_model(), args, tiny_tokenizer(), completions(23))
+    with pytest.raises(ConfigError, match="fingerprints.teacher: .* there, .* now"):
+        capture(tiny_model("gemma2", seed=6, hidden_size=48), args, tiny_tokenizer(), completions())
+    with pytest.raises(ConfigError, match="not finished: .* tokens. Run the same"):
+        trainer_of(args)
+    capture(teacher_model(), args, tiny_tokenizer(), completions())
+    trainer_of(args)
+
+
+def test_a_shard_damaged_between_two_captures_is_found(tmp_path, monkeypatch):
+    args = interrupted(tmp_path / "c", monkeypatch)
+    flip(tmp_path / "c" / "shard-00000.safetensors", -3)
+    with pytest.raises(CorruptError, match="shard-00000.safetensors is damaged"):
+        capture(teacher_model(), args, tiny_tokenizer(), completions())
+
+
+def test_two_captures_of_one_directory(tmp_path):
+    (tmp_path / "c").mkdir()
+    with FileLock(tmp_path / "c" / cache_capture.LOCK), pytest.raises(ConfigError, match="Another capture is writing"):
+        captured(tmp_path / "c")
+    captured(tmp_path / "c")
+    with pytest.raises(ConfigError, match="holds a finished teacher cache"):
+        captured(tmp_path / "c")
+
+
+def test_a_directory_of_something_else(tmp_path):
+    (tmp_path / "thesis.tex").write_text("words")
+    with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
+        captured(tmp_path)
+    with pytest.raises(ConfigError, match=r"thesis.tex/c cannot be written to: Not a directory"):
+        captured(tmp_path / "thesis.tex" / "c")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cache_entries": VOCAB + 1}, "no more than the vocabulary's 64 tokens; got 65"),
+        ({"cache_entries": 2000}, "holds 1 to 1024 entries"),
+        ({"cache_entries": 60, "cache_tail_draws": 5}, r"the vocabulary's 64 tokens; got 60 \+ 5"),
+        ({"teacher": "model", "teacher_cache_dir": None}, "teacher_cache_dir says where"),
+    ],
+)
+def test_a_capture_that_cannot_be(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        capture(teacher_model(), config(tmp_path / "c", **options), tiny_tokenizer(), completions())
+
+
+def test_a_teacher_without_some_tokens(tmp_path):
+    with pytest.raises(ConfigError, match="The teacher knows 60 tokens, but the student's tokenizer has 64"):
+        captured(tmp_path / "c", teacher=tiny_model(vocab_size=60, pad_token_id=1, eos_token_id=2))
+
+
+def test_padding_of_the_teachers_head_is_cut_off(tmp_path):
+    captured(tmp_path / "c", teacher=tiny_model(vocab_size=80), cache_entries=VOCAB, cache_bits=16)
+    cache = TeacherCache(tmp_path / "c")
+    assert cache.index.settings.vocab_size == VOCAB
+    for key in keys_of(config(tmp_path / "c")):
+        targets = cache.format.decode(cache.records(key))  # type: ignore[arg-type]
+        assert targets.ids.max() < VOCAB
+        torch.testing.assert_close(targets.log_probs.exp().sum(-1), torch.ones(len(targets.ids)))
+
+
+RUN = """
+recipe: distill
+model_name_or_path: student
+teacher_model_name_or_path: teacher
+teacher: cache
+teacher_cache_dir: cache
+dataset_name: rows.jsonl
+output_dir: out
+max_steps: 3
+per_device_train_batch_size: 4
+learning_rate: 1e-2
+gradient_checkpointing: false
+save_strategy: no
+max_length: 32
+holdout_fraction: 0.2
+num_sample_completions: 2
+max_new_tokens: 4
+use_cpu: true
+"""
+
+
+def test_capture_then_train_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model(seed=seed).save_pretrained(name)
+        tiny_tokenizer().save_pretrained(name)
+    rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("run.yaml").write_text(RUN)
+    settings = ["cache_kind=sampled", "cache_entries=16"]
+    code, said = end_of(capsys, "run", "run.yaml", *settings)
+    assert code == 2 and "holds no teacher cache" in said
+    assert end_of(capsys, "cache", "run.yaml", *settings)[0] == 0
+    shutil.rmtree("teacher")
+    code, said = end_of(capsys, "run", "run.yaml", *settings)
+    assert code == 2 and "teacher" in said  # named, and not there to be compared
+    assert end_of(capsys, "run", "run.yaml", "~teacher_model_name_or_path", *settings)[0] == 0
+    result = json.loads(Path("out/metrics.json").read_text())
+    assert result["after"]["forward_kl"] < result["before"]["forward_kl"]
+    assert "reverse_kl" not in result["after"] and result["completions"][0]["teacher"] is None
