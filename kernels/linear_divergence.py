@@ -195,11 +195,11 @@ def linear_divergence(
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    arguments: Sequence[Any] = (
+    arguments: list[Any] = [
         *teacher.tensors, teacher.dtype, vocab, token_weight, " ".join(weights), [*weights.values()], beta, alpha,
         teacher_share, ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap,
         teacher_scale, teacher_softcap, logits_dtype,
-    )  # fmt: skip
+    ]  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(

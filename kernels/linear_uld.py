@@ -19,7 +19,6 @@ Numerics      softmax, sorting and sums in fp32. A student equal to its teacher 
 Source        Boizard et al. 2024, arXiv:2402.12030, eq. 4; T^2: Hinton et al. 2015, arXiv:1503.02531
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -308,10 +307,10 @@ def linear_uld(
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    arguments: Sequence[Any] = (
+    arguments: list[Any] = [
         *teacher.tensors, teacher.dtype, partners, token_weight, vocab, teacher_vocab, uld_weight, ce_weight,
         temperature, label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
-    )  # fmt: skip
+    ]  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(
