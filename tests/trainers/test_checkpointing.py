@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from held_folders import held_by_a_child
 from processes import run_on
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
@@ -209,3 +209,22 @@ def test_a_run_that_went_back_replaces_the_checkpoints_that_it_comes_by(out, who
     make(out, save_total_limit=2).train(resume_from_checkpoint=str(out / "checkpoint-1"))
     assert names(out) == ["checkpoint-3", "checkpoint-4"]
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
+
+
+def test_no_second_process_trains_in_the_folder(out):
+    with held_by_a_child(out) as child, pytest.raises(ConfigError, match=f"in use by process {child}"):
+        make(out).train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match=f"locked by process {child} .* taken over"):
+        make(out).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_save_one_checkpoint_and_go_on_from_the_same(tmp_path, sharded):
+    run_on(2, "engines/damaged_checkpoints.py", tmp_path, int(sharded))
+    for rank in (0, 1):
+        assert "checkpoint-2 is damaged" in (tmp_path / f"refused{rank}").read_text()
+        assert (tmp_path / f"resumed{rank}").read_text() == "checkpoint-1"
+    files = json.loads((tmp_path / "out" / "checkpoint-3" / MANIFEST).read_text())["files"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    assert not sharded or {f"optimizer_0/__{rank}_0.distcp" for rank in (0, 1)} <= set(files)
+    assert not (tmp_path / "out" / STAGING).exists()
