@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import Trainer
 
 from ..common.checkpoints import checkpoints_in
+from ..common.console import is_main_process
 from ..common.files import CONFIG, METRICS, REPORT, write_atomically
 from ..common.folder_lock import refuse_if_held
 from ..errors import LigerTrainerError, NonFiniteError
@@ -53,7 +54,8 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
-    refuse_if_held(output_dir)
+    if is_main_process():  # which takes the lock for all
+        refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)
     return output_dir
 

@@ -102,6 +102,11 @@ class CheckpointingTrainer(RowPreparingTrainer):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
         return begun if self.state.global_step < max_steps else (num_train_epochs, 0)
 
+    def _load_best_model(self):
+        best = Path(str(self.state.best_model_checkpoint))
+        decided_by_first(self.is_world_process_zero(), lambda: refuse_damaged(best, contents=True))
+        super()._load_best_model()
+
     def _get_output_dir(self, trial):
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, STAGING) if self._is_staging else run_dir

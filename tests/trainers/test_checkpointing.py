@@ -178,7 +178,7 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path, cls)
 
     class Seen(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            seen.append(Path(args.output_dir, f"checkpoint-{state.global_step}", MANIFEST).is_file())
+            seen.append(Path(str(args.output_dir), f"checkpoint-{state.global_step}", MANIFEST).is_file())
 
     trainer.add_callback(Seen())
     trainer.train()  # the loss falls, so that the first checkpoint is the best by this measure
@@ -187,6 +187,9 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path, cls)
     assert json.loads((best / STATE).read_text())["best_model_checkpoint"] == str(best)
     trainer.save_model(str(tmp_path))
     assert weights(tmp_path) == weights(best) and seen == [True] * 4
+    flip(best / "model.safetensors")
+    with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
+        trainer._load_best_model()
 
 
 def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):

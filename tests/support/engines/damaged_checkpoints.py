@@ -39,6 +39,7 @@ def main(folder: Path, sharded: bool) -> None:
             (folder / f"refused{rank}").write_text(str(error))
         trainer = make(folder, 3)
         trainer.train(resume_from_checkpoint=True)
+        assert trainer.resumed_from is not None
         (folder / f"resumed{rank}").write_text(trainer.resumed_from.name)
     torch.distributed.destroy_process_group()
 
