@@ -28,13 +28,13 @@ def resume(
     run_dir: RunDir,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Go on from this checkpoint instead of the newest.")
+        str | None, typer.Option(metavar="NAME", help="Go on from this checkpoint instead of the newest whole one.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Go on though data, tokenizer, model or teacher have changed since.")
     ] = False,
 ) -> None:
-    """Go on with an interrupted run from its newest checkpoint, with the settings it was started with."""
+    """Go on with an interrupted run from its newest whole checkpoint, with the settings it was started with."""
     from ..run.checkpoints import resumption
 
     config, settings = resumption(run_dir, checkpoint, overrides or [], force)

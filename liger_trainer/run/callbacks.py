@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
+from ..common.checkpoints import checkpoints_in, step_of
 from ..errors import NonFiniteError
 from ..trainers.token_metrics import tokens_before
-from .checkpoints import checkpoints_in, step_of
 
 SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
+from ..common.checkpoints import checkpoints_in
+from ..common.console import is_main_process
 from ..common.files import CONFIG, METRICS, REPORT, write_atomically
+from ..common.folder_lock import refuse_if_held
 from ..errors import LigerTrainerError, NonFiniteError
-from .checkpoints import checkpoints_in
 from .environment import device_facts, versions
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ def check_output_dir(config: "RunConfig") -> Path:
 
     Raises:
         ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
-            `overwrite_output_dir` is not set; it is the directory of an input model; or it cannot be written.
+            `overwrite_output_dir` is not set; another process trains in it; it is the directory of an input model; or
+            it cannot be written.
     """
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
@@ -51,6 +54,8 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
+    if is_main_process():  # which takes the lock for all
+        refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)
     return output_dir
 

@@ -15,7 +15,7 @@ from .models import ModelFiles, load_student, open_model
 from .output_dir import check_output_dir, finish, save_student
 from .results import RunResults, patch_facts, print_results, print_rows, run_console
 from .samples import Prompt, compare, measure
-from .train_loop import Clock, checkpoint_of, train
+from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -31,8 +31,6 @@ class Preparation:
     console: Console
     clock: Clock
     output_dir: Path
-    checkpoint: str | None
-    """the directory to resume from"""
     data: RunData
     student: ModelFiles
 
@@ -41,12 +39,13 @@ def prepare(config: "RunConfig") -> Preparation:
     """Check the output directory, load the rows and open the student's files.
 
     Raises:
-        ConfigError: the output directory is taken, or there is no such model, dataset or checkpoint.
+        ConfigError: the output directory is taken or in use, or there is no such model, dataset or checkpoint.
         DataError: the dataset is wrong.
     """
-    output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
+    output_dir = check_output_dir(config)
+    check_checkpoint(config)
     data, student = load_run_datasets(config), open_model(config, "model_name_or_path")
-    return Preparation(config, run_console(), Clock(), output_dir, checkpoint, data, student)
+    return Preparation(config, run_console(), Clock(), output_dir, data, student)
 
 
 def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
@@ -81,16 +80,30 @@ def train_and_save(
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
+    Meanwhile no other process may train in it.
+
     Args:
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
+        ConfigError: another process trains in the output directory.
     """
+    with trainer.folder_locked():
+        return _train_and_save(run, trainer, prompts, rows, teacher_texts)
+
+
+def _train_and_save(
+    run: Preparation,
+    trainer: LigerTrainer,
+    prompts: list[Prompt],
+    rows: tuple[MetricRow, ...],
+    teacher_texts: list[str] | None,
+) -> Path:
     config, clock = run.config, run.clock
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
-    before, training = train(trainer, config, run.checkpoint, measure_now, clock)
+    before, training = train(trainer, config, measure_now, clock)
     with clock("save"):
         save_student(trainer, config, run.output_dir)
     with clock("measure_after"):

@@ -5,6 +5,7 @@
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import base_of, patched_record
-from .prepare_rows import RowPreparingTrainer, check_names
+from .checkpointing import CheckpointingTrainer
+from .prepare_rows import check_names
 from .resume_check import ResumeCheck
 from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
 
-class LigerTrainer(RowPreparingTrainer):
+class LigerTrainer(CheckpointingTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -80,14 +82,19 @@ class LigerTrainer(RowPreparingTrainer):
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
         """Train as `trl.SFTTrainer` does.
 
-        A checkpoint whose training started with other data, another tokenizer, student or teacher is refused with a
-        ConfigError that says what differs; with `force_resume` it is only a warning.
+        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
+        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
+        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
+        it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
-        self._resume_check.begin(resume_from_checkpoint, force_resume)
-        self._undo_evaluation_wrap()
-        return super().train(
-            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-        )
+        saves = self.args.save_strategy != "no"
+        with self.folder_locked(trial) if saves else nullcontext():
+            checkpoint = self.choose_checkpoint(resume_from_checkpoint)
+            self._resume_check.begin(checkpoint, force_resume)
+            self._undo_evaluation_wrap()
+            return super().train(
+                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
 
     def _undo_evaluation_wrap(self) -> None:
         prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
