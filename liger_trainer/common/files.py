@@ -1,14 +1,28 @@
-"""Names of the files of a run, and writing that leaves no half-written file or folder behind."""
+"""Names of the files and checkpoints of a run, and writing that leaves no half-written file or folder behind."""
 
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """Return the checkpoint-N directories of a run, oldest first."""
+    found = [
+        path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was saved."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -49,6 +49,7 @@ GONE = {
     "dataset_batch_size": "rows are tokenized in batches of datasets' own size",
     "include_tokens_per_second": "tokens per second are always counted",
     "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets that of tensorboard",
+    "logging_nan_inf_filter": "a loss is logged as it is; `on_non_finite` says what is done about one that is NaN",
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
@@ -185,6 +186,12 @@ CONFLICTS = (
         ("fp16", "bf16"),
         lambda v: bool(v["fp16"] and v["bf16"]),
         "give either bf16 or fp16, not both.",
+    ),
+    Conflict(
+        "optim",
+        ("optim", "on_non_finite"),
+        lambda v: v["on_non_finite"] == "skip_step" and any(x in str(v["optim"]) for x in ("lomo", "layerwise")),
+        "{value} updates weights in its backward, so no step can be left out; set `on_non_finite: stop`.",
     ),
     Conflict(
         "num_sample_completions",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..common.non_finite import HELP, POLICIES, STOP
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 
 
@@ -37,6 +38,7 @@ class RunOptions:
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
     allow_missing_weights: bool = _option(False, ALLOW_MISSING_WEIGHTS)
+    on_non_finite: str = field(default=STOP, metadata={"choices": list(POLICIES), "help": HELP})
     holdout_fraction: float = _option(
         0.05, "Share of the training rows held out when the dataset has no split dataset_test_split.", gt=0, lt=1
     )

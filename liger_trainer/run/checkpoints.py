@@ -1,12 +1,11 @@
 """Find the checkpoints of a run, check that they are complete, and resume from one. Imports no torch."""
 
 import json
-import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..common.files import CONFIG, METRICS, STATE
+from ..common.files import CONFIG, METRICS, STATE, checkpoints_in
 from ..config.settings import COMMAND_LINE
 from ..errors import ConfigError, CorruptError
 
@@ -19,19 +18,6 @@ _WEIGHTS = (
     "pytorch_model_fsdp_*",
     "global_step*",
 )
-
-
-def checkpoints_in(run_dir: Path) -> list[Path]:
-    """Return the checkpoint-N directories of a run, oldest first."""
-    found = [
-        path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
-    ]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was saved."""
-    return int(checkpoint.name.partition("-")[2])
 
 
 def damage(checkpoint: Path) -> str | None:

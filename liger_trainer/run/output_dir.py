@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
-from ..common.files import CONFIG, METRICS, REPORT, write_atomically
+from ..common.files import CONFIG, METRICS, REPORT, checkpoints_in, write_atomically
 from ..errors import LigerTrainerError, NonFiniteError
-from .checkpoints import checkpoints_in
 from .environment import device_facts, versions
 
 if TYPE_CHECKING:

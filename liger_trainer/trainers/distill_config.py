@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import SFTConfig
 
+from ..common.non_finite import HELP, POLICIES, STOP, check_policy
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.plan import SKEW_ALPHA, LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
@@ -36,7 +37,7 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         scale_loss_by_temperature_squared: multiply the divergences by temperature^2 (Hinton et al. 2015).
         disable_dropout: switch the student's dropout off.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
-        logging_nan_inf_filter: transformers', which shows a loss that is NaN as 0.0. Here off by default.
+        on_non_finite: what is done about numbers in training that are NaN or infinite: "stop" or "skip_step".
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
@@ -76,12 +77,13 @@ class LigerDistillConfig(TeacherConfig, SamplingConfig, SFTConfig):
         default=True, metadata={"help": "Multiply the divergences by temperature squared."}
     )
     disable_dropout: bool = field(default=False, metadata={"help": "Switch the student's dropout off."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Log a loss that is NaN as 0.0."})
+    on_non_finite: str = field(default=STOP, metadata={"choices": POLICIES, "help": HELP})
 
     def __post_init__(self):
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
+        check_policy(self.on_non_finite)
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         if not 0 < self.temperature < math.inf:

@@ -11,8 +11,9 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.cli import main
+from liger_trainer.common.files import checkpoints_in
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.run.checkpoints import checkpoints_in, damage, resumption
+from liger_trainer.run.checkpoints import damage, resumption
 
 # as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
 TRL_SFT = """
