@@ -1,5 +1,6 @@
 """Numbers that are not finite stop a training within a step, before a checkpoint of them is written."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -13,9 +14,9 @@ from planted import PLACES, Plant
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import TrainerCallback
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
-from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.common.files import checkpoints_in
 from liger_trainer.errors import ConfigError, NonFiniteError
 from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, FiniteGuard
@@ -70,6 +71,44 @@ def test_nan_stops_within_a_step_and_the_advice_loads(place, optim):
     again = distill(output_dir=trainer.args.output_dir, max_steps=6)  # fused, on a state that need not be
     again.train(resume_from_checkpoint=advised[1])
     assert again.state.global_step == 6
+
+
+def by_callback(**options):
+    """A stock SFTTrainer with a DistillationCallback, which has no part in what the trainer computes outside."""
+    keywords = {name: options.pop(name) for name in ("on_non_finite",) if name in options}
+    teacher = tiny_model("llama", seed=1)
+    callback = DistillationCallback(teacher, **keywords)
+    trainer = SFTTrainer(
+        tiny_model("llama"), args=train_args(SFTConfig, **{**RUN, **options}), train_dataset=completions(),
+        processing_class=tiny_tokenizer(), callbacks=[callback],
+    )  # fmt: skip
+    trainer.teacher = teacher
+    return trainer, callback
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nan_stops_a_stock_trainer_with_the_callback(place):
+    trainer, callback = by_callback()
+    Plant(trainer, place, 5)
+    message = stopped(trainer)
+    assert trainer.state.global_step <= 6 and re.match("In step 5 the ", message)
+    assert ("In step 5 the teacher's logits" in message) == (place == "teacher")
+    assert re.search(r"as the trainer holds it: \d+, \d+, \d+, \d+\.", message)
+    saved = checkpoints_in(Path(trainer.args.output_dir))
+    assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-4"] and all(map(is_finite, saved))
+    assert message.endswith(f"trainer.train(resume_from_checkpoint={str(saved[-1])!r})")
+    callback.undo()
+    assert trainer.args.logging_nan_inf_filter  # as it was
+
+
+def test_the_callback_leaves_out_steps_too():
+    trainer, callback = by_callback(on_non_finite="skip_step", max_steps=4, logging_steps=2)
+    Plant(trainer, "batch", 2)
+    with pytest.warns(UserWarning, match="In step 2 .* left out"):
+        trainer.train()
+    assert [entry["skipped_steps"] for entry in trainer.state.log_history if "skipped_steps" in entry] == [1, 1]
+    states = json.loads((Path(trainer.args.output_dir) / "checkpoint-4" / "trainer_state.json").read_text())
+    assert states["stateful_callbacks"]["LigerTrainer"]["skipped_steps"] == 1
 
 
 def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
