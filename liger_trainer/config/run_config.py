@@ -118,7 +118,8 @@ class RunConfig:
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
         args = self.on_this_machine()._build(training_class, ("training", "distillation", "sampling"), elsewhere)
         if self.recipe == "distill":
-            args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe; here of the teacher
+            for key in ("allow_missing_weights", "on_non_finite"):  # keys of every recipe
+                setattr(args, key, self[key])
         return args
 
     def model_args(self) -> "ModelConfig":

@@ -23,7 +23,7 @@ from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
 from ..trainers.sampling_config import SamplingConfig
-from .conflicts import CONFLICTS
+from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
@@ -140,7 +140,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
     for section in SECTIONS:
         if section in classes:
             hints = get_type_hints(classes[section])
-            new = [item for item in dataclasses.fields(classes[section]) if item.name not in seen]
+            new = [item for item in dataclasses.fields(classes[section]) if item.name not in {*seen, *GONE}]
             new = [item for item in new if item.name not in apart.get(section, ())]
             seen.update(item.name for item in new)
             fields[section] = [(item, hints[item.name]) for item in new]

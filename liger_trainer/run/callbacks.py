@@ -1,19 +1,15 @@
-"""Callbacks of a run: a progress bar, two reasons to stop, and tokens per second with peak memory in every log."""
+"""Callbacks of a run: a progress bar, a stop on signals, and tokens per second with peak memory in every log."""
 
-import math
 import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
-from ..common.checkpoints import checkpoints_in, step_of
-from ..errors import NonFiniteError
 from ..trainers.token_metrics import tokens_before
 
 SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
@@ -61,28 +57,6 @@ class StopOnSignal(TrainerCallback):
         if self.received is not None:
             control.should_save = control.should_training_stop = True
         return control
-
-
-class StopOnNonFinite(TrainerCallback):
-    """Ends the run at a logged loss that is NaN or infinite, before a checkpoint of such weights is saved."""
-
-    def __init__(self) -> None:
-        self.last_finite = 0
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        loss = (logs or {}).get("loss")
-        if not isinstance(loss, float):
-            return
-        if math.isfinite(loss):
-            self.last_finite = state.global_step
-            return
-        finite = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
-        advice = f"liger-trainer resume {args.output_dir} --checkpoint {finite[-1].name}" if finite else ""
-        raise NonFiniteError(
-            f"the loss up to step {state.global_step} is {loss}; it was finite up to step {self.last_finite}. Training "
-            f"stopped. {f'The last checkpoint before: {advice}' if finite else 'No checkpoint was saved before.'} "
-            "A smaller learning_rate, warmup_steps or max_grad_norm may help; so may bf16 instead of fp16."
-        )
 
 
 class Pace(TrainerCallback):

@@ -20,7 +20,7 @@ from ..errors import ConfigError, LigerTrainerError
 from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
 from ..trainers.token_metrics import tokens_before
-from .callbacks import Pace, ProgressBar, StopOnNonFinite, StopOnSignal, peak_memory_mib
+from .callbacks import Pace, ProgressBar, StopOnSignal, peak_memory_mib
 from .checkpoints import BEFORE
 from .output_dir import start_output
 from .results import TrainingFacts
@@ -113,12 +113,11 @@ def train(
         ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
             with other data or models; metric_for_best_model is none of the metrics.
         Interrupted: a signal came; the checkpoint to go on from is named.
-        NonFiniteError: a logged loss is NaN or infinite.
+        NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
     stop, first = StopOnSignal(), MeasureFirst(trainer, config, measure, clock)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
-    trainer.add_callback(StopOnNonFinite())
     trainer.add_callback(first)
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
@@ -212,4 +211,5 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> Traini
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameters=sum(p.numel() for p in parameters),
         resumed_at=first.began_at,
+        skipped_steps=trainer.finite.skipped,
     )

@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import inspect
+import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -13,11 +14,13 @@ from torch import Tensor
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..common.console import announce
+from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
+from .finite_guard import FiniteGuard
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
 from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
@@ -35,7 +38,12 @@ class LigerTrainer(CheckpointingTrainer):
     The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
     model that was patched before keeps its layers. Adapters on `lm_head`, which TRL refuses, are part of the loss.
 
+    Args, besides SFTTrainer's:
+        on_non_finite: what is done about a loss, gradient norm, weight or teacher that is NaN or infinite: "stop", or
+            "skip_step", which leaves such steps out. Default: `args.on_non_finite`, else "stop".
+
     Attributes:
+        finite: the guard that watches for them; `trainer.finite.skipped` counts the steps left out.
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
@@ -47,11 +55,12 @@ class LigerTrainer(CheckpointingTrainer):
             `liger_kernel_config`; an evaluation dataset that is named "train".
         DataError: no row of a dataset has a supervised token; a row has a token id that the model does not have, or a
             role that the chat template does not know.
+        NonFiniteError: in training, numbers that are not finite; on all ranks, before a checkpoint of them is written.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
         config = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args")
         options = take_liger_options(config)
         with warnings.catch_warnings(), loading_and_adapters(config):
@@ -60,6 +69,10 @@ class LigerTrainer(CheckpointingTrainer):
             super().__init__(*args, **kwargs)
         self.check_rows()
         self._resume_check = ResumeCheck(self)
+        # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
+        self.args.logging_nan_inf_filter = False
+        self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
+        self.add_callback(self.finite)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
@@ -132,6 +145,16 @@ class LigerTrainer(CheckpointingTrainer):
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.saw_loss(loss, inputs)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.saw_norm(norm)
+        return norm
+
     def use_own_loss(self) -> None:
         """Put this trainer's loss back on the model where another trainer of the same model has replaced it."""
         record = patched_record(base_of(self.model))
@@ -183,6 +206,7 @@ class LigerTrainer(CheckpointingTrainer):
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
         read = _num_tokens(inputs).to(outputs.label_mask.device)  # a model spread over devices ends on another
+        self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
         self.add_metrics("train", dict(zip(sums, totals, strict=True)), tokens)
@@ -225,6 +249,10 @@ class LigerTrainer(CheckpointingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.logs_training(logs) else "eval"
+        if "loss" in logs:
+            logs.update(self.finite.logged())
+            if not math.isfinite(logs["loss"]):  # a step was left out; Trainer would start the next sum from NaN - NaN
+                self._tr_loss.zero_()
         logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
 
@@ -257,6 +285,9 @@ class LigerTrainer(CheckpointingTrainer):
         self._total_train_tokens = tokens
 
     def _save_checkpoint(self, model, trial):
+        # a callback behind the guard may have asked for it
+        self.finite.check(self.state, and_moments=True)
+        self.finite.remember(self.state)
         remember_tokens(self.state, self.tokens_trained)
         self._resume_check.remember()
         super()._save_checkpoint(model, trial)
