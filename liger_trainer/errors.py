@@ -43,5 +43,17 @@ class CorruptError(LigerTrainerError):
     exit_code = 6
 
 
+class Interrupted(LigerTrainerError):
+    """Training was stopped by the user or the system, after a checkpoint was saved."""
+
+    exit_code = 130
+
+
+class OutOfTimeError(Interrupted):
+    """Training was stopped after `max_hours`, after a checkpoint was saved. The exit code is that of `timeout`."""
+
+    exit_code = 124
+
+
 class MaterializedLogitsWarning(UserWarning):
     """Logits of the whole batch were computed where they should have stayed deferred."""

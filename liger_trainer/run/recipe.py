@@ -44,9 +44,10 @@ def prepare(config: "RunConfig") -> Preparation:
         ConfigError: the output directory is taken, or there is no such model, dataset or checkpoint.
         DataError: the dataset is wrong.
     """
+    clock = Clock()
     output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
     data, student = load_run_datasets(config), open_model(config, "model_name_or_path")
-    return Preparation(config, run_console(), Clock(), output_dir, checkpoint, data, student)
+    return Preparation(config, run_console(), clock, output_dir, checkpoint, data, student)
 
 
 def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
