@@ -99,10 +99,10 @@ def _weighted(x: Tensor, nll: Tensor, targets: Targets, o: CrossEntropyOptions) 
 def _of_label(targets: Targets) -> Tensor:
     """(n,) weight of each label's class."""
     assert targets.class_weight is not None
-    return targets.class_weight.gather(0, _known(targets))
+    return targets.class_weight.gather(0, _gatherable(targets))
 
 
-def _known(targets: Targets) -> Tensor:
+def _gatherable(targets: Targets) -> Tensor:
     """Labels, with 0 in place of ignored ones: something to gather by."""
     labels = targets.labels
     return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)
@@ -381,7 +381,7 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
     top, total, weighted, plain, x_label = carry
     highest = torch.maximum(top, x.amax(-1))
     keep, e = (top - highest).exp(), (x - highest[:, None]).exp()
-    place = _known(targets) - tile.first
+    place = _gatherable(targets) - tile.first
     inside = (place >= 0) & (place < x.shape[1])
     if x.shape[1] == tile.vocab:
         inside = torch.ones_like(inside)  # so that a label outside is an error, as in torch

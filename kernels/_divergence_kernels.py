@@ -184,8 +184,8 @@ def first_pass(
     t_top = zero - 1e30
     u_top = zero - 1e30
     t_at_s_top = zero - 1e30
-    s_total, s_own, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
-    t_total, t_own, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
+    s_total, s_moment, s_ratio, s_total_T, s_ratio_T = zero, zero, zero, zero, zero
+    t_total, t_moment, t_ratio, t_total_T, t_ratio_T = zero, zero, zero, zero, zero
     s_plain = zero
     for start in range(0, V, LANES * VECTOR):
         cols = start + lanes
@@ -204,18 +204,18 @@ def first_pass(
         t_at_s_top = tl.where(
             s_high > s_top, at_high, tl.where(s_high == s_top, tl.maximum(at_high, t_at_s_top), t_at_s_top)
         )
-        s_top, s_total, s_own, s_ratio = fold(s, t, s_top, s_total, s_own, s_ratio, 1.0)
-        t_top, t_total, t_own, t_ratio = fold(t, s, t_top, t_total, t_own, t_ratio, 1.0)
-    s_sums = s_total, s_own, s_ratio, s_total_T, s_ratio_T
-    t_sums = t_total, t_own, t_ratio, t_total_T, t_ratio_T
+        s_top, s_total, s_moment, s_ratio = fold(s, t, s_top, s_total, s_moment, s_ratio, 1.0)
+        t_top, t_total, t_moment, t_ratio = fold(t, s, t_top, t_total, t_moment, t_ratio, 1.0)
+    s_sums = s_total, s_moment, s_ratio, s_total_T, s_ratio_T
+    t_sums = t_total, t_moment, t_ratio, t_total_T, t_ratio_T
     return s_sums, t_sums, (s_top, t_top, u_top, t_at_s_top), s_plain
 
 
 @triton.jit
 def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_label, HAS_LABELS: tl.constexpr):
     """Write what is of temperature 1; return (maxima of both sides, log-partitions of both, KLs of both directions)."""
-    s_total, s_own, s_ratio, _, _ = s_sums
-    t_total, t_own, t_ratio, _, _ = t_sums
+    s_total, s_moment, s_ratio, _, _ = s_sums
+    t_total, t_moment, t_ratio, _, _ = t_sums
     s_top, t_top, _, t_at_s_top = tops
     s_max = tl.max(s_top, 0)
     t_max = tl.max(t_top, 0)
@@ -238,13 +238,15 @@ def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_lab
             t_label - t_lse,
         )
     tl.store(out_ptr + LOG_PROB * stride_out + row, log_prob * LN2)
-    tl.store(out_ptr + ENTROPY * stride_out + row, entropy(s_top - s_max, s_total, s_own, s_share, s_sum) * LN2)
+    tl.store(out_ptr + ENTROPY * stride_out + row, entropy(s_top - s_max, s_total, s_moment, s_share, s_sum) * LN2)
     tl.store(out_ptr + IS_TOP1 * stride_out + row, is_top1)
     tl.store(out_ptr + FORWARD_KL * stride_out + row, forward * LN2)
     tl.store(out_ptr + REVERSE_KL * stride_out + row, reverse * LN2)
     tl.store(out_ptr + AGREES * stride_out + row, agrees.to(tl.float32))
     tl.store(out_ptr + TEACHER_LOG_PROB * stride_out + row, teacher_log_prob * LN2)
-    tl.store(out_ptr + TEACHER_ENTROPY * stride_out + row, entropy(t_top - t_max, t_total, t_own, t_share, t_sum) * LN2)
+    tl.store(
+        out_ptr + TEACHER_ENTROPY * stride_out + row, entropy(t_top - t_max, t_total, t_moment, t_share, t_sum) * LN2
+    )
     return s_max, t_max, s_lse, t_lse, forward, reverse
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,26 +55,27 @@ class DivergenceOptions:
     def weight(self, kind: str) -> float:
         return float(self.weights.get(kind, 0.0))
 
-    @cached_property
+    @property
     def measured(self) -> int:
         """The kernel's MEASURED: bits of the kinds that take a second pass."""
-        return sum(bit for kind, bit in BITS.items() if kind in SECOND_PASS and kind in self.weights)
+        return sum([BITS[kind] for kind in self.weights if kind in SECOND_PASS])
 
-    @cached_property
+    @property
     def graded(self) -> int:
         """The kernel's GRADED: bits of the kinds that have a gradient. That of the adaptive KL is made of both KLs'."""
-        kinds = {kind for kind in BITS if self.weight(kind)}
+        kinds = [kind for kind, weight in self.weights.items() if weight]
+        graded = sum([BITS[kind] for kind in kinds])
         if "adaptive_kl" in kinds:
-            kinds = kinds - {"adaptive_kl"} | {"forward_kl", "reverse_kl"}
-        return sum(BITS[kind] for kind in kinds)
+            graded = graded & ~BITS["adaptive_kl"] | BITS["forward_kl"] | BITS["reverse_kl"]
+        return graded
 
-    @cached_property
+    @property
     def form(self) -> int:
         """The kernel's FORM, but for the biases."""
         student, teacher = self.student.softcap is not None, self.teacher.softcap is not None
         return SOFTCAP * student + TEACHER_SOFTCAP * teacher + SHARE * (self.teacher_share != 1.0)
 
-    @cached_property
+    @property
     def numbers(self) -> tuple[float, ...]:
         """The kernel's scalars, from `scale` on."""
         return (
@@ -85,7 +85,7 @@ class DivergenceOptions:
             float(self.divergence_scale), float(self.ce_weight), float(self.label_smoothing), float(self.z_loss),
         )  # fmt: skip
 
-    @cached_property
+    @property
     def flags(self) -> dict[str, bool | int]:
         """The kernel's constants that these options decide."""
         return {

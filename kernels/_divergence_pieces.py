@@ -57,7 +57,7 @@ def load_label(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constex
 
 
 @triton.jit
-def fold(x, other, top, total, own, ratio, inv_t):
+def fold(x, other, top, total, moment, ratio, inv_t):
     """Online sums of e = 2^(inv_t (x - top)), e (x - top) and e (x - other), over one thread's numbers at a time.
 
     x: (LANES, VECTOR). Rescaling to a new maximum costs once a vector, and nothing crosses threads until the row ends.
@@ -66,10 +66,10 @@ def fold(x, other, top, total, own, ratio, inv_t):
     keep = tl.exp2((top - higher) * inv_t)
     below = x - higher[:, None]
     e = tl.exp2(below * inv_t)
-    own = (own + (top - higher) * total) * keep + tl.sum(e * below, 1)
+    moment = (moment + (top - higher) * total) * keep + tl.sum(e * below, 1)
     total = total * keep + tl.sum(e, 1)
     ratio = ratio * keep + tl.sum(e * (x - other), 1)
-    return higher, total, own, ratio
+    return higher, total, moment, ratio
 
 
 @triton.jit
@@ -79,9 +79,9 @@ def unbounded(kl):
 
 
 @triton.jit
-def entropy(below, total, own, share, whole):
+def entropy(below, total, moment, share, row_total):
     """In base 2, from `fold`'s sums of each lane, whose maximum is `below` the row's."""
-    return tl.log2(whole) - tl.sum((own + below * total) * share, 0) / whole
+    return tl.log2(row_total) - tl.sum((moment + below * total) * share, 0) / row_total
 
 
 @triton.jit

@@ -80,9 +80,9 @@ def _divergence(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> T
             return (q.exp() - p.exp()).abs().sum(-1) / 2
     assert kind == "adaptive_kl"
     gaps = (q.exp() - p.exp()).abs().detach()
-    of_head = (gaps * likeliest_half(p)).sum(-1) / gaps.sum(-1)
-    of_head = of_head.nan_to_num(0.5)  # no gap anywhere
-    return of_head * kl(p, q) + (1 - of_head) * kl(q, p)
+    head_share = (gaps * likeliest_half(p)).sum(-1) / gaps.sum(-1)
+    head_share = head_share.nan_to_num(0.5)  # no gap anywhere
+    return head_share * kl(p, q) + (1 - head_share) * kl(q, p)
 
 
 def _divergences(
@@ -157,7 +157,7 @@ def linear_divergence_reference(
     bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
     student = transform(linear_reference(hidden, weight, lora)[:, :V], bias, LogitTransform(scale, softcap))[0]
     with torch.no_grad():
-        how = LogitTransform(teacher_scale, teacher_softcap)
+        teacher_transform = LogitTransform(teacher_scale, teacher_softcap)
         logits = linear_reference(teacher_hidden, teacher_weight, teacher_lora)[:, :V]
-        teacher = transform(logits, teacher_bias, how)[0]
+        teacher = transform(logits, teacher_bias, teacher_transform)[0]
     return distillation_reference(student, teacher, **options)

@@ -28,13 +28,14 @@ def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: Div
     padded = -(-vocab // 16) * 16
     if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # rows that are no `workspace`'s
         padded = vocab
-    measured = options.measured
+    flags = options.flags
+    measured = flags["MEASURED"]
     kept_launch(
         divergence_kernel, (student.shape[0],),
         student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), vocab, padded, *options.numbers,
         FORM=options.form + BIAS * (x.bias is not None) + TEACHER_BIAS * (x.teacher_bias is not None),
         HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
-        **options.flags, WRITE_GRAD=write_grad,
+        **flags, WRITE_GRAD=write_grad,
         ALIASED=grad.dtype != student.dtype, STEPS=HEAD_STEPS, LANES=LANES // 2 if measured else LANES,
         VECTOR=max(1, VECTOR_BYTES // student.element_size()), num_warps=WARPS // 2 if measured else WARPS,
     )(

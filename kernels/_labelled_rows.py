@@ -96,14 +96,14 @@ class RowSelection:
             num_items = num_items.item()  # the host has it: sent to the device, it would wait for what is queued there
         self._num_items = num_items
         find = _find_triton if use_triton(labels) else _find_torch
-        given = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
-        self._index, found = find(labels.reshape(-1), given, ignore_index)
-        self._found = HostCopy(found)
+        on_device = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
+        self._index, counts = find(labels.reshape(-1), on_device, ignore_index)
+        self._counts = HostCopy(counts)
 
     def wait(self) -> Rows:
-        count, given = self._found.get().tolist()
+        count, total = self._counts.get().tolist()
         count = int(count)
-        num_items = given if isinstance(self._num_items, Tensor) else self._num_items
+        num_items = total if isinstance(self._num_items, Tensor) else self._num_items
         index = None if count == self._total else self._index[:count]
         return Rows(index, count, max(count, 1) if num_items is None else num_items)
 
@@ -120,7 +120,7 @@ def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> 
 
 @triton.jit
 def _find_kernel(
-    labels_ptr, num_items_ptr, index_ptr, found_ptr, n, ignore_index, HAS_NUM_ITEMS: tl.constexpr, BLOCK: tl.constexpr
+    labels_ptr, num_items_ptr, index_ptr, counts_ptr, n, ignore_index, HAS_NUM_ITEMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     lanes = tl.arange(0, BLOCK)
     count = tl.program_id(0) * 0
@@ -130,9 +130,9 @@ def _find_kernel(
         one = valid.to(tl.int32)
         tl.store(index_ptr + count + tl.cumsum(one, 0) - 1, at.to(tl.int64), mask=valid)
         count += tl.sum(one, 0)
-    tl.store(found_ptr, count.to(tl.float64))
+    tl.store(counts_ptr, count.to(tl.float64))
     if HAS_NUM_ITEMS:
-        tl.store(found_ptr + 1, tl.load(num_items_ptr).to(tl.float64))
+        tl.store(counts_ptr + 1, tl.load(num_items_ptr).to(tl.float64))
 
 
 @remembered
@@ -142,10 +142,10 @@ def _launch(n: int, ignore_index: int, has_num_items: bool) -> Launch:
 
 def _find_triton(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     index = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
-    found = torch.empty(2, dtype=torch.float64, device=labels.device)
+    counts = torch.empty(2, dtype=torch.float64, device=labels.device)
     launch = _launch(labels.numel(), ignore_index, num_items is not None)
-    launch(labels.contiguous(), num_items, index, found)
-    return index, found
+    launch(labels.contiguous(), num_items, index, counts)
+    return index, counts
 
 
 def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:

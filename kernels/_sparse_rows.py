@@ -128,12 +128,12 @@ def _sparse_kernel(
     entries = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + row * K + entries, mask=entries < K, other=-1).to(tl.int64)
     log_p = tl.load(log_probs_ptr + row * K + entries, mask=entries < K, other=float("-inf")).to(tl.float32)
-    known = (ids >= 0) & (log_p != float("-inf"))
-    inside = known & (ids < V)
-    log_p = tl.where(known, log_p, 0.0)
-    p = tl.where(known, tl.exp(log_p), 0.0)
+    present = (ids >= 0) & (log_p != float("-inf"))
+    inside = present & (ids < V)
+    log_p = tl.where(present, log_p, 0.0)
+    p = tl.where(present, tl.exp(log_p), 0.0)
     x_k, slope_k = load_logits(logits_ptr, bias_ptr, ids, inside, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "")
-    x_k = tl.where(known & (ids >= V), float("nan"), x_k) * 1.4426950408889634  # powers of two from here on
+    x_k = tl.where(present & (ids >= V), float("nan"), x_k) * 1.4426950408889634  # powers of two from here on
     if HAS_LABELS:
         label = tl.load(labels_ptr + row)
         x_label = load_label_logit(logits_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
@@ -154,13 +154,13 @@ def _sparse_kernel(
     top_rest = tl.where(twice, float("nan"), top_rest)
     top = tl.maximum(top_rest, tl.max(x_k, 0))
     keep = tl.exp2(top_rest - top)
-    e_k = tl.where(known, tl.exp2(x_k - top), 0.0)
+    e_k = tl.where(present, tl.exp2(x_k - top), 0.0)
     total = total_rest * keep + tl.sum(e_k, 0)
     lse = top + tl.log2(total)
     entropy = lse - (weighted_rest * keep + tl.sum(tl.where(e_k > 0, e_k * x_k, 0.0), 0)) / total
     e_k_T, total_T = e_k, total
     if HAS_TEMPERATURE:
-        e_k_T = tl.where(known, tl.exp2((x_k - top) * inv_t), 0.0)
+        e_k_T = tl.where(present, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
     # The divergence. Without a rest, what p lacks to 1 is rounding, and log_rest_q any finite number.
@@ -252,14 +252,14 @@ def sparse_rows(
 def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
     x, slope = transform(logits, bias, o.transform)
     ids, log_p, labels = targets.ids.long(), targets.log_probs.to(x.dtype), targets.labels
-    known = (ids >= 0) & (log_p != -torch.inf)
-    index = ids.where(known, 0)
+    present = (ids >= 0) & (log_p != -torch.inf)
+    index = ids.where(present, 0)
     taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool)  # one column more, for the padding
-    taken = taken.scatter_(1, ids.where(known, x.shape[1]), True)[:, :-1]
-    log_q = x.log_softmax(-1).masked_fill((taken.sum(-1) < known.sum(-1))[:, None], torch.nan)  # an id came twice
+    taken = taken.scatter_(1, ids.where(present, x.shape[1]), True)[:, :-1]
+    log_q = x.log_softmax(-1).masked_fill((taken.sum(-1) < present.sum(-1))[:, None], torch.nan)  # an id came twice
     log_q_T = log_q if o.temperature == 1.0 else log_q.div(o.temperature).log_softmax(-1)
 
-    log_p, p = log_p.where(known, 0), log_p.exp().where(known, 0)
+    log_p, p = log_p.where(present, 0), log_p.exp().where(present, 0)
     mass, log_q_k = p.sum(-1), log_q_T.gather(1, index)
     log_rest_q = log_q_T.masked_fill(taken, -torch.inf).logsumexp(-1)
     divergence, rest_p = torch.linalg.vecdot(p, log_p - log_q_k.where(p > 0, 0)), torch.zeros_like(mass)
@@ -283,7 +283,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     all_p = mass + rest_p
     rest_weight = all_p * log_rest_q.exp() - rest_p
     dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(rest_weight[:, None]).masked_fill_(taken, 0)
-    dx.scatter_add_(1, index, (all_p[:, None] * log_q_k.exp() - p).where(known, 0))
+    dx.scatter_add_(1, index, (all_p[:, None] * log_q_k.exp() - p).where(present, 0))
     dx *= o.divergence_scale / o.temperature
     if o.ce_weight and labels is not None:
         dx += o.ce_weight * log_q.exp()

@@ -10,10 +10,10 @@ ROW_KINDS = tuple(kind for kind in KINDS if kind != "symmetric_kl")  # what the 
 
 def named(kind: str | Mapping[str, float]) -> dict[str, float]:
     """{kind: weight}, as the caller names them. Raises ValueError for no kind, or an unknown one."""
-    given = {kind: 1.0} if isinstance(kind, str) else {name: float(weight) for name, weight in kind.items()}
-    if not given or set(given) - set(KINDS):
+    weights = {kind: 1.0} if isinstance(kind, str) else {name: float(weight) for name, weight in kind.items()}
+    if not weights or set(weights) - set(KINDS):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
-    return given
+    return weights
 
 
 def parts(name: str, beta: float, alpha: float) -> dict[str, float]:

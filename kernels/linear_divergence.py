@@ -40,6 +40,7 @@ Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,11 +195,11 @@ def linear_divergence(
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    arguments = (
+    arguments: list[Any] = [
         *teacher.tensors, teacher.dtype, vocab, token_weight, " ".join(weights), [*weights.values()], beta, alpha,
         teacher_share, ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap,
         teacher_scale, teacher_softcap, logits_dtype,
-    )  # fmt: skip
+    ]  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(
@@ -220,9 +221,9 @@ def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:
 
 def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearDivergence:
     fields, terms = per_token[1:TERMS].unbind(0), per_token[TERMS:].unbind(0)
-    divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *of_teacher = fields
+    divergence, log_prob, entropy, is_top1, forward_kl, reverse_kl, agrees, *teacher_fields = fields
     return LinearDivergence(
-        loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *of_teacher,
+        loss, divergence, log_prob, entropy, is_top1 > 0, forward_kl, reverse_kl, agrees > 0, *teacher_fields,
         terms=named_terms(kind, beta, alpha, dict(zip(ROW_KINDS, terms, strict=True))),
     )  # fmt: skip
 

@@ -73,14 +73,14 @@ def sparse_divergence_reference(
 ) -> Tensor:
     """(N,) divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
     log_q = (student_logits / temperature).log_softmax(-1)
-    known = (ids >= 0) & (log_probs != -torch.inf)
+    present = (ids >= 0) & (log_probs != -torch.inf)
     log_p = log_probs.to(log_q.dtype)
-    p, log_p = log_p.exp().where(known, 0), log_p.where(known, 0)
-    index = ids.long().where(known, 0)
+    p, log_p = log_p.exp().where(present, 0), log_p.where(present, 0)
+    index = ids.long().where(present, 0)
     divergence = (p * (log_p - log_q.gather(1, index).where(p > 0, 0))).sum(-1)
     if tail == "none":
         return divergence
-    named = torch.zeros_like(log_q).scatter_add(1, index, known.to(log_q.dtype)) > 0
+    named = torch.zeros_like(log_q).scatter_add(1, index, present.to(log_q.dtype)) > 0
     covered = named.all(-1)
     rest = (1 - p.sum(-1)).clamp(min=0).where(~covered, 0)
     log_rest_q = log_q.masked_fill(named & ~covered[:, None], -torch.inf).logsumexp(-1)
@@ -133,8 +133,8 @@ class LinearSparse(LinearLoss):
         sparse_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def weighted(self, factor: Tensor) -> "LinearSparse":
-        given = self.targets.token_weight
-        token_weight = factor if given is None else factor * given
+        weight = self.targets.token_weight
+        token_weight = factor if weight is None else factor * weight
         return replace(self, targets=replace(self.targets, token_weight=token_weight))
 
 

@@ -20,7 +20,7 @@ Source        Boizard et al. 2024, arXiv:2402.12030, eq. 4; T^2: Hinton et al. 2
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def linear_uld_reference(
 
     s = logits(hidden, weight, bias, vocab_size, LogitTransform(scale, softcap), lora)
     with torch.no_grad():
-        of_teacher = LogitTransform(teacher_scale, teacher_softcap)
-        t = logits(teacher_hidden, teacher_weight, teacher_bias, teacher_vocab_size, of_teacher, teacher_lora)
+        teacher_transform = LogitTransform(teacher_scale, teacher_softcap)
+        t = logits(teacher_hidden, teacher_weight, teacher_bias, teacher_vocab_size, teacher_transform, teacher_lora)
         t = t.to(s.dtype)
     index = torch.arange(s.shape[0], device=s.device) if partners is None else partners
     aligned = index >= 0
@@ -307,10 +307,10 @@ def linear_uld(
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    arguments = (
+    arguments: list[Any] = [
         *teacher.tensors, teacher.dtype, partners, token_weight, vocab, teacher_vocab, uld_weight, ce_weight,
         temperature, label_smoothing, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap,
-    )  # fmt: skip
+    ]  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(

@@ -65,7 +65,8 @@ FUNCTIONS = {
         "_fused_linear": ["LinearLoss", "GradientsInForward", "Recomputed", "upstream_rows"],
         "_logits": ["transform"],
         "_cross_entropy_rows": [
-            "new_carry", "finish", "_weighted", "_of_label", "_known", "_whole_rows_torch", "_tile_statistics_torch",
+            "new_carry", "finish", "_weighted", "_of_label", "_gatherable", "_whole_rows_torch",
+            "_tile_statistics_torch",
             "_tile_gradient_torch", "gradient_factor",
         ],
         "_divergence_torch": [
@@ -102,7 +103,7 @@ TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 STEPS = "one step of a search more or less: its last ones find nothing"
 ON_GPU = "runs on a GPU alone"
-PARTIAL_SUMS = "{0}_total, {0}_own, {0}_ratio, {0}_total_T, {0}_ratio_T = (zero, zero, zero, zero, zero) [{1}]"
+PARTIAL_SUMS = "{0}_total, {0}_moment, {0}_ratio, {0}_total_T, {0}_ratio_T = (zero, zero, zero, zero, zero) [{1}]"
 STORAGE = "where the gradient lies and not what it is: tests of what inplace reuses"
 LABELS = "labels pass through it too, whose plants are not numbers: planted where it is called"
 # What no check can notice, and why.
@@ -126,7 +127,7 @@ EQUIVALENT = {
     "head_floor: step = tl.where(tl.min(least, 0) < tl.max(most, 0), step + 1, STEPS)": STEPS,
     "head_floor: quarter = (high - low) * 0.25": "where the search looks: any place between its bounds leads on",
     "take: return x if rows.index is None else x.index_select(0, rows.index)": LABELS,
-    "_known: return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)": (
+    "_gatherable: return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)": (
         LABELS
     ),
     "tile_statistics: class_weight = None if targets.class_weight is None else targets.class_weight[tile.columns]": (

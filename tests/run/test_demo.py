@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from liger_trainer.errors import ConfigError, LigerTrainerError
 from liger_trainer.run.data import demo_model as demo
+from liger_trainer.run.data._docstrings import module_names
 from liger_trainer.run.data.demo_dataset import DemoDataset, demo_dataset, shorten
 from liger_trainer.run.data.demo_model import DemoModel, demo_model_dir, resolve_model
 
@@ -263,10 +264,9 @@ def test_processes_at_once_build_it_once_and_make_the_same_rows(tiny, tmp_path, 
         "print(demo.demo_model_dir('tiny', cache_dir=sys.argv[1]), demo_dataset.demo_dataset().sha256)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    environment = os.environ | {"PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(command, cwd=ROOT, env={**environment, "PYTHONHASHSEED": seed}, **pipes) for seed in "17"
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, **pipes) for seed in "17"
     ]
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -361,12 +361,21 @@ def test_held_out_by_module(docstrings):
     assert len(docstrings.held_out_modules) >= 5
 
 
-def test_the_interpreter_is_left_as_it_was(capfd, recwarn):
+def test_the_environment_and_the_interpreter_stay_out_of_it(docstrings, capfd, recwarn, monkeypatch):
+    for name, value in {"PYTHONOPTIMIZE": "2", "LC_ALL": "C", "COLUMNS": "40"}.items():
+        monkeypatch.setenv(name, value)
     before = set(sys.modules)
-    demo_dataset()
+    assert demo_dataset().sha256 == docstrings.sha256
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
     assert not (set(sys.modules) - before) & {"antigravity", "this", "turtle", "imaplib", "pdb", "readline"}
+
+
+def test_the_collector_imports_no_module_with_side_effects():
+    listed = set(module_names())
+    assert {"os", "os.path", "json", "builtins"} <= listed
+    unwanted = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "lib2to3", "readline"}
+    assert not {name.partition(".")[0] for name in listed} & unwanted
 
 
 def test_no_docstrings_to_read(monkeypatch, tmp_path):
