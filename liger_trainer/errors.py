@@ -37,6 +37,12 @@ class TeacherServerError(LigerTrainerError):
     exit_code = 7
 
 
+class StorageError(LigerTrainerError):
+    """Something cannot be written: the disk is full, read-only or over its quota."""
+
+    exit_code = 8
+
+
 class CorruptError(LigerTrainerError):
     """A checkpoint or a cache is damaged: a file is missing, cut off or not what it was when it was written."""
 
