@@ -77,6 +77,12 @@ class RunOptions:
         "Resume from a checkpoint though data, tokenizer, model or teacher are not those that it was saved with.",
         needs=given("resume_from_checkpoint", words="`resume_from_checkpoint: true`"),
     )
+    max_hours: float | None = option(
+        None,
+        "Stop after the step in which the run has taken so many hours: save a checkpoint, say how to go on, and end "
+        "with exit code 124. Each start counts anew.",
+        gt=0,
+    )
     env: dict[str, Any] | None = option(None, "Environment variables of the run, set before anything is imported.")
 
 

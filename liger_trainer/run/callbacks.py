@@ -1,11 +1,8 @@
-"""Callbacks of a run: a progress bar, a stop on signals, and tokens per second with peak memory in every log."""
+"""Callbacks of a run: a progress bar, and tokens per second with peak memory in every log."""
 
 import resource
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
@@ -23,40 +20,6 @@ class ProgressBar(ProgressCallback):
             shown = {name: f"{logs[name]:.4g}" for name in SHOWN if isinstance(logs.get(name), float)}
             if shown:
                 self.training_bar.set_postfix(shown)
-
-
-class StopOnSignal(TrainerCallback):
-    """Ends training after the current step, with a checkpoint, on SIGINT or SIGTERM; at once on a second signal.
-
-    With several processes the signals keep their usual meaning: ranks could stop at different steps, and those that go
-    on would wait for the others.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the two signals; put the earlier handlers back at the end."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in before:
-            signal.signal(number, self._receive)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _receive(self, number, frame):
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = number
-        print("\nStopping after this step and saving a checkpoint; again to stop at once.", file=sys.stderr)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.received is not None:
-            control.should_save = control.should_training_stop = True
-        return control
 
 
 class Pace(TrainerCallback):

@@ -5,7 +5,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,31 +16,28 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import METRICS
-from ..errors import ConfigError, LigerTrainerError
+from ..common.signals import handling
+from ..errors import ConfigError
 from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
 from ..trainers.token_metrics import tokens_before
-from .callbacks import Pace, ProgressBar, StopOnSignal, peak_memory_mib
+from .callbacks import Pace, ProgressBar, peak_memory_mib
 from .checkpoints import BEFORE
 from .output_dir import start_output
 from .results import TrainingFacts
 from .samples import Measurement
+from .stopping import StopEarly
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 
-class Interrupted(LigerTrainerError):
-    """Training was stopped by the user or the system, after a checkpoint was saved."""
-
-    exit_code = 130
-
-
 @dataclass
 class Clock:
-    """Seconds of each named part of a run."""
+    """Seconds of each named part of a run, and when it began by `time.monotonic()`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -112,10 +109,10 @@ def train(
     Raises:
         ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
             with other data or models; metric_for_best_model is none of the metrics.
-        Interrupted: a signal came; the checkpoint to go on from is named.
+        Interrupted: a signal came, or `max_hours` are over; the checkpoint to go on from is named.
         NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
-    stop, first = StopOnSignal(), MeasureFirst(trainer, config, measure, clock)
+    stop, first = StopEarly(config["max_hours"], clock.began), MeasureFirst(trainer, config, measure, clock)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(first)
@@ -123,22 +120,23 @@ def train(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
     _check_optimizer(trainer, config)
-    with stop.listening() if trainer.args.world_size == 1 else nullcontext():
+    with handling(stop.receive):
         trainer.train(resume_from_checkpoint=config["resume_from_checkpoint"], force_resume=config["force_resume"])
+        trainer.accelerator.wait_for_everyone()  # the first process may still be writing; a launcher ends all with one
     seconds = time.perf_counter() - first.ended
     clock.seconds["train"] = round(seconds, 2)
-    if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
-        raise _interrupted(trainer)
+    if stop.reason and trainer.state.global_step < trainer.state.max_steps:
+        raise stop.error(_how_to_go_on(trainer))
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
 
 
-def _interrupted(trainer: LigerTrainer) -> Interrupted:
+def _how_to_go_on(trainer: LigerTrainer) -> str:
     """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
     state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
     saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
-    return Interrupted(
+    return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
         f"To go on: liger-trainer {shlex.join(['resume', str(run_dir), *newer])}"
     )

@@ -389,7 +389,7 @@ def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(global_step=2, max_steps=6), args=SimpleNamespace(output_dir=tmp_path)
     )
-    message = str(train_loop._interrupted(trainer))
+    message = train_loop._how_to_go_on(trainer)
     assert message.endswith(f"resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in message
 
 
