@@ -26,8 +26,8 @@ _TEMPLATE = """\
         {%- set text = liger_chat(before + [dict(message, content=content)], false) -%}
         {%- if name not in text -%}
             {{- raise_exception("it does not write the content of message " ~ (before|length + 1) ~ " (" ~
-                message.role ~ ") where the message stands; take `supervised_part: content` out, or join the message to "
-                "the next") -}}
+                message.role ~ ") where the message stands; take `supervised_part: content` out, or join the message "
+                "to the next") -}}
         {%- endif -%}
         {{- text.split(name)[0] -}}
     {%- endif -%}
