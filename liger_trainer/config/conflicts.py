@@ -16,6 +16,7 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
+from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
 from .run_options import RunOptions
 from .schema import Key
@@ -244,7 +245,7 @@ _OF_A_FILE = (
         "and name its directory.",
     ),
 )
-_DECLARED = (RunOptions, LossConfig, SamplingConfig, TeacherConfig)
+_DECLARED = (RunOptions, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 

@@ -12,16 +12,18 @@ from ..losses.config import LossConfig
 from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
+from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
 
 
 @dataclass
-class LigerDistillConfig(TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
+class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
         teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
         losses, beta, temperature, schedules, ...: what is minimised; see `LossConfig`.
+        supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
@@ -48,7 +50,7 @@ class LigerDistillConfig(TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
-        check_options(self, LossConfig, SamplingConfig, TeacherConfig)
+        check_options(self, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):

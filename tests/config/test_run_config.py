@@ -197,7 +197,7 @@ def test_arguments_are_built_from_the_values(load, tmp_path):
 
 def test_what_the_arguments_refuse_is_a_config_error(load):
     config = load(NEEDED + "eval_steps: 2.5\neval_strategy: steps\nuse_cpu: true\n")
-    with pytest.raises(ConfigError, match="SFTConfig refuses these settings: .*eval_steps must be an integer"):
+    with pytest.raises(ConfigError, match="LigerConfig refuses these settings: .*eval_steps must be an integer"):
         config.training_args()
 
 
