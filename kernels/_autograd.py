@@ -1,4 +1,4 @@
-"""What autograd functions of this folder need: memory, and a backward that knows what it must not do."""
+"""What the autograd functions of this folder share: memory, and a backward that refuses second derivatives."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._triton import Launch, remembered, tl, triton, use_triton
 
-RESCALED = 2**16  # numbers a program: most often it finds out that there is nothing to do, and even that takes time
+RESCALED = 2**16  # numbers a program: many, since most programs find nothing to do, and starting one takes time
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,25 +17,25 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous memory of x's shape. (torch.empty keeps the host for twice as long.)"""
+    """Return uninitialised contiguous memory of x's shape. (torch.empty takes the host twice as long.)"""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def vector(n: int, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for n numbers where x lies."""
+    """Return uninitialised memory for n numbers on x's device."""
     return x.new_empty(n, dtype=dtype)
 
 
 def graph_is_kept() -> bool:
-    """In a backward: whether the graph is wanted for another one (retain_graph=True)."""
+    """Return whether autograd keeps the graph for another backward (retain_graph=True). Call it inside a backward."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_order(backward: Callable) -> Callable:
-    """A backward that refuses create_graph=True: what a kernel returns has no graph, and would count as a constant.
+    """Make a backward refuse create_graph=True. A kernel's result has no graph, so torch would take it for a constant.
 
-    torch's once_differentiable lets that pass where the gradient it is given is itself a constant, as that of a sum.
-    Where it is called under autocast, its products stay in the dtypes that the forward chose.
+    torch's once_differentiable doesn't refuse when the incoming gradient is itself a constant, for example that of a
+    sum. The backward also runs with autocast off, so its products stay in the dtypes that the forward chose.
     """
 
     @functools.wraps(backward)
@@ -93,10 +93,11 @@ def _rescale_launch(rows: int, columns: int, strides: tuple[int, int], span: int
 
 
 def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
-    """In a backward: the gradients times that of the loss itself, `factor`, a scalar on their device.
+    """Multiply the gradients by `factor`, the gradient of the loss, in place. Call it inside a backward.
 
-    In place. Where the factor is 1 (a loss used as it is), a kernel finds out there and leaves, so nothing is moved and
-    the host does not wait. A graph kept for another backward keeps its gradients too, and hands out copies.
+    `factor` is a scalar on their device. If it is 1 (the loss was used without a factor), the kernel sees that on the
+    device and stops: nothing is moved, and the host doesn't wait. If autograd keeps the graph for another backward, the
+    saved gradients stay as they are, and the copies that are returned get multiplied.
     """
     if graph_is_kept():
         gradients = [None if x is None else x.clone() for x in gradients]
@@ -105,7 +106,7 @@ def rescale(gradients: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tens
 
 
 def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply (n,) or (n, m) in place by a scalar on their device; where it is 1, nothing is moved."""
+    """Multiply tensors (n,) or (n, m) in place by `factor`, a scalar on their device. If it is 1, move nothing."""
     for x in tensors:
         if x is None or not x.numel():
             continue

@@ -1,6 +1,6 @@
-"""How many rows, and how many columns of the vocabulary, have their logits in the workspace of a fused loss at a time.
+"""Choose how many rows and columns of the vocabulary a fused loss holds logits for at a time.
 
-A chunk of rows lives in one reused workspace; _fused_linear.py walks over the chunks.
+One workspace is reused for every chunk of rows; _fused_linear.py walks over the chunks.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from torch import Tensor
 from ._autograd import Needs
 
 WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it costs about 5 % of time.
-ROUNDINGS = 16  # of a sum in the weight's dtype: more chunks than this have an error of twice that of one product
-BYTES_A_WORD = 4096  # of a larger workspace for a larger vocabulary, up to twice as much: 2,048 rows of bf16 logits
+ROUNDINGS = 16  # more chunks than this, summed in the weight's dtype, have twice the error of a single product
+BYTES_A_WORD = 4096  # workspace per word of the vocabulary (see `workspace_bytes`): 2,048 rows of bf16 logits
 TILE_ROWS = 256
-LAUNCH_BYTES = 3e8  # what an H100 moves while the host launches the work of a tile
-CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # to choose from where logits are recomputed
+LAUNCH_BYTES = 3e8  # bytes that an H100 moves while the host launches the kernels of one tile
+CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # sizes that `tile_plan` tries
 
 
 class ChunkPlan(NamedTuple):
-    """Rows of a chunk, and columns of a tile of the vocabulary, whose logits are in the workspace at a time."""
+    """How many rows (a chunk) and columns of the vocabulary (a tile) have their logits in the workspace at a time."""
 
     rows: int
     columns: int
@@ -34,10 +34,10 @@ class ChunkPlan(NamedTuple):
 
 
 def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> ChunkPlan:
-    """Chunks of whole rows of equal size, as large as the workspace allows.
+    """Return chunks of whole rows of equal size, as large as the workspace allows.
 
-    Each chunk reads and writes the weight's gradient once, so few and large chunks approach the speed of the bare
-    matrix products; a rule by V / H alone (Liger-Kernel's) gives small models chunks that are bound by that traffic.
+    Each chunk reads and writes the weight's gradient once, so few large chunks approach the speed of the bare matrix
+    products. Liger-Kernel's rule uses V / H alone: it gives small models chunks whose time goes into that traffic.
     """
     limit = _whole_tiles(max(1, how.workspace_bytes(vocab) // (vocab * bytes_per_logit)), down=True)
     chunks = max(1, -(-count // limit))
@@ -45,11 +45,11 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
 
 
 def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "Needs", how: "Execution") -> ChunkPlan:
-    """The chunks and tiles that cost least within the workspace, where logits are computed twice.
+    """Return the cheapest chunks and tiles that fit the workspace, for losses that compute logits twice.
 
-    A chunk reads the weight three times, and reads and writes its gradient; a tile reads and writes an fp32 sum of the
-    hidden states' gradient, which lies in the workspace too, and costs the host its launches. Default workspace: a bit
-    less than the size of the hidden states, the rest is for what else is held for each row.
+    A chunk reads the weight three times, and reads and writes its gradient. A tile reads and writes an fp32 sum of the
+    hidden states' gradient, which lies in the workspace too, and costs the host its launches. The default workspace is
+    slightly smaller than the hidden states; the rest is left for other per-row memory.
     """
     budget = max(16, 0.97 * count * hidden_size * itemsize / 2**20) * 2**20
     budget = int(budget if how.workspace_mb is None else how.workspace_bytes(vocab))
@@ -65,23 +65,23 @@ def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "N
 
 
 def _whole_tiles(rows: int, down: bool = False) -> int:
-    """Rows rounded to the products' tiles: chunks that end inside one are up to 10 % slower."""
+    """Round rows to the products' tiles: chunks that end inside a tile are up to 10 % slower."""
     if rows < TILE_ROWS:
         return rows
     return (rows if down else rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
 
 
 def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, vocab). Rows start at multiples of 16 numbers: cuBLAS and the row kernels then read them by vectors."""
+    """Return memory (rows, vocab). Rows start at multiples of 16 numbers, so cuBLAS and row kernels read vectors."""
     return torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)[:, :vocab]
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a fused linear loss is computed, which changes time and memory, and the rounding of its gradients."""
+    """How to compute a fused linear loss. It changes time, memory and the rounding of gradients, not the loss."""
 
-    workspace_mb: float | None = None  # None: see workspace_bytes, or `tile_plan` where logits are recomputed
-    accumulate_dtype: torch.dtype | None = None  # of the weight's gradient while chunks are added to it
+    workspace_mb: float | None = None  # None: `workspace_bytes` decides, or `tile_plan` if logits are recomputed
+    accumulate_dtype: torch.dtype | None = None  # dtype of the weight's gradient while chunks are added to it
     overwrite_hidden: bool = False
 
     def __post_init__(self):
@@ -89,7 +89,7 @@ class Execution:
             raise ValueError(f"accumulate_dtype must be None or torch.float32, got {self.accumulate_dtype}.")
 
     def sum_dtype(self, chunks: int) -> torch.dtype | None:
-        """What the gradient of a weight is widened to while so many chunks are added to it."""
+        """Return the dtype in which a weight's gradient sums so many chunks. None: the weight's own."""
         return torch.float32 if chunks > ROUNDINGS else self.accumulate_dtype
 
     def workspace_bytes(self, vocab: int) -> int:

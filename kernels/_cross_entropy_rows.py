@@ -1,14 +1,14 @@
-"""Row kernels of cross_entropy.py and linear_cross_entropy.py: logits in, per-token values and their gradient out.
+"""Row kernels of cross_entropy.py and linear_cross_entropy.py: they turn logits into per-token values and a gradient.
 
     x = transform(raw) / temperature,  nll = lse - x[label]
     loss = w f [(1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2]
     d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
 
-w weight of the token, c of the class, s label_smoothing, z z_loss, f = exp(-nll) held constant for DFT, else 1.
+w is the token's weight, c the class's, s label_smoothing, z z_loss; f = exp(-nll) held constant for DFT, else 1.
 
-A row is either whole, then one kernel reads it twice and writes the gradient over it; or it comes in tiles of the
-vocabulary, whose statistics are folded into a carry before the tiles come again for their gradient. Each Triton kernel
-has a torch twin that takes the same arguments.
+If a row is whole, one kernel reads it twice and writes the gradient over it. If it comes in tiles of the vocabulary,
+each tile's statistics are folded into a carry; then the tiles come again for their gradient. Each Triton kernel has a
+torch twin that takes the same arguments.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
-CARRY = ("top", "total", "weighted", "plain", "x_label")  # sums of e^(x - top), of that times x, and of c x
+CARRY = ("top", "total", "weighted", "plain", "x_label")  # see `_statistics`
 
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """Scalars of one call. See `linear_cross_entropy`."""
+    """Scalars of one call; `linear_cross_entropy` explains them."""
 
     transform: LogitTransform = field(default_factory=LogitTransform)
     temperature: float = 1.0
@@ -41,12 +41,12 @@ class CrossEntropyOptions:
 
 @dataclass(frozen=True)
 class Targets:
-    """What rows of logits are held against."""
+    """Labels and weights of a chunk of rows."""
 
     labels: Tensor  # (n,) int64
     token_weight: Tensor | None = None  # (n,) fp32
     class_weight: Tensor | None = None  # (V,) fp32
-    ignore_index: int | None = None  # rows with this label give 0; None where they were dropped before
+    ignore_index: int | None = None  # rows with this label give 0; None if they were dropped earlier
 
     def rows(self, chunk: slice) -> "Targets":
         token_weight = None if self.token_weight is None else self.token_weight[chunk]
@@ -55,7 +55,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns [first, first + logits.shape[1]) of a vocabulary of `vocab`."""
+    """Columns [first, first + logits.shape[1]) of a vocabulary of size `vocab`."""
 
     logits: Tensor  # (n, columns), raw
     bias: Tensor | None  # (columns,)
@@ -68,7 +68,7 @@ class Tile:
 
 
 def new_carry(rows: int, like: Tensor) -> Tensor:
-    """(len(CARRY), rows) before the first tile: no logit seen, the label's NaN until its tile comes."""
+    """Return the carry (len(CARRY), rows) for the first tile. The label's logit stays NaN until its tile comes."""
     carry = like.new_zeros(len(CARRY), rows, dtype=stats_dtype(like.dtype))
     carry[0].fill_(-1e30)
     carry[4].fill_(float("nan"))
@@ -76,7 +76,7 @@ def new_carry(rows: int, like: Tensor) -> Tensor:
 
 
 def finish(carry: Tensor, targets: Targets, vocab: int, o: CrossEntropyOptions) -> Tensor:
-    """(len(FIELDS), n) from the statistics of whole rows."""
+    """Return the values (len(FIELDS), n) of rows from their complete statistics."""
     top, total, weighted, plain, x_label = carry
     lse = top + total.log()
     nll = lse - x_label
@@ -97,20 +97,20 @@ def _weighted(x: Tensor, nll: Tensor, targets: Targets, o: CrossEntropyOptions) 
 
 
 def _of_label(targets: Targets) -> Tensor:
-    """(n,) weight of each label's class."""
+    """Return the class weight (n,) of each row's label."""
     assert targets.class_weight is not None
     return targets.class_weight.gather(0, _gatherable(targets))
 
 
 def _gatherable(targets: Targets) -> Tensor:
-    """Labels, with 0 in place of ignored ones: something to gather by."""
+    """Return labels that `gather` accepts: 0 replaces ignored ones."""
     labels = targets.labels
     return labels if targets.ignore_index is None else labels.where(labels != targets.ignore_index, 0)
 
 
 @triton.jit
 def _rounded(z, inv_temperature):
-    """z / temperature by way of powers of two, as `_statistics` goes: a label that is the maximum equals it exactly."""
+    """z / temperature through powers of two, like `_statistics`: then a label that is the maximum equals it exactly."""
     return z * (inv_temperature * 1.4426950408889634) * 0.6931471805599453
 
 
@@ -120,7 +120,10 @@ def _statistics(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
     READ_AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(top in base 2, total, weighted, plain) of a row, see CARRY. No reduction until the row ends."""
+    """Return (top in base 2, total, weighted, plain) of a row: max, sum e^(x - top), that sum times x, sum c x.
+
+    Lanes are reduced once, when the row ends.
+    """
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -132,12 +135,12 @@ def _statistics(
         x, _ = load_logits(
             logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_last" if READ_AGAIN else ""
         )
-        x = x * (inv_temperature * 1.4426950408889634)  # powers of two are what the hardware has
+        x = x * (inv_temperature * 1.4426950408889634)  # the hardware computes powers of two
         higher = tl.maximum(top, x)
         keep = tl.exp2(top - higher)
         e = tl.exp2(x - higher)
         total = total * keep + e
-        weighted = weighted * keep + tl.where(e > 0, e * x, 0.0)  # 0 of -inf is no number
+        weighted = weighted * keep + tl.where(e > 0, e * x, 0.0)  # 0 * -inf would be NaN
         top = higher
         if HAS_SMOOTHING:
             share = 1.0
@@ -178,7 +181,7 @@ def _write_gradient(
 def _label_weights(
     label, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT: tl.constexpr
 ):
-    """The gradient's weights of softmax, label and every class."""
+    """Return the weights of softmax, label and every class in the gradient."""
     label_weight = 1.0 - smoothing
     even_weight = smoothing / vocab
     softmax_weight = 1.0 + 2.0 * z_loss * lse
@@ -233,7 +236,7 @@ def _whole_rows_kernel(
     tl.store(out_ptr + 3 * stride_out + row, tl.where(seen & (x_label >= top), 1.0, 0.0))
     tl.store(out_ptr + 4 * stride_out + row, tl.where(seen, lse, 0.0))
     if WRITE_GRAD:
-        # lse is rounded, by as much for the whole row, which this makes sum to 1.
+        # lse has one rounding error for the whole row: this factor makes the softmax sum to 1.
         softmax_weight *= tl.exp2(lse * 1.4426950408889634 - highest) / total
         _write_gradient(
             logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, used, label, lse, softmax_weight, label_weight,
@@ -246,7 +249,7 @@ def _whole_rows_kernel(
 
 @triton.jit
 def _write_zeros(grad_ptr, first, V, BLOCK: tl.constexpr):
-    """Zero the columns from `first` on: all of an ignored row, none of another."""
+    """Zero the columns from `first` on: all of an ignored row, none of any other."""
     lanes = tl.arange(0, BLOCK)
     for start in range(first, V, BLOCK):
         cols = start + lanes
@@ -312,9 +315,9 @@ def _tile_gradient_kernel(
 
 
 def _launch(logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntropyOptions) -> dict:
-    """The constants that every kernel of this file takes."""
+    """Return the constants that every kernel of this file takes."""
     plain = bias is None and targets.class_weight is None and o.transform.softcap is None and not o.label_smoothing
-    block = min(BLOCK if plain else BLOCK // 2, 1 << (logits.shape[1] - 1).bit_length())  # half: registers would spill
+    block = min(BLOCK if plain else BLOCK // 2, 1 << (logits.shape[1] - 1).bit_length())  # half: no spilling
     return {
         "BLOCK": block,
         "num_warps": min(32, max(4, block // 256)),
@@ -330,7 +333,7 @@ def _scalars(o: CrossEntropyOptions) -> tuple[float, float, float]:
 
 
 def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tensor, grad: Tensor | None, o) -> None:
-    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may be logits itself."""
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself."""
     if not use_triton(logits):
         return _whole_rows_torch(logits, bias, targets, out, grad, o)
     class_weight = logits if targets.class_weight is None else targets.class_weight
@@ -357,12 +360,12 @@ def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
 
 
 def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
-    """(n,) what each row's gradient is multiplied by, from the gradient of its loss."""
+    """Return the factor (n,) of each row's gradient. upstream: (n,) gradient of each row's loss."""
     return _weighted(upstream, -log_prob, targets, o)
 
 
 def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropyOptions) -> None:
-    """Fold a tile into carry (len(CARRY), n)."""
+    """Fold a tile into the carry (len(CARRY), n)."""
     class_weight = None if targets.class_weight is None else targets.class_weight[tile.columns]
     if not use_triton(tile.logits):
         return _tile_statistics_torch(tile, targets, class_weight, carry, o)
@@ -384,7 +387,7 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
     place = _gatherable(targets) - tile.first
     inside = (place >= 0) & (place < x.shape[1])
     if x.shape[1] == tile.vocab:
-        inside = torch.ones_like(inside)  # so that a label outside is an error, as in torch
+        inside = torch.ones_like(inside)  # then `gather` raises for a label outside the vocabulary, as torch does
     carry[0] = highest
     carry[1] = total * keep + e.sum(-1)
     carry[2] = weighted * keep + torch.linalg.vecdot(e, x.clamp(min=LOWEST))
@@ -394,7 +397,7 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
 
 
 def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, grad: Tensor, o) -> None:
-    """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile itself. lse, factor: (n,)."""
+    """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,)."""
     if not use_triton(tile.logits):
         return _tile_gradient_torch(tile, targets, lse, factor, grad, o)
     logits = tile.logits
@@ -422,7 +425,7 @@ def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor
     if targets.ignore_index is not None:
         factor = factor.where(targets.labels != targets.ignore_index, 0)
     x = x / o.temperature
-    # lse is rounded, by as much for the whole row, which softmax makes sum to 1.
+    # lse has one rounding error for the whole row; softmax sums to 1.
     q = x.softmax(-1) if x.shape[1] == tile.vocab else (x - lse[:, None]).exp_()
     dx = q.mul_(softmax_weight[:, None])
     place = targets.labels - tile.first

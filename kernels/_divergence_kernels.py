@@ -1,12 +1,12 @@
-"""The Triton kernel of linear_divergence.py's row pass. Formulas: linear_divergence.py; its torch twin, to be
-read beside it: _divergence_torch.py.
+"""The Triton kernel for the rows of linear_divergence.py, which has the formulas. Read _divergence_torch.py, its torch
+twin, beside it.
 
-A row is read once for all statistics (`first_pass`); once more for the divergences that need the log-partitions first
-(`second_pass`: JSD, skewed KLs, total variation, adaptive KL); a few times more, the teacher alone, for the adaptive
-KL's head (`head_floor`); and once to write the gradient over the student's logits (`write_gradient`). What a call
-doesn't ask for is no part of the kernel compiled for it.
+The kernel reads a row once for all statistics (`first_pass`). It reads it again for divergences that need the
+log-partitions first (`second_pass`: JSD, skewed KLs, total variation, adaptive KL), a few more times, the teacher
+alone, for the adaptive KL's head (`head_floor`), and once to write the gradient over the student's logits
+(`write_gradient`). A kernel is compiled for each set of options, and contains only what these ask for.
 
-`sides` and FORM, in every piece, say where logits come from: see `load_sides`.
+In every piece, `sides` and FORM say where logits come from: see `load_sides`.
 """
 
 from ._divergence_pieces import (
@@ -29,7 +29,7 @@ from ._triton import tl, triton
 
 LN2 = tl.constexpr(0.6931471805599453)
 
-# Rows of the output. Those from the first term on are of the kinds of divergence_kinds.ROW_KINDS, in their order.
+# Rows of the output. From FORWARD_TERM on they follow the order of divergence_kinds.ROW_KINDS.
 LOSS = tl.constexpr(0)
 DIVERGENCE = tl.constexpr(1)
 LOG_PROB = tl.constexpr(2)
@@ -56,7 +56,7 @@ SKEW = tl.constexpr(8)
 SKEW_REVERSE = tl.constexpr(16)
 TVD = tl.constexpr(32)
 ADAPTIVE = tl.constexpr(64)
-PAIRED = tl.constexpr(4 + 8 + 16 + 32)  # kinds whose gradients are made of both sides' ratio
+PAIRED = tl.constexpr(4 + 8 + 16 + 32)  # kinds whose gradients need the ratio of both sides
 
 
 @triton.jit
@@ -70,10 +70,11 @@ def divergence_kernel(
     WRITE_GRAD: tl.constexpr, ALIASED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Logits, log-partitions and divergences are in base 2 until they are stored.
+    """Compute a row. Logits, log-partitions and divergences are in base 2 until they are stored.
 
-    OWN_SUMS: the divergences' distributions are not those at temperature 1 that the metrics are of. MEASURED: kinds of
-    the second pass that are wanted; GRADED: kinds that have a gradient. forward_kl ... adaptive_kl: weights.
+    OWN_SUMS: the divergences need sums of their own, as their distributions aren't those of the metrics, which are at
+    temperature 1. MEASURED: kinds that the second pass computes. GRADED: kinds that have a gradient.
+    forward_kl ... adaptive_kl: weights.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
     student_ptr += row * stride_student
@@ -95,7 +96,7 @@ def divergence_kernel(
     at_T = at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM, OWN_SUMS)
     s_lse_T, t_lse_T, forward_T, reverse_T, u_max = at_T
 
-    divergence = tl.where(forward_kl != 0, forward_kl * forward_T, 0.0)  # 0 of an infinite KL is no number
+    divergence = tl.where(forward_kl != 0, forward_kl * forward_T, 0.0)  # 0 * an infinite KL would be NaN
     divergence += tl.where(reverse_kl != 0, reverse_kl * reverse_T, 0.0)
     unit = divergence_scale * LN2
     tl.store(out_ptr + FORWARD_TERM * stride_out + row, forward_T * unit)
@@ -132,7 +133,7 @@ def divergence_kernel(
             head_share = tl.where(gaps > 0, tl.sum(head_sum, 0) / tl.where(gaps > 0, gaps, 1.0), 0.5)  # of the gaps
             value = head_share * forward_T + (1.0 - head_share) * reverse_T
             divergence += adaptive_kl * value
-            forward_kl += adaptive_kl * head_share  # its gradient is that of both KLs, with these weights
+            forward_kl += adaptive_kl * head_share  # its gradient is both KLs' gradients with these weights
             reverse_kl += adaptive_kl * (1.0 - head_share)
             tl.store(out_ptr + ADAPTIVE_TERM * stride_out + row, value * unit)
 
@@ -171,11 +172,10 @@ def first_pass(
     sides, inv_t, FORM: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One pass: maxima, and `fold`'s sums at temperature 1, and the KLs' own where their distributions differ.
+    """Read the row once: find maxima, and `fold`'s sums at temperature 1 and for the KLs' own distributions.
 
-    Returns (the student's sums, the teacher's, (maxima of the student, of the teacher, of the logits that the
-    divergences hold the student against, the teacher's logit at the student's maximum), the student's plain sum), each
-    of every lane.
+    Return (the student's sums, the teacher's sums, (maxima of the student, of the teacher, and of the logits that the
+    student is compared with, the teacher's logit at the student's maximum), the student's plain sum), one value a lane.
     """
     teacher_share, V = sides[8], sides[9]
     lanes = lanes_of(LANES, VECTOR)
@@ -213,7 +213,7 @@ def first_pass(
 
 @triton.jit
 def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_label, HAS_LABELS: tl.constexpr):
-    """Write what is of temperature 1; return (maxima of both sides, log-partitions of both, KLs of both directions)."""
+    """Write the metrics, which are at temperature 1; return both sides' (maxima, log-partitions, KLs)."""
     s_total, s_moment, s_ratio, _, _ = s_sums
     t_total, t_moment, t_ratio, _, _ = t_sums
     s_top, t_top, _, t_at_s_top = tops
@@ -252,7 +252,7 @@ def write_metrics(out_ptr, stride_out, row, s_sums, t_sums, tops, s_label, t_lab
 
 @triton.jit
 def at_temperature(s_sums, t_sums, tops, at_one, inv_t, FORM: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """(log-partitions of both sides, KLs of both directions, the other side's maximum) of the loss's distributions."""
+    """Return (both log-partitions, both KLs, the other side's maximum) of the loss's distributions."""
     s_max, t_max, s_lse, t_lse, forward, reverse = at_one
     s_lse_T, t_lse_T, forward_T, reverse_T, u_max = s_lse, t_lse, forward, reverse, t_max
     if OWN_SUMS:
@@ -279,7 +279,7 @@ def second_pass(
     sides, s_lse, t_lse, floor, inv_t, beta, alpha, FORM: tl.constexpr, MEASURED: tl.constexpr, LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Sums of each lane that need the log-partitions first, zero for kinds that are not in MEASURED."""
+    """Return each lane's sums that need the log-partitions first; zero for kinds that are not in MEASURED."""
     V = sides[9]
     lanes = lanes_of(LANES, VECTOR)
     zero = tl.zeros((LANES,), tl.float32)
@@ -319,7 +319,7 @@ def write_gradient(
 ):  # fmt: skip
     """Write the gradient of the loss over the student's raw logits.
 
-    term_weights: of each kind's gradient; means: over q, of what the kinds' gradients subtract.
+    term_weights: the weight of each kind's gradient. means: the means under q that these gradients subtract.
     """
     forward_weight, reverse_weight, jsd_weight, skew_weight, skew_reverse_weight, tvd_weight = term_weights
     reverse_T, kl_qm, mean_rise, mean_reverse_rise, mean_sign = means

@@ -1,4 +1,4 @@
-"""What the row kernels of linear_divergence.py take: scalars of a call, a chunk of logits, names of what they write."""
+"""Inputs of linear_divergence.py's row kernels: a call's scalars, a chunk of logits, names of the values they write."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ FIELDS = (
     "loss", "divergence", "log_prob", "entropy", "is_top1", "forward_kl", "reverse_kl", "agrees",
     "teacher_log_prob", "teacher_entropy", *(f"{kind} of the loss" for kind in ROW_KINDS),
 )  # fmt: skip
-TERMS = len(FIELDS) - len(ROW_KINDS)  # where the divergences of the loss begin; those not asked for stay unwritten
+TERMS = len(FIELDS) - len(ROW_KINDS)  # the loss's divergences start here; those not asked for stay unwritten
 SECOND_PASS = ("jsd", "skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl")  # kinds that need the log-partitions first
 SOFTCAP, TEACHER_SOFTCAP, SHARE = 2, 8, 16  # bits of FORM, as in _divergence_pieces.py
-BITS = {kind: 1 << place for place, kind in enumerate(ROW_KINDS)}  # as the kernel names them: FORWARD, REVERSE, ...
+BITS = {kind: 1 << place for place, kind in enumerate(ROW_KINDS)}  # the kernel calls them FORWARD, REVERSE, ...
 
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    """Scalars of one call. See `linear_divergence`."""
+    """Scalars of one call; `linear_divergence` explains them."""
 
-    weights: Mapping[str, float]  # of ROW_KINDS: with 0 a kind is measured alone
+    weights: Mapping[str, float]  # of ROW_KINDS; a kind of weight 0 is only measured
     beta: float = 0.5
     alpha: float = 0.1
     teacher_share: float = 1.0
@@ -57,12 +57,12 @@ class DivergenceOptions:
 
     @property
     def measured(self) -> int:
-        """The kernel's MEASURED: bits of the kinds that take a second pass."""
+        """Return the kernel's MEASURED: bits of the kinds that take a second pass."""
         return sum([BITS[kind] for kind in self.weights if kind in SECOND_PASS])
 
     @property
     def graded(self) -> int:
-        """The kernel's GRADED: bits of the kinds that have a gradient. That of the adaptive KL is made of both KLs'."""
+        """Return the kernel's GRADED: bits of the kinds that have a gradient. The adaptive KL uses both KLs' bits."""
         kinds = [kind for kind, weight in self.weights.items() if weight]
         graded = sum([BITS[kind] for kind in kinds])
         if "adaptive_kl" in kinds:
@@ -71,13 +71,13 @@ class DivergenceOptions:
 
     @property
     def form(self) -> int:
-        """The kernel's FORM, but for the biases."""
+        """Return the kernel's FORM without the bits of the biases."""
         student, teacher = self.student.softcap is not None, self.teacher.softcap is not None
         return SOFTCAP * student + TEACHER_SOFTCAP * teacher + SHARE * (self.teacher_share != 1.0)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The kernel's scalars, from `scale` on."""
+        """Return the kernel's scalars, from `scale` on."""
         return (
             float(self.student.scale), float(self.student.softcap or 1.0), float(self.teacher.scale),
             float(self.teacher.softcap or 1.0), float(self.teacher_share), float(self.temperature),
@@ -87,7 +87,7 @@ class DivergenceOptions:
 
     @property
     def flags(self) -> dict[str, bool | int]:
-        """The kernel's constants that these options decide."""
+        """Return the kernel's constants that depend on these options."""
         return {
             "OWN_SUMS": self.temperature != 1.0 or self.teacher_share != 1.0,
             "HAS_SMOOTHING": self.label_smoothing > 0, "HAS_CE": self.ce_weight != 0,
@@ -97,7 +97,7 @@ class DivergenceOptions:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """A chunk of logits of both sides, and what its rows are held against."""
+    """A chunk of logits of both sides, with the labels and weights of its rows."""
 
     student: Tensor  # (n, V), raw
     teacher: Tensor  # (n, V), raw

@@ -1,22 +1,22 @@
-"""Pieces of linear_divergence.py's row kernel: logits and running sums in base 2, which is what the hardware has.
+"""Pieces of linear_divergence.py's row kernel. Logits and sums are in base 2: the hardware computes powers of two.
 
 Formulas: linear_divergence.py.
 """
 
 from ._triton import tl, triton
 
-# Bits of FORM: what the logits of a call are made of. They stand on the left of `&`, as the interpreter's ints know no
+# Bits of FORM: what a call's logits are made of. Keep them on the left of `&`: the interpreter's ints accept no
 # constexpr on their right.
 BIAS = tl.constexpr(1)
 SOFTCAP = tl.constexpr(2)
 TEACHER_BIAS = tl.constexpr(4)
 TEACHER_SOFTCAP = tl.constexpr(8)
-SHARE = tl.constexpr(16)  # the divergences hold the student against a mixture of both sides' logits
+SHARE = tl.constexpr(16)  # the divergences compare the student with a mixture of both sides' logits
 
 
 @triton.jit
 def _base_two(z, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """(log2(e) * logit, d logit / d raw): powers of two are what the hardware has."""
+    """Return (log2(e) * logit, d logit / d raw)."""
     if HAS_SOFTCAP:
         tanh = 2.0 * tl.sigmoid(2.0 * (z * scale) / softcap) - 1.0
         x = tanh * (softcap * 1.4426950408889634)
@@ -32,22 +32,22 @@ def load(
     raw_ptr, bias_ptr, cols, V, padded, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """(logits in base 2, d logits / d raw). -inf and what is beyond the vocabulary are so low that they weigh nothing,
-    yet finite: two of them differ by 0.
+    """Return (logits in base 2, d logits / d raw). -inf and columns beyond the vocabulary become -1e30: so low that
+    they weigh nothing, yet finite, so that two of them differ by 0.
 
-    padded: columns that may be read. Where that is a multiple of 16, whatever V is, vectors are loaded at once.
+    padded: number of columns that may be read. If it is a multiple of 16, threads load vectors, whatever V is.
     """
     mask = cols < V
     z = tl.load(raw_ptr + cols, mask=cols < padded, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x, slope = _base_two(z, scale, softcap, HAS_SOFTCAP)
-    return tl.where((x < -1e30) | (cols >= V), -1e30, x), slope  # NaN passes
+    return tl.where((x < -1e30) | (cols >= V), -1e30, x), slope  # NaN passes both comparisons
 
 
 @triton.jit
 def load_label(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """The label's logit in base 2. NaN for a label outside [0, V), so that a wrong label shows."""
+    """Return the label's logit in base 2. It is NaN for a label outside [0, V), so that a wrong label shows."""
     inside = (label >= 0) & (label < V)
     z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
@@ -58,9 +58,9 @@ def load_label(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constex
 
 @triton.jit
 def fold(x, other, top, total, moment, ratio, inv_t):
-    """Online sums of e = 2^(inv_t (x - top)), e (x - top) and e (x - other), over one thread's numbers at a time.
+    """Add one vector per thread to online sums of e = 2^(inv_t (x - top)), e (x - top) and e (x - other).
 
-    x: (LANES, VECTOR). Rescaling to a new maximum costs once a vector, and nothing crosses threads until the row ends.
+    x: (LANES, VECTOR). Sums are rescaled to a new maximum once a vector; threads exchange nothing until the row ends.
     """
     higher = tl.maximum(top, tl.max(x, 1))
     keep = tl.exp2((top - higher) * inv_t)
@@ -74,28 +74,28 @@ def fold(x, other, top, total, moment, ratio, inv_t):
 
 @triton.jit
 def unbounded(kl):
-    """A KL, infinite where a side has mass that the other rules out by -1e30."""
+    """Return a KL as infinite if one side has mass where the other has probability 0 (a logit of -1e30)."""
     return tl.where(kl > 1e20, float("inf"), kl)
 
 
 @triton.jit
 def entropy(below, total, moment, share, row_total):
-    """In base 2, from `fold`'s sums of each lane, whose maximum is `below` the row's."""
+    """Return the row's entropy in base 2 from `fold`'s sums; `below`: each lane's maximum minus the row's."""
     return tl.log2(row_total) - tl.sum((moment + below * total) * share, 0) / row_total
 
 
 @triton.jit
 def lanes_of(LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """(LANES, VECTOR) columns of the first block: a thread reads VECTOR numbers that follow each other."""
+    """Return the columns (LANES, VECTOR) of the first block. A thread reads VECTOR adjacent numbers."""
     return tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
 @triton.jit
 def load_sides(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
-    """(the student's logits, the teacher's, d logits / d raw of the student).
+    """Return (the student's logits, the teacher's logits, d logits / d raw of the student).
 
     sides: (student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap,
-    teacher_share, V, padded). FORM: bits that say which of these a call has.
+    teacher_share, V, padded). FORM: bits that say which of these the call has.
     """
     student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap = sides[:8]
     _, V, padded = sides[8:]
@@ -113,7 +113,7 @@ def load_sides(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
 
 @triton.jit
 def load_both(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
-    """(the student's logits, those it is held against, d logits / d raw of the student), see `load_sides`."""
+    """Like `load_sides`, but return the mixture in place of the teacher's logits if the call has a teacher_share."""
     s, t, slope = load_sides(sides, cols, FORM, EVICT)
     if SHARE & FORM:
         t = s + sides[8] * (t - s)
@@ -122,7 +122,7 @@ def load_both(sides, cols, FORM: tl.constexpr, EVICT: tl.constexpr):
 
 @triton.jit
 def load_labels(sides, label, FORM: tl.constexpr):
-    """The label's logits of both sides."""
+    """Return the label's logits of both sides."""
     student_ptr, bias_ptr, scale, softcap, teacher_ptr, teacher_bias_ptr, teacher_scale, teacher_softcap = sides[:8]
     V = sides[9]
     HAS_BIAS: tl.constexpr = (BIAS & FORM) != 0
@@ -138,7 +138,7 @@ def load_labels(sides, label, FORM: tl.constexpr):
 
 @triton.jit
 def probabilities(log_q, log_p):
-    """(q, p, d = log2 p/q, e = the smaller of both over the larger). p - q is exactly 0 where log_q == log_p."""
+    """Return (q, p, d = log2 p/q, e = smaller / larger of both). p - q is exactly 0 where log_q == log_p."""
     d = log_p - log_q
     e = tl.exp2(-tl.abs(d))
     larger = tl.exp2(tl.maximum(log_q, log_p))
@@ -150,31 +150,31 @@ def probabilities(log_q, log_p):
 
 @triton.jit
 def log_ratios(d, e, beta):
-    """(log2 q/m, log2 p/m), m = (1 - beta) q + beta p. Exactly 0 where d is, and finite where q or p underflows."""
-    share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
-    log_m = tl.log2(1.0 + share * (e - 1.0))  # over the larger of the two
+    """Return (log2 q/m, log2 p/m), m = (1 - beta) q + beta p. Exactly 0 where d is; finite if q or p underflows."""
+    share = tl.where(d > 0, 1.0 - beta, beta)  # weight in m of the smaller probability
+    log_m = tl.log2(1.0 + share * (e - 1.0))  # relative to the larger probability
     return tl.minimum(-d, 0.0) - log_m, tl.minimum(d, 0.0) - log_m
 
 
 @triton.jit
 def _mixture(d, e, p_share, q_share):
-    """m = p_share p + q_share q over the larger of p and q, for shares that make 1.
+    """Return (p_share p + q_share q) / max(p, q), for shares that sum to 1.
 
-    Exactly 1 where d is 0. Above `log_ratios` it has that a share near 0 keeps its digits where e is 0.
+    It is exactly 1 where d is 0. Unlike the form in `log_ratios`, it keeps the digits of a share near 0 where e is 0.
     """
     return tl.where(d > 0, p_share, q_share) + tl.where(d > 0, q_share, p_share) * e
 
 
 @triton.jit
 def skew(q, p, d, e, alpha):
-    """(log2 p/m, (p - q) q/m), m = alpha p + (1 - alpha) q."""
+    """Return (log2 p/m, (p - q) q/m), m = alpha p + (1 - alpha) q."""
     m = _mixture(d, e, alpha, 1.0 - alpha)
     return tl.minimum(d, 0.0) - tl.log2(m), (p - q) * (tl.where(d > 0, e, 1.0) / m)
 
 
 @triton.jit
 def skew_reverse(d, e, alpha):
-    """(log2 q/m, log q/m - alpha (q/m - 1)), m = alpha q + (1 - alpha) p."""
+    """Return (log2 q/m, log q/m - alpha (q/m - 1)), m = alpha q + (1 - alpha) p."""
     m = _mixture(d, e, 1.0 - alpha, alpha)
     ratio = tl.minimum(-d, 0.0) - tl.log2(m)
     above = (1.0 - alpha) * (tl.where(d > 0, e - 1.0, 1.0 - e) / m)  # q/m - 1
@@ -183,7 +183,7 @@ def skew_reverse(d, e, alpha):
 
 @triton.jit
 def sign(d):
-    """Of q - p."""
+    """Return the sign of q - p, from d = log2 p/q."""
     return tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
 
 
@@ -191,16 +191,16 @@ def sign(d):
 def head_floor(
     sides, top, lse, inv_t, FORM: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """The lowest logit of the adaptive KL's head: the likeliest tokens, as many as weigh 1/2 together, or the first.
+    """Return the lowest logit of the adaptive KL's head: the likeliest tokens that weigh at most 1/2, or the first one.
 
-    Each pass over the row quarters the interval that holds it, until one value of a logit is left in there, or none.
-    top, lse: of the teacher's logits, lse at the temperature.
+    Each pass over the row quarters the interval that holds the threshold, until it holds one logit value or none.
+    top: maximum of the teacher's logits; lse: their log-partition at the temperature.
     """
     V = sides[9]
     lanes = lanes_of(LANES, VECTOR)
     zero = tl.zeros((LANES,), tl.float32)
-    high = top  # tokens from here on weigh at most 1/2, or are the first
-    low = (lse - tl.log2(tl.cast(V, tl.float32)) - 2.0) / inv_t  # from here on they weigh more: V of 1 / 4V make 1/4
+    high = top  # tokens from here up weigh at most 1/2, or there is only the first
+    low = (lse - tl.log2(tl.cast(V, tl.float32)) - 2.0) / inv_t  # the tokens below weigh at most V / 4V = 1/4
     step = tl.where(tl.exp2(top * inv_t - lse) < 0.5, 0, STEPS)
     while step < STEPS:
         quarter = (high - low) * 0.25

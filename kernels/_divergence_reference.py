@@ -1,4 +1,4 @@
-"""linear_divergence.py in plain torch: what it returns, which kinds there are, and what it must equal."""
+"""linear_divergence.py in plain torch: its result type and the reference that it must equal."""
 
 import math
 from collections.abc import Mapping
@@ -16,38 +16,38 @@ from .kl_div import kl_values
 
 
 class LinearDivergence(NamedTuple):
-    """What `linear_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), nats, 0 where ignored.
+    """The result of `linear_divergence`. Per-token values are fp32 (fp64 for fp64 inputs), in nats, 0 where ignored.
 
-    All but `divergence` and `terms` are of the distributions at temperature 1. Without labels, the fields about these
-    are 0.
+    `divergence` and `terms` use the loss's temperature; all other fields use distributions at temperature 1. Without
+    labels, the fields that need them are 0.
     """
 
     loss: Tensor  # scalar, differentiable in hidden, weight and bias
     divergence: Tensor  # (N,) sum of the weighted divergences at the loss's temperature, times T^2 if the loss is
     log_prob: Tensor  # (N,) the student's log-probability of the label
     entropy: Tensor  # (N,) the student's entropy
-    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
+    is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
     forward_kl: Tensor  # (N,) KL(teacher || student)
     reverse_kl: Tensor  # (N,) KL(student || teacher)
     agrees: Tensor  # (N,) bool, whether student and teacher have a likeliest token in common
     teacher_log_prob: Tensor  # (N,) the teacher's log-probability of the label
     teacher_entropy: Tensor  # (N,) the teacher's entropy
-    # Each kind that was named, by name, (N,): without its weight, at the loss's temperature, times T^2 if the loss is.
+    # {name: (N,)} of each kind in `kind`, without its weight, at the loss's temperature, times T^2 if the loss is.
     terms: dict[str, Tensor]
 
 
 def named_terms(kind: str | Mapping[str, float], beta: float, alpha: float, values: Mapping[str, Tensor]) -> dict:
-    """`LinearDivergence.terms`, from the values of the row kinds."""
+    """Return `LinearDivergence.terms` from the values of the row kinds."""
     return {name: sum(share * values[part] for part, share in parts(name, beta, alpha).items()) for name in named(kind)}
 
 
 def likeliest_half(log_p: Tensor) -> Tensor:
-    """(N, V) whether a token is in the adaptive KL's head: the likeliest, as many as weigh 1/2 together, or the first.
+    """Return (N, V) whether a token is in the adaptive KL's head: the likeliest that weigh at most 1/2, or the first.
 
-    Tokens of equal probability are all in it or none of them is.
+    Tokens of equal probability are either all in it or all out of it.
     """
     falling = log_p.sort(descending=True).values
-    ends = torch.ones_like(falling, dtype=torch.bool)  # where the next token is less likely: nothing is tied across
+    ends = torch.ones_like(falling, dtype=torch.bool)  # the next token is less likely: no tie crosses the border
     ends[:, :-1] = falling[:, 1:] != falling[:, :-1]
     fits = ends & (falling.exp().cumsum(-1) <= 0.5)
     floor = falling.masked_fill(~fits, torch.inf).amin(-1, True)
@@ -55,7 +55,7 @@ def likeliest_half(log_p: Tensor) -> Tensor:
 
 
 def _divergence(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:
-    """(N,) of log-probabilities (N, V) of student and teacher."""
+    """Return one divergence (N,) from log-probabilities q, p (N, V) of student and teacher."""
 
     def kl(a, b):
         return kl_values(b, a, log_target=True).sum(-1)
@@ -89,7 +89,7 @@ def _divergences(
     student_logits: Tensor, teacher_logits: Tensor, kind, beta: float, temperature: float, alpha: float,
     teacher_share: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(their weighted sum, those that kind names), each (N,)."""
+    """Return (the weighted sum, {name: value} of the kinds in `kind`), each (N,)."""
     if teacher_share != 1:
         s, t = (x.clamp(min=LOWEST) for x in (student_logits.detach(), teacher_logits))
         teacher_logits = torch.lerp(s, t, teacher_share)
@@ -98,7 +98,7 @@ def _divergences(
     values = {part: _divergence(part, q, p, beta, alpha) for part in weights}
     total = torch.zeros_like(q[:, 0])
     for part, weight in weights.items():
-        if weight:  # where a divergence is infinite, 0 of it is no number
+        if weight:  # 0 * an infinite divergence would be NaN
             total = total + weight * values[part]
     return total, named_terms(kind, beta, alpha, values)
 
@@ -107,7 +107,7 @@ def divergence_reference(
     student_logits: Tensor, teacher_logits: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
     beta: float = 0.5, temperature: float = 1.0, alpha: float = 0.1, teacher_share: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """(N,) weighted divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
+    """Return weighted divergences (N,) of logits (N, V), in plain torch, without the factor T^2."""
     return _divergences(student_logits, teacher_logits, kind, beta, temperature, alpha, teacher_share)[0]
 
 
@@ -118,7 +118,7 @@ def distillation_reference(
     scale_by_temperature_squared: bool = True, ignore_index: int = -100, token_weight: Tensor | None = None,
     reduction: str = "mean", alpha: float = 0.1, teacher_share: float = 1.0,
 ) -> LinearDivergence:  # fmt: skip
-    """The loss in plain torch, from logits (N, V) of both sides."""
+    """Return the loss from logits (N, V) of both sides, in plain torch."""
     dtype = stats_dtype(student_logits.dtype)
     s, t = student_logits.to(dtype), teacher_logits.detach().to(dtype)
     keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
@@ -152,7 +152,7 @@ def linear_divergence_reference(
     softcap: float | None = None, teacher_softcap: float | None = None, vocab_size: int | None = None,
     lora: Adapters = None, teacher_lora: Adapters = None, **options,
 ) -> LinearDivergence:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what `linear_divergence` must equal. Tests and benchmarks import this."""
     V = min(weight.shape[0], teacher_weight.shape[0], vocab_size or weight.shape[0])
     bias, teacher_bias = (None if b is None else b[:V] for b in (bias, teacher_bias))
     student = transform(linear_reference(hidden, weight, lora)[:, :V], bias, LogitTransform(scale, softcap))[0]

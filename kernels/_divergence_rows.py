@@ -1,7 +1,7 @@
-"""Row kernels of linear_divergence.py: two chunks of logits in, per-token values and the student's gradient out.
+"""Row kernels of linear_divergence.py: they turn two chunks of logits into per-token values and the student's gradient.
 
-Here the kernel is launched (_divergence_kernels.py); on a CPU its torch twin (_divergence_torch.py) does the same with
-the same arguments. Formulas: linear_divergence.py.
+`divergence_rows` launches the Triton kernel (_divergence_kernels.py), or on a CPU calls its torch twin
+(_divergence_torch.py) with the same arguments. Formulas: linear_divergence.py.
 """
 
 from torch import Tensor
@@ -11,14 +11,14 @@ from ._divergence_options import DivergenceOptions, RowInputs
 from ._divergence_torch import divergence_rows_torch
 from ._triton import kept_launch, use_triton
 
-LANES, WARPS = 1024, 32  # half of either with a second pass, which computes more a number
-HEAD_STEPS = 12  # at most, each of which quarters the interval that holds the threshold of the adaptive KL's head
-VECTOR_BYTES = 16  # of a row that a thread reads at once
-BIAS, TEACHER_BIAS = 1, 4  # bits of FORM, as in _divergence_pieces.py; the options know the others
+LANES, WARPS = 1024, 32  # half of each with a second pass, which computes more per number
+HEAD_STEPS = 12  # at most; each step quarters the interval that holds the threshold of the adaptive KL's head
+VECTOR_BYTES = 16  # bytes of a row that a thread reads at once
+BIAS, TEACHER_BIAS = 1, 4  # bits of FORM, as in _divergence_pieces.py; `DivergenceOptions.form` sets the others
 
 
 def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: DivergenceOptions) -> None:
-    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may lie where the student's logits lie."""
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may share the student's memory."""
     if not use_triton(out):
         return divergence_rows_torch(x, out, grad, options)
     student, teacher = x.student, x.teacher
@@ -26,7 +26,7 @@ def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: Div
     grad = student if grad is None else grad
     vocab = student.shape[1]
     padded = -(-vocab // 16) * 16
-    if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # rows that are no `workspace`'s
+    if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # no padding: not from `workspace`
         padded = vocab
     flags = options.flags
     measured = flags["MEASURED"]

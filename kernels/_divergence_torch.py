@@ -1,7 +1,7 @@
-"""The torch twin of the row kernel of linear_divergence.py: the same arguments, and the same values, on any device.
+"""The torch twin of linear_divergence.py's row kernel: it takes the same arguments and gives the same values.
 
-Read it beside _divergence_kernels.py. `write_metrics` and `at_temperature` are the functions of those names there; the
-terms of the kinds are what `second_pass` sums, and their gradients what `write_gradient` adds up.
+Read it beside _divergence_kernels.py. `write_metrics` and `at_temperature` mirror the functions of the same name there;
+the terms of the kinds mirror the sums of `second_pass`, and their gradients mirror `write_gradient`.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def divergence_rows_torch(x: RowInputs, out: Tensor, grad: Tensor | None, o: Div
 
 
 def write_metrics(s: Tensor, t: Tensor, labels: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Write what is of temperature 1; return (log q, log p, q), each (n, V), with LOWEST in place of -inf."""
+    """Write the metrics, which are at temperature 1; return (log q, log p, q) (n, V), with LOWEST in place of -inf."""
     exact = s.log_softmax(-1), t.log_softmax(-1)
     log_q, log_p = (log_probs.clamp(min=LOWEST) for log_probs in exact)
     q, p = log_q.exp(), log_p.exp()
@@ -52,7 +52,7 @@ def write_metrics(s: Tensor, t: Tensor, labels: Tensor | None, out: Tensor) -> t
 
 
 def at_temperature(s: Tensor, t: Tensor, log_q: Tensor, log_p: Tensor, o: DivergenceOptions) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the loss's distributions, from those at temperature 1."""
+    """Return log-probabilities of the loss's distributions. log_q, log_p: those at temperature 1."""
     if o.teacher_share != 1.0:
         t = torch.lerp(s.clamp(min=LOWEST), t.clamp(min=LOWEST), o.teacher_share)
     if o.temperature == 1.0 and o.teacher_share == 1.0:
@@ -62,7 +62,7 @@ def at_temperature(s: Tensor, t: Tensor, log_q: Tensor, log_p: Tensor, o: Diverg
 
 
 class Distributions(NamedTuple):
-    """Both sides at the loss's temperature, each (n, V), LOWEST in place of -inf, and whether a gradient is wanted."""
+    """Both sides at the loss's temperature, each (n, V) with LOWEST for -inf, and whether to compute gradients."""
 
     log_q: Tensor
     log_p: Tensor
@@ -71,12 +71,12 @@ class Distributions(NamedTuple):
     write_grad: bool
 
 
-# Of each kind: its value (n,), and if wanted its gradient (n, V) with respect to the student's logits / T.
+# A kind's value (n,), and its gradient (n, V) with respect to the student's logits / T, or None if not needed.
 Term = tuple[Tensor, Tensor | None]
 
 
 def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(n,) KL(p || q), infinite where p has mass that q rules out."""
+    """Return KL(p || q) (n,), infinite where p has mass and q has none."""
     value = torch.linalg.vecdot(p, log_p - log_q)
     return value.masked_fill(value > 1e20, torch.inf)
 
@@ -92,13 +92,13 @@ def _reverse_kl(x: Distributions, _) -> Term:
 
 
 def _log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
-    """(log q/m, log p/m), m = p_share p + (1 - p_share) q. Exactly 0 where q is p, finite where either underflows."""
+    """Return (log q/m, log p/m), m = p_share p + (1 - p_share) q. Exactly 0 where q is p; finite if one underflows."""
     d = x.log_p - x.log_q
     p_weight, q_weight = d.new_tensor(p_share), d.new_tensor(1 - p_share)
     larger, smaller = torch.where(d > 0, p_weight, q_weight), torch.where(d > 0, q_weight, p_weight)
     below = smaller * torch.expm1(-d.abs())
     m = larger + smaller * torch.exp(-d.abs())
-    log_m = torch.where(m < 0.5, m.log(), below.log1p())  # each where it keeps its digits
+    log_m = torch.where(m < 0.5, m.log(), below.log1p())  # each form where it keeps its digits
     return (-d).clamp(max=0) - log_m, d.clamp(max=0) - log_m
 
 
@@ -149,9 +149,9 @@ TERM_OF_KIND = {
 
 
 def _divergences(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms: Tensor, write_grad: bool):
-    """(n,) weighted divergences, and their gradient (n, V) with respect to the student's logits if wanted.
+    """Return the weighted divergences (n,), and their gradient (n, V) with respect to the student's logits or None.
 
-    terms: (len(ROW_KINDS), n), filled with each divergence asked for.
+    Fill terms (len(ROW_KINDS), n) with each divergence that the options ask for.
     """
     q, p = log_q.exp(), log_p.exp()
     divergence = torch.zeros_like(log_q[:, 0])
@@ -162,7 +162,7 @@ def _divergences(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms: Tens
         sides = Distributions(log_q, log_p, q, p, write_grad and o.weight(kind) != 0)
         value, gradient = TERM_OF_KIND[kind](sides, o)
         terms[row] = value * o.divergence_scale
-        if o.weight(kind):  # where a divergence is infinite, 0 of it is no number
+        if o.weight(kind):  # 0 * an infinite divergence would be NaN
             divergence += o.weight(kind) * terms[row]
         if gradient is not None:
             factor = o.weight(kind) * o.divergence_scale / o.temperature
@@ -171,7 +171,7 @@ def _divergences(log_q: Tensor, log_p: Tensor, o: DivergenceOptions, terms: Tens
 
 
 def _cross_entropy(s: Tensor, q: Tensor, labels, o: DivergenceOptions, dlogits: Tensor | None) -> Tensor:
-    """(n,) cross-entropy at temperature 1; adds ce_weight times its gradient to dlogits."""
+    """Return the cross-entropy (n,) at temperature 1, and add ce_weight times its gradient to dlogits."""
     lse, s_label = s.logsumexp(-1), s.gather(1, labels[:, None]).squeeze(1)
     if dlogits is not None:
         dlogits.addcmul_(q, (o.ce_weight * (1 + 2 * o.z_loss * lse))[:, None])

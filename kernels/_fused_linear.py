@@ -1,13 +1,13 @@
-"""What drives the fused linear losses: logits by chunks of rows, a row kernel, and two ways to their gradients.
+"""The loop of the fused linear losses: logits by chunks of rows, a row kernel, and two ways to compute gradients.
 
-A loss is a `LinearLoss`: its targets, and the kernel that turns rows of logits into their per-token values and, in
-place, their gradient. Two matrix products then carry that gradient to the hidden states and to the weight (_head.py).
-Gradients come with the forward (`GradientsInForward`), since the loss is the last thing that a model computes; or the
-backward computes the logits once more (`Recomputed`), for a gradient of each token's loss and for nothing held in
-between.
+A loss is a `LinearLoss`: its targets, and the kernel that turns rows of logits into per-token values and, in place,
+their gradient. Two matrix products then carry that gradient to the hidden states and to the weight (_head.py).
+`GradientsInForward` computes gradients in the forward, which works since the loss is the last thing that a model
+computes. `Recomputed` computes the logits again in the backward: it accepts a gradient for each token's loss, and holds
+nothing in between.
 
-An op calls `GradientsInForward.apply`, whose forward calls the loss's `write_rows` for each chunk, which launches the
-kernel: `docs/architecture.md` follows this path from the model on.
+An op calls `GradientsInForward.apply`. Its forward calls the loss's `write_rows` for each chunk, which launches the
+kernel. `docs/architecture.md` follows this path from the model on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,20 +24,20 @@ from ._labelled_rows import Rows, put, take
 
 
 class LogitChunk(NamedTuple):
-    """A chunk of rows whose logits lie in the workspace, and where their values and gradient go."""
+    """A chunk of rows: its logits in the workspace, and where its values and gradient go."""
 
-    rows: slice  # among the rows that take part
-    operands: Operands  # what the logits are computed from
+    rows: slice  # positions among the rows that take part
+    operands: Operands  # the tensors that the logits are computed from
     logits: Tensor  # (n, V), raw, without bias
     bias: Tensor | None  # (V,)
-    values: Tensor  # (fields, n), to be written
-    dlogits: Tensor | None  # (n, V), to be written; None: not wanted. May lie where the logits lie
+    values: Tensor  # (fields, n), for the kernel to write
+    dlogits: Tensor | None  # (n, V), for the kernel to write, possibly over the logits; None: not needed
     other_side: Any  # what the loss's own `other_side` returned
 
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """Everything of a call that has no gradient of its own. Values by token begin with the loss."""
+    """All inputs of a call that need no gradient. The first per-token value is the loss."""
 
     rows: Rows
     vocab: int
@@ -47,26 +47,26 @@ class LinearLoss:
     keeps_values: ClassVar[bool] = False  # whether `recomputed` needs what `statistics` returned
 
     def other_side(self, rows: int) -> Any:
-        """Make what `write_rows` needs beside the chunk, for chunks of `rows` rows at most.
+        """Return what `write_rows` needs beside the chunk, for chunks of at most `rows` rows.
 
-        It lives as long as one walk over the chunks: a loss that waits for its backward must not hold a workspace.
+        It lives for one walk over the chunks, so that a loss that waits for its backward holds no workspace.
         """
         return None
 
     def write_rows(self, chunk: LogitChunk) -> None:
-        """Write the values of a chunk's rows and, if wanted, their gradient."""
+        """Write the values of a chunk's rows and, if `dlogits` is there, their gradient."""
         raise NotImplementedError
 
     def weighted(self, factor: Tensor) -> Self:
-        """Return the same with each token's loss times factor (rows.count,)."""
+        """Return this loss with each token's loss multiplied by factor (rows.count,)."""
         raise NotImplementedError
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which logits are kept, where products are in `dtype`."""
+        """Return the dtype of stored logits. dtype: that of the products."""
         return dtype
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
-        """Return what a logit takes of the workspace. Wider logits widen the workspace, not the chunks."""
+        """Return the workspace bytes per logit. Wider logits widen the workspace instead of shrinking the chunks."""
         return dtype.itemsize
 
     def plan(self, dtype: torch.dtype) -> ChunkPlan:
@@ -75,27 +75,27 @@ class LinearLoss:
     def gradients(
         self, head: LinearHead, needs: Needs, plan: ChunkPlan, alpha: float, factor: Tensor | None = None
     ) -> HeadGradients:
-        """Make empty ones, to be filled by the chunks of `plan`."""
+        """Return empty gradients for the chunks of `plan` to fill."""
         wide = self.how.sum_dtype(-(-self.rows.count // plan.rows)) if factor is None else torch.float32
         return HeadGradients(head, needs, self.rows, self.vocab, wide, self.how.overwrite_hidden, alpha, factor)
 
     def new_values(self, head: LinearHead) -> Tensor:
-        """Make memory for the per-token values (fields, rows.count)."""
+        """Return memory for the per-token values (fields, rows.count)."""
         return torch.empty(
             len(self.fields), self.rows.count, dtype=stats_dtype(head.dtype), device=head.hidden.device
         )  # fmt: skip
 
     def chunks(self, head: LinearHead, values: Tensor, gradients: HeadGradients | None) -> Iterator[LogitChunk]:
-        """Yield each chunk for `write_rows`; after that, add what it wrote to the gradients.
+        """Yield each chunk for `write_rows`, then add the gradient that it wrote to `gradients`.
 
-        A generator, so that the loop over chunks and the call of the kernel stand in the caller.
+        A generator keeps the loop over chunks and the kernel's call visible in the caller.
         """
         dtype, columns = head.dtype, slice(0, self.vocab)
         operands = head.operands(self.rows, self.vocab).part(slice(None), columns)  # each weight is cast once
         plan = self.plan(dtype)
         size = min(plan.rows, self.rows.count)
         ws = workspace(size, self.vocab, self.logits_dtype(dtype), head.hidden.device)
-        grad_ws = ws.view(dtype)[:, : self.vocab]  # in place: in the front of each row where the logits are wider
+        grad_ws = ws.view(dtype)[:, : self.vocab]  # in place: wider logits leave it the front of each row
         other_side = self.other_side(size)
         for rows in plan.chunks(self.rows.count):
             part = operands.part(rows, columns)
@@ -106,7 +106,7 @@ class LinearLoss:
                 gradients.add(dlogits, part, rows, columns)
 
     def statistics(self, head: LinearHead) -> Tensor:
-        """Return (fields, rows.count) per-token values, for a backward that recomputes."""
+        """Return per-token values (fields, rows.count), for a backward that recomputes."""
         values = self.new_values(head)
         for chunk in self.chunks(head, values, None):
             self.write_rows(chunk)
@@ -115,7 +115,7 @@ class LinearLoss:
     def recomputed(
         self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the head's gradients from the gradient (rows.count,) of each row's loss, see `upstream_rows`."""
+        """Return the head's gradients. upstream (rows.count,), largest: see `upstream_rows`."""
         gradients, loss = self.gradients(head, needs, self.plan(head.dtype), 1.0, largest), self.weighted(upstream)
         for chunk in loss.chunks(head, loss.new_values(head), gradients):
             loss.write_rows(chunk)
@@ -124,7 +124,7 @@ class LinearLoss:
 
 
 class GradientsInForward(torch.autograd.Function):
-    """The backward only applies the gradient of the loss, and moves nothing where that is 1."""
+    """Gradients computed in the forward; the backward multiplies them by the loss's gradient unless that is 1."""
 
     @staticmethod
     def forward(ctx, loss: LinearLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
@@ -135,7 +135,7 @@ class GradientsInForward(torch.autograd.Function):
             values = loss.new_values(head)
             for chunk in loss.chunks(head, values, gradients):
                 loss.write_rows(chunk)
-            chunk = None  # frees the workspace before `finish` makes memory of its own
+            chunk = None  # free the workspace before `finish` allocates
             if gradients is not None:
                 ctx.save_for_backward(*gradients.finish())
             per_token = put(values.t(), rows, head.hidden.shape[0]).t()
@@ -149,7 +149,7 @@ class GradientsInForward(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """Logits computed once more in the backward."""
+    """Gradients from logits that the backward computes again."""
 
     @staticmethod
     def forward(ctx, loss: LinearLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
@@ -174,9 +174,9 @@ class Recomputed(torch.autograd.Function):
 
 
 def upstream_rows(upstream: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(count,) gradients of each row's loss, and in fp16 the largest of them, by which they are divided.
+    """Return each row's upstream gradient (count,), and in fp16 the largest of them, which they are divided by.
 
-    fp16's smallest number is above most logits' gradients of a mean.
+    Most logits' gradients of a mean are below fp16's smallest number.
     """
     upstream = upstream.to(stats_dtype(dtype)).expand(count).contiguous()
     if dtype != torch.float16 or not count:

@@ -1,4 +1,4 @@
-"""Gated activations:  h = act(gate) * up,  with what swiglu, geglu, relu2 and gated_linear share.
+"""Gated activations h = act(gate) * up: the code that swiglu, geglu, relu2 and gated_linear share.
 
     d up = dh * act(gate)        d gate = dh * up * act'(gate)
 
@@ -10,7 +10,7 @@
 Shapes    gate, up, h: (..., I), or gate and up as the halves of one packed tensor (..., 2I)
 Numerics  fp32 inside, rounded once on the way out. Hugging Face's layers round act(gate) before they multiply by up.
           0.5 (1 + tanh u) is computed as s(2u): one exponential, and no cancellation where tanh is near -1.
-Traffic   forward 2 reads and 1 write of N I elements, backward 3 reads and 2 writes, 3 with h
+Traffic   forward: 2 reads and 1 write of N I elements; backward: 3 reads and 2 writes, or 3 writes with h
 Source    Shazeer 2020, arXiv:2002.05202; SiLU: Elfwing et al. 2017, arXiv:1702.03118; GELU: Hendrycks & Gimpel 2016,
           arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668
 """
@@ -29,7 +29,7 @@ FORWARD = BACKWARD = (512, 4)  # elements a program, warps
 
 
 def activation_reference(x: Tensor, activation: str) -> Tensor:
-    """act(x) in x's dtype."""
+    """Return act(x) in x's dtype."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu2":
@@ -38,7 +38,7 @@ def activation_reference(x: Tensor, activation: str) -> Tensor:
 
 
 def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up in plain torch; up None: gate is packed."""
+    """Return act(gate) * up in plain torch. If up is None, gate is packed."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -47,7 +47,7 @@ def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
-    """(act(x), act'(x)). relu2_output is given relu2(x) itself: its slope is all that is asked of it."""
+    """Return (act(x), act'(x)). For "relu2_output", x is relu2's output, and only the slope has a meaning."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(x)
         value = x * s
@@ -77,7 +77,7 @@ def _forward_tile(
     gate_ptr, gate_at, up_ptr, up_at, h_ptr, h_at, left,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements from the given offsets on, or `left` of them unless EVEN. up_ptr None: h = act(gate)."""
+    """Compute BLOCK elements from the given offsets on, or `left` of them unless EVEN. up_ptr None: h = act(gate)."""
     lanes = tl.arange(0, BLOCK)
     mask = None if EVEN else lanes < left
     h, _ = _activate(tl.load(gate_ptr + gate_at + lanes, mask=mask).to(tl.float32), ACTIVATION)
@@ -91,7 +91,7 @@ def _backward_tile(
     dh_ptr, dh_at, gate_ptr, gate_at, up_ptr, up_at, dgate_ptr, dup_ptr, grad_at, h_ptr, h_at, left,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward_tile`. Results whose pointer is None are left out; h may lie over dh."""
+    """Like `_forward_tile` for the gradients. A result whose pointer is None isn't written; h may overwrite dh."""
     lanes = tl.arange(0, BLOCK)
     mask = None if EVEN else lanes < left
     dh = tl.load(dh_ptr + dh_at + lanes, mask=mask).to(tl.float32)
@@ -128,7 +128,7 @@ def _backward_flat_kernel(
 
 @triton.jit
 def _place(inner, columns, BLOCK: tl.constexpr):
-    """(row, its two indices, first column) of this program: rows one after another, each in blocks of columns."""
+    """Return this program's (row, its two indices, first column). Programs go row by row, in blocks of columns."""
     program, blocks = tl.program_id(0), tl.cdiv(columns, BLOCK)
     row = program // blocks
     return row.to(tl.int64), (row // inner).to(tl.int64), (row % inner).to(tl.int64), (program % blocks) * BLOCK
@@ -168,9 +168,9 @@ def _flat(*tensors: Tensor | None) -> bool:
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """(x, outer, inner stride) of x as (outer, inner, columns) with adjacent columns: no copy where strides allow it.
+    """View x as (outer, inner, columns) and return (x, outer stride, inner stride). Copy only if strides force it.
 
-    They do not where the last one is not 1, or where the leading dimensions of four or more do not fold into one.
+    They do if the last stride is not 1, or if the leading dimensions of a tensor with four or more don't fold into one.
     """
     if x is None:
         return None, 0, 0
@@ -182,7 +182,7 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def _tile(columns: int, tile: tuple[int, int]) -> tuple[int, int, bool]:
-    """(BLOCK, warps, whether the block divides the columns). Halved while one half would hold all columns."""
+    """Return (BLOCK, warps, whether BLOCK divides the columns). Halve the block while one half holds all columns."""
     block, warps = tile
     while block >= 2 * columns and block > 32:
         block, warps = block // 2, max(warps // 2, 1)
@@ -190,7 +190,7 @@ def _tile(columns: int, tile: tuple[int, int]) -> tuple[int, int, bool]:
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """(rows, rows of the innermost leading dimension, columns)."""
+    """Return (rows, size of the innermost leading dimension, columns)."""
     columns = x.shape[-1]
     return x.numel() // columns, x.shape[-2] if x.dim() > 1 else 1, columns
 
@@ -212,7 +212,7 @@ def _rows_launch(kernel, sizes: tuple[int, int, int], strides: tuple, activation
 
 
 def forward(gate: Tensor, up: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
-    """act(gate) * up in dtype, contiguous; act(gate) where up is None."""
+    """Return act(gate) * up in `dtype`, contiguous; act(gate) if up is None."""
     h = empty(gate, dtype)
     n = h.numel()
     if n == 0:
@@ -230,10 +230,10 @@ def backward(
     dh: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None, activation: str,
     h: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill those of dgate, dup and h that are there: the gradients, and act(gate) * up once more.
+    """Fill dgate, dup and h, except those that are None: the gradients, and act(gate) * up again.
 
-    dgate and dup are contiguous, or halves of one contiguous packed tensor. h is contiguous; it may be dh itself if
-    that is, and if dh, gate and up have one dtype: then each thread reads just what it overwrites.
+    dgate and dup must be contiguous, or halves of one contiguous packed tensor. h must be contiguous. h may be dh if dh
+    is contiguous and dh, gate and up have one dtype: then each thread reads exactly what it overwrites.
     """
     n = gate.numel()
     if n == 0:
@@ -252,7 +252,7 @@ def promoted(gate: Tensor, up: Tensor) -> torch.dtype:
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(gate, up), views of packed gate where up is None."""
+    """Return (gate, up); if up is None, they are views of packed gate."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     return gate, up
@@ -261,7 +261,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def input_gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool], activation: str, h: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of gate and up where needed, one packed gradient where up is None. Fills h too if it is given."""
+    """Return the gradients of gate and up where needed, or one packed gradient if up is None. Fill h if given."""
     if up is None:
         packed = empty(gate)
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
@@ -288,7 +288,7 @@ class GatedFunction(torch.autograd.Function):
 
 
 def runs_plain(x: Tensor) -> bool:
-    """Whether an op of x takes its plain form: under torch.compile, which fuses too, without Triton, and in fp64."""
+    """Return whether ops on x take their plain form: under torch.compile (which fuses too), without Triton, in fp64."""
     return torch.compiler.is_compiling() or not use_triton(x) or x.dtype == torch.float64
 
 
@@ -303,7 +303,7 @@ def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:
 
 
 def gated(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up for the public op of that name."""
+    """Check the arguments and compute act(gate) * up for the public function `op`."""
     check_gated(op, gate, up)
     if runs_plain(gate):
         return gated_reference(gate, up, activation)

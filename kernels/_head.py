@@ -1,11 +1,10 @@
-"""The linear head of the fused losses: its products by chunks of rows and tiles of the vocabulary, and its gradients.
+"""The linear head of the fused losses: products by chunks of rows and tiles of the vocabulary, and their gradients.
 
     logits = hidden @ weight.T + bias + low @ low_weight.T,  low = sum_i scaling_i dropout_i(hidden) @ a_i.T
 
-The low-rank terms of all adapters are one: their a_i stand below one another, their b_i = low_weight beside one
-another. low is made by plain torch, so autograd carries its gradient on to every a_i, to hidden, and through the
-dropout; what meets the vocabulary is a second product beside the first, of a few columns. Source: LoRA (Hu et al.
-2021, arXiv:2106.09685).
+The low-rank terms of all adapters form one product: their a_i are stacked in rows, their b_i in the columns of
+low_weight. Plain torch makes low, so autograd carries its gradient on to every a_i, to hidden, and through the dropout.
+Only a second product with few columns meets the vocabulary. Source: LoRA (Hu et al. 2021, arXiv:2106.09685).
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ def adapters_of(lora: Adapters) -> Sequence[Lora]:
 
 
 def low_rank(hidden: Tensor, lora: Adapters, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """(low (N, R), low_weight (V, R)), R the sum of the ranks; low in `dtype`, low_weight in the adapters' own."""
+    """Return (low (N, R), low_weight (V, R)), R the sum of the ranks. low is in `dtype`, low_weight as stored."""
     adapters = adapters_of(lora)
     if not adapters:
         return None, None
@@ -55,7 +54,7 @@ def _low(hidden: Tensor, adapter: Lora, dtype: torch.dtype) -> Tensor:
 
 
 def linear_reference(hidden: Tensor, weight: Tensor, lora: Adapters = None) -> Tensor:
-    """(N, V) logits without bias, in plain torch: every adapter by itself."""
+    """Return logits (N, V) without bias in plain torch, adapter by adapter."""
     logits = F.linear(hidden, weight)
     for a, b, scaling, dropout in adapters_of(lora):
         x = F.dropout(hidden, dropout) if dropout else hidden
@@ -64,7 +63,7 @@ def linear_reference(hidden: Tensor, weight: Tensor, lora: Adapters = None) -> T
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the matrix products: autocast's where it is on, else what hidden and weight promote to."""
+    """Return the dtype of the matrix products: autocast's if it is on, else hidden's and weight's promoted."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
@@ -72,7 +71,7 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The inputs of one side, in the order of its gradients, and the dtype of its products."""
+    """The inputs of one side's logits, in the order of their gradients, and the dtype of the products."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
@@ -95,7 +94,7 @@ class LinearHead:
         return LinearHead(self.hidden.detach(), self.weight.detach(), bias, low, low_weight, self.dtype)
 
     def operands(self, rows: Rows, vocab: int) -> "Operands":
-        """The rows that take part, in the products' dtype, and the first `vocab` words, in their own."""
+        """Return the rows that take part, in the products' dtype, and the first `vocab` words in their own."""
         terms = [(take(self.hidden, rows).to(self.dtype), self.weight[:vocab])]
         if self.low is not None and self.low_weight is not None:
             terms.append((take(self.low, rows).to(self.dtype), self.low_weight[:vocab]))
@@ -103,18 +102,20 @@ class LinearHead:
 
 
 class Operands(NamedTuple):
-    """Of the logits of a chunk of rows and a tile of the vocabulary."""
+    """The tensors that the logits of a chunk of rows and a tile of the vocabulary are computed from."""
 
     terms: list[tuple[Tensor, Tensor]]  # (n, H) and (c, H), and with adapters (n, R) and (c, R)
     bias: Tensor | None  # (c,)
 
     def part(self, rows: slice, columns: slice) -> "Operands":
-        """The part's weights in the products' dtype."""
+        """Return the part for `rows` and `columns`, with weights in the products' dtype."""
         terms = [(x[rows], w[columns].to(x.dtype)) for x, w in self.terms]
         return Operands(terms, None if self.bias is None else self.bias[columns])
 
     def logits(self, workspace: Tensor) -> Tensor:
-        """(n, c) without bias, in the corner of the workspace. The smallest product first: it is rounded once more."""
+        """Compute logits (n, c) without bias into the workspace's corner. The smallest product goes first: it is
+        rounded a second time when the others are added.
+        """
         *larger, smallest = self.terms
         out = workspace[: smallest[0].shape[0], : smallest[1].shape[0]]
         project(*smallest, out)
@@ -124,7 +125,7 @@ class Operands(NamedTuple):
 
 
 class TermGradients:
-    """d loss / d (x, w) of one product x @ w.T, see `HeadGradients`."""
+    """d loss / d (x, w) of one product x @ w.T; see `HeadGradients`."""
 
     def __init__(
         self, x: Tensor, w: Tensor, needs: tuple[bool, bool], rows: Rows, vocab: int, alpha: float,
@@ -141,14 +142,14 @@ class TermGradients:
             self.w = make(w, dtype=dtype, memory_format=torch.contiguous_format)
 
     def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
-        """dlogits: (n, c); x: (n, H) and w: (c, H) in its dtype, the chunk's rows and the tile's columns."""
+        """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
-        if self.x is not None:  # last: it may lie where x lies
+        if self.x is not None:  # last: self.x may share x's memory
             self._add_x(dlogits, w, self.x[rows], columns)
 
     def _add_x(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
-        """Over several tiles the sum is kept in fp32: rounding it once a tile would double its error."""
+        """Compute the rows of dx. Several tiles are summed in fp32: rounding after each would double the error."""
         if columns == slice(0, self._vocab):
             return addmm_into(out, dlogits, w, beta=0, alpha=self._alpha)
         if columns.start == 0:
@@ -170,10 +171,10 @@ class TermGradients:
 class HeadGradients:
     """d loss / d (hidden, weight, bias, low, low_weight), built from d loss / d logits by chunks and tiles.
 
-    The factor 1 / num_items is the products' alpha, applied to their fp32 accumulators: folding it into the
-    low-precision logits' gradient would round every entry once more, and a pass of its own would move the whole weight
-    gradient again. A scalar that only the device knows (factor, see `upstream_rows`) multiplies them in the end; until
-    then the weight's sum over all tokens may lie beyond fp16, and is kept in fp32.
+    The products apply the factor 1 / num_items as their alpha, to fp32 accumulators. In the low-precision gradient of
+    the logits it would round every entry again; as a pass of its own it would move the whole weight gradient again.
+    `factor`, a scalar that only the device knows (see `upstream_rows`), multiplies the gradients at the end. Until then
+    the weight's sum over all tokens may exceed fp16's range, so it is kept in fp32.
     """
 
     def __init__(
@@ -192,14 +193,14 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape[0], dtype=stats_dtype(head.bias.dtype), device=head.bias.device)
 
     def add(self, dlogits: Tensor, operands: Operands, rows: slice, columns: slice) -> None:
-        """dlogits: (n, c), of the operands' logits: the chunk's rows and the tile's columns."""
+        """Add a chunk. dlogits: (n, c), the gradient of the operands' logits: the chunk's rows, the tile's columns."""
         if self._bias is not None:
             self._bias[columns].add_(dlogits.sum(0, dtype=self._bias.dtype), alpha=self._alpha)
         for gradients, (x, w) in zip(self._terms, operands.terms, strict=True):
             gradients.add(dlogits, x, w, rows, columns)
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Those of `LinearHead.tensors`, each in its tensor's shape and dtype, None where not needed."""
+        """Return the gradients of `LinearHead.tensors`, each in its tensor's shape and dtype; None where not needed."""
         head = self._head
         if self._factor is not None:
             multiply_([self._bias, *(t for term in self._terms for t in (term.x, term.w))], self._factor)
@@ -211,7 +212,7 @@ class HeadGradients:
 
 
 def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
-    """out = beta * out + alpha * a @ b. A wider out (fp32 under bf16 products) accumulates in its own precision."""
+    """Compute out = beta * out + alpha * a @ b. A wider out (fp32 for bf16 products) accumulates in its own dtype."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif out.is_cuda and out.dtype == torch.float32:
@@ -224,7 +225,7 @@ def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) 
 
 
 def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
-    """x @ w.T into out, which may be fp32 where x and w are narrower."""
+    """Compute x @ w.T into out, which may be fp32 while x and w are narrower."""
     if out.dtype == x.dtype:
         return torch.mm(x, w.t(), out=out)
     if x.is_cuda:
@@ -233,14 +234,14 @@ def project(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
 
 
 def vocabulary(weight: Tensor, vocab_size: int | None, side: str = "") -> int:
-    """The rows of a head that take part: the first vocab_size, or all. side: as for `check_head`."""
+    """Return how many rows of a head take part: the first vocab_size, or all. side: see `check_head`."""
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"{side}vocab_size must be at least 1 or None, got {vocab_size}.")
     return min(weight.shape[0], vocab_size or weight.shape[0])
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapters = None, side: str = "") -> None:
-    """side: "teacher_" where the arguments are called so."""
+    """Raise ValueError if shapes don't fit. side: prefix of the arguments' names in messages, "" or "teacher_"."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{side}hidden (N, H) and {side}weight (V, H) must share H: "
@@ -263,7 +264,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapte
 
 
 def check_overwritten(overwrite_hidden: bool, lora: Adapters) -> None:
-    """What autograd needs hidden for; through a dropout it keeps a copy of its own."""
+    """Raise ValueError if autograd needs hidden after it was overwritten. (A dropout keeps a copy of its own.)"""
     needed = (adapter.a.requires_grad and not adapter.dropout for adapter in adapters_of(lora))
     if overwrite_hidden and torch.is_grad_enabled() and any(needed):
         raise ValueError("overwrite_hidden would overwrite what the gradient of lora's a needs: leave it out.")

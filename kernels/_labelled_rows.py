@@ -1,10 +1,10 @@
-"""Which rows of a batch have a label: found on the device, and counted on the host without waiting for the queue.
+"""Find the rows of a batch that have a label on the device, and count them on the host without waiting for the queue.
 
-A loss drops the other rows before its products, so the host must know how many are left. Started before the backbone
-runs, the count has arrived long before the loss asks for it.
+A loss drops the other rows before its products, so the host must know how many remain. If the count starts before the
+backbone runs, it arrives long before the loss asks for it.
 
-Method    one program walks over the labels and writes the positions of the labelled ones, in order: one launch in place
-          of a dozen, since all this costs is the host's time
+Method    one program walks over the labels and writes the positions of the labelled ones, in order. One launch replaces
+          a dozen: the host's time is all that this costs
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class HostCopy:
             self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value.detach(), non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(value.device))  # that of the copy, whichever device is current
+            self._event.record(torch.cuda.current_stream(value.device))  # the copy's stream, on any device
 
     def get(self) -> Tensor:
         if self._event is not None:
@@ -37,10 +37,10 @@ class HostCopy:
 
 
 def token_count(keep: Tensor, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a sum over the tokens in `keep` (N,) is divided by, on their device: num_items, or how many they are.
+    """Return what a sum over the tokens in `keep` (N,) is divided by, on their device: num_items, or their count.
 
-    1 where it is 0 and there is no token, so that the loss is 0 and not NaN. 0 otherwise gives inf, as torch does: only
-    the device knows. A number is filled in there: a copy would wait for the device.
+    It is 1 if it would be 0 and there is no token, so that the loss is 0 and not NaN. With tokens, num_items = 0 gives
+    inf, as in torch, since only the device knows. `full` fills in a number there: a copy would wait for the device.
     """
     if num_items is None:
         return keep.sum(dtype=dtype).clamp(min=1)
@@ -55,10 +55,10 @@ def token_count(keep: Tensor, num_items: float | Tensor | None, dtype: torch.dty
 
 @dataclass(frozen=True)
 class Rows:
-    """The labelled rows of a batch, known to the host.
+    """The labelled rows of a batch, as the host knows them.
 
     Raises:
-        ValueError: rows that nothing counts: a sum over them cannot be divided by 0.
+        ValueError: num_items isn't positive, but there are rows: their sum can't be divided by 0.
     """
 
     index: Tensor | None  # (count,) int64 on the device; None when every row counts
@@ -74,15 +74,15 @@ class Rows:
 
     @property
     def alpha(self) -> float:
-        """What the summed loss is multiplied by."""
+        """Return the factor of the summed loss."""
         return 1.0 / self.num_items if self.num_items else 0.0
 
 
 class RowSelection:
     """The labelled rows, on their way to the host.
 
-    Given to a loss as `rows`, started before the backbone. The losses start one themselves when given none; the host
-    then waits for the work queued so far, once.
+    Start it before the backbone and give it to a loss as `rows`. Without one, a loss starts its own, and the host then
+    waits once for the work queued so far.
 
     Args:
         labels: any shape, int64.
@@ -93,7 +93,7 @@ class RowSelection:
     def __init__(self, labels: Tensor, num_items: float | Tensor | None = None, ignore_index: int = -100):
         self._total = labels.numel()
         if isinstance(num_items, Tensor) and num_items.is_cpu and not labels.is_cpu:
-            num_items = num_items.item()  # the host has it: sent to the device, it would wait for what is queued there
+            num_items = num_items.item()  # the host has it: a copy to the device would wait for the queue
         self._num_items = num_items
         find = _find_triton if use_triton(labels) else _find_torch
         on_device = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
@@ -109,7 +109,7 @@ class RowSelection:
 
 
 def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(positions of the labelled rows in front, [their count, num_items] in fp64), of sizes the host need not know."""
+    """Return (positions of labelled rows at the front, [count, num_items] in fp64). Sizes don't depend on the count."""
     valid = labels != ignore_index
     position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
     index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
@@ -149,7 +149,7 @@ def _find_triton(labels: Tensor, num_items: Tensor | None, ignore_index: int) ->
 
 
 def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
-    """Every row of hidden, for a loss without labels."""
+    """Return every row of hidden, for a loss without labels."""
     if isinstance(num_items, Tensor):
         num_items = HostCopy(num_items).get().item()
     return Rows(None, hidden.shape[0], max(hidden.shape[0], 1) if num_items is None else num_items)
@@ -158,7 +158,7 @@ def all_rows(hidden: Tensor, num_items: float | Tensor | None) -> Rows:
 def selected_rows(
     hidden: Tensor, labels: Tensor | None, rows: RowSelection | None, num_items, ignore_index: int
 ) -> Rows:
-    """The rows of hidden that take part: all without labels, else the labelled ones."""
+    """Return the rows of hidden that take part: the labelled ones, or all without labels."""
     if rows is not None and num_items is not None:
         raise ValueError("num_items was given twice: rows already holds it. Give it to RowSelection alone.")
     if rows is not None:
@@ -167,7 +167,7 @@ def selected_rows(
 
 
 def labelled_weight(token_weight: Tensor | None, rows: Rows, dtype: torch.dtype) -> Tensor | None:
-    """(rows.count,) in the dtype of the row kernels' sums."""
+    """Return the weights (rows.count,) of the labelled rows, in the dtype of the row kernels' sums."""
     if token_weight is None:
         return None
     return take(token_weight.detach(), rows).to(stats_dtype(dtype)).contiguous()
@@ -178,7 +178,7 @@ def take(x: Tensor, rows: Rows) -> Tensor:
 
 
 def put(x: Tensor, rows: Rows, total: int) -> Tensor:
-    """Rows of x at their places among `total` rows, zero elsewhere."""
+    """Place the rows of x among `total` rows, zero elsewhere."""
     if rows.index is None:
         return x
     return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows.index, x)

@@ -1,4 +1,4 @@
-"""Pieces of the row kernels that both fused losses use: how a raw logit becomes the logit of the model's distribution.
+"""Pieces that the row kernels of both fused losses share: how a raw logit becomes a logit of the model's distribution.
 
 z = scale * (raw + bias)        scale: Granite, Cohere
 x = softcap * tanh(z / softcap) Gemma 2
@@ -12,7 +12,7 @@ from torch import Tensor
 from ._autograd import stats_dtype
 from ._triton import tl, triton
 
-LOWEST = -1e30  # in place of -inf, the logit of a token that is ruled out: of two such the difference is a number
+LOWEST = -1e30  # replaces -inf, the logit of a token that is ruled out: the difference of two such is a number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LogitTransform:
 
 
 def check_scalars(temperature: float, label_smoothing: float = 0.0) -> None:
-    """Raise ValueError for what no loss of a row can do."""
+    """Raise ValueError for a temperature or label_smoothing that no loss accepts."""
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     if not 0 <= label_smoothing < 1:
@@ -36,7 +36,7 @@ def check_scalars(temperature: float, label_smoothing: float = 0.0) -> None:
 
 
 def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """(logits in fp32 or fp64, d logits / d raw), from raw (n, V) and bias (V,)."""
+    """Return (logits in fp32 or fp64, d logits / d raw) from raw (n, V) and bias (V,)."""
     z = raw.to(stats_dtype(raw.dtype))
     if bias is not None:
         z = z + bias
@@ -49,7 +49,7 @@ def transform(raw: Tensor, bias: Tensor | None, how: LogitTransform) -> tuple[Te
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """(n,) of log-probabilities (n, V), nats. A token of probability 0 adds nothing."""
+    """Return the entropy (n,) in nats of log-probabilities (n, V). A token of probability 0 adds nothing."""
     return -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=LOWEST))
 
 
@@ -58,7 +58,7 @@ def load_logits(
     raw_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """(logits, d logits / d raw) of one block. Masked lanes are so low that they weigh nothing, yet finite."""
+    """Return (logits, d logits / d raw) of one block. Masked lanes are so low that they weigh nothing, yet finite."""
     z = tl.load(raw_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def load_logits(
 
 @triton.jit
 def load_label_logit(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """The label's logit. NaN for a label outside [0, V), so that a wrong label shows instead of reading elsewhere."""
+    """Return the label's logit. It is NaN for a label outside [0, V), so that a wrong label shows."""
     inside = (label >= 0) & (label < V)
     z = tl.load(raw_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
@@ -86,7 +86,7 @@ def load_label_logit(raw_ptr, bias_ptr, label, V, scale, softcap, HAS_BIAS: tl.c
 
 @triton.jit
 def fold(x, top, total, weighted, value):
-    """Online softmax, one running maximum a lane: no reduction across the program until the row ends.
+    """Update an online softmax with one running maximum a lane: lanes are reduced once, when the row ends.
 
     total = sum exp(x - top), weighted = sum exp(x - top) * value. One of the two rescaling factors is always 1, so a
     single exponential of -|x - top| serves both cases.

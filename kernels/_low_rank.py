@@ -1,20 +1,20 @@
-"""Linear layers with low-rank adapters, forward and backward, on matrices: what lora_linear and lora_mlp share.
+"""Linear layers with low-rank adapters, forward and backward, on matrices: the code of lora_linear and lora_mlp.
 
     y_i = x W_i^T + b_i + sum_j s_j (x A_j^T) B_j^T        for the layers i that read one x, and the adapters j of each
 
     g_j = s_j dy_i B_j    dB_j = s_j dy_i^T (x A_j^T)    dA_j = g_j^T x    dx = sum_i dy_i W_i + sum_j g_j A_j
 
 Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)
-Method    The A of all adapters are one matrix: x is read once for them, and so is it for dA. Terms of y and dx are
-          added by the product itself (addmm_), so nothing of their size is made beside them. W and b are frozen: no
-          gradient of W exists.
-Numerics  y and dx are in the dtype of the base product, each term rounded as it is added. Adapters of that dtype, or
-          under autocast: everything is. Adapters wider than x, as PEFT makes them by default (fp32 over a bf16 base):
-          x A^T, g and the gradients have the adapters' precision, as PEFT's own forward gives them, but x is not
-          stored in fp32 for it. For bf16 x on CUDA an fp32 matrix v is the sum of three bf16 matrices, h + m + l,
-          exact but for underflow. As columns of one product with fp32 results they cost little more than one of them:
-          r is far below what a product needs to be worth its reading of x. Where two such matrices u and v meet, in
-          y and dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. Elsewhere x is cast for the product.
+Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
+          the terms of y and dx (addmm_), so nothing of their size is made beside them. W and b are frozen: W has no
+          gradient.
+Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
+          dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
+          base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
+          stored in fp32 for it. For bf16 x on CUDA, an fp32 matrix v is the sum of three bf16 matrices, h + m + l,
+          exact except for underflow. As columns of one product with fp32 results, the three cost little more than
+          one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
+          dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
@@ -32,7 +32,7 @@ BLOCK, WARPS = 1024, 4
 
 
 class Adapter(NamedTuple):
-    """scale * (x a^T) b^T."""
+    """The low-rank term scale * (x a^T) b^T."""
 
     a: Tensor  # (r, K)
     b: Tensor  # (O, r)
@@ -44,11 +44,11 @@ class Projection:
     """A frozen linear layer and its adapters.
 
     Attributes:
-        weight: (O, K), or what `unpack` makes that of.
+        weight: (O, K), or the packed weight that `unpack` takes.
         bias: (O,) or None.
-        adapters: none for a layer without.
-        unpack: from `weight` to (O, K), called in forward and once more in backward, so that the dense weight of a
-            quantised layer is never stored.
+        adapters: empty for a layer without adapters.
+        unpack: turns `weight` into (O, K). Forward and backward both call it, so that the dense weight of a quantised
+            layer is never stored.
     """
 
     weight: Tensor
@@ -58,7 +58,7 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(O, K); None of a packed weight without adapters, which does not say."""
+        """Return (O, K), or None for a packed weight without adapters, which doesn't tell."""
         if self.unpack is None:
             return self.weight.shape[0], self.weight.shape[-1]
         return (self.adapters[0].b.shape[0], self.adapters[0].a.shape[-1]) if self.adapters else None
@@ -69,7 +69,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Dtypes of one call. `split`: values of the rank are three bf16 matrices, whose sum they are."""
+    """Dtypes of one call. split: a product with A or B (a "value") is stored as three bf16 matrices that sum to it."""
 
     compute: torch.dtype  # of x, the base weights and the results
     rank: torch.dtype  # of the products with A and B: as wide or wider
@@ -87,12 +87,12 @@ class Numerics:
 
 
 def _has_wide_results(x: Tensor) -> bool:
-    """Whether a product of bf16 matrices can return fp32."""
+    """Return whether a product of bf16 matrices can return fp32."""
     return x.is_cuda and torch.version.hip is None and use_triton(x)
 
 
 def _wide_product(m: Tensor, n: Tensor) -> Tensor:
-    """m n in fp32, of bf16 matrices."""
+    """Return the product m n of bf16 matrices in fp32."""
     return torch.mm(m, n, out_dtype=torch.float32)
 
 
@@ -127,7 +127,7 @@ def _split_kernel(
 
 
 def split(parts: Tensor, form: str, out: Tensor, scale: float = 1.0) -> Tensor:
-    """scale times the sum of `parts` as h + m + l, each in out's dtype, in the slots that `form` names.
+    """Write scale * (sum of `parts`) as h + m + l, each in out's dtype, into the slots that `form` names.
 
     Args:
         parts: (rows, 1 or 3, width) fp32, contiguous.
@@ -153,34 +153,34 @@ def _split_launch(
 
 
 def _columns(factor: Tensor, form: str) -> Tensor:
-    """[slot slot ...] of a factor (rows, width) in fp32, each (rows, width) in bf16."""
+    """Return [slot slot ...] of a factor (rows, width) in fp32; each slot is (rows, width) in bf16."""
     rows, width = factor.shape
-    if not factor.is_contiguous() and factor.t().is_contiguous():  # A^T: as rows of A
+    if not factor.is_contiguous() and factor.t().is_contiguous():  # split A^T as rows of A, without a copy
         return _rows(factor.t(), form).t()
     out = factor.new_empty(rows, len(form), width, dtype=torch.bfloat16)
     return split(factor.contiguous().view(rows, 1, width), form, out).view(rows, -1)
 
 
 def _rows(factor: Tensor, form: str) -> Tensor:
-    """The slots of a contiguous factor (rows, width) below one another."""
+    """Return the slots of a contiguous factor (rows, width), stacked in rows."""
     out = factor.new_empty(1, len(form), factor.numel(), dtype=torch.bfloat16)
     return split(factor.view(1, 1, -1), form, out).view(-1, factor.shape[1])
 
 
 def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
-    """(R, K), the A of all adapters in `rank`."""
+    """Return the A of all adapters (R, K) in `rank`."""
     parts = [adapter.a for p in projections for adapter in p.adapters]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank).contiguous()
 
 
 def _new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
-    """(N, slots, R): values of the rank as "hmlh", or as they are in one slot."""
+    """Return memory (N, slots, R) for values: four slots "hmlh" if split, else one."""
     dtype = numerics.compute if numerics.split else numerics.rank
     return m.new_empty(m.shape[0], 4 if numerics.split else 1, width, dtype=dtype)
 
 
 def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
-    """values = scale * m factor, of m (N, columns) in `compute` and a factor (columns, r)."""
+    """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r)."""
     if numerics.split:
         products = _wide_product(m, _columns(factor.to(numerics.rank), "hml"))
         split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
@@ -189,7 +189,7 @@ def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics:
 
 
 def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
-    """y += scale * values factor, of y (N, columns) in `compute` and a factor (r, columns)."""
+    """Add scale * values factor to y. y: (N, columns) in `compute`; factor: (r, columns)."""
     if numerics.split:
         y.addmm_(values.flatten(1), _columns(factor.t().to(numerics.rank), "hhhm").t(), alpha=scale)
     elif numerics.rank == numerics.compute:
@@ -199,14 +199,14 @@ def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Nume
 
 
 def _a_gradients(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
-    """g^T x (R, K) in `rank`, of values g."""
+    """Return g^T x (R, K) in `rank`."""
     if numerics.split:
         return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
     return g[:, 0].t() @ x.to(numerics.rank)
 
 
 def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
-    """scale * dy^T xa (O, r) in `rank`, of values xa."""
+    """Return scale * dy^T xa (O, r) in `rank`."""
     if numerics.split:
         return _wide_product(dy.t(), xa[:, :3].flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
     gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
@@ -214,10 +214,10 @@ def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Ten
 
 
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
-    """Refuse a base that would need a gradient, another number of columns, and adapters that do not fit.
+    """Refuse a base that needs a gradient, a wrong number of columns, and adapters that don't fit.
 
     Raises:
-        ValueError: what was expected, and what came.
+        ValueError: says what was expected and what came.
     """
     weight, bias = projection.weight, projection.bias
     if weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -246,7 +246,7 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def project(x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
-    """(y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
+    """Return (y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
     values, rank = None, sum(adapter.a.shape[0] for p in projections for adapter in p.adapters)
     if rank:
         values = _new_values(x, rank, numerics)
@@ -266,7 +266,7 @@ def rank_gradients(
     dys: Sequence[Tensor], xa: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
     needs_g: bool, numerics: Numerics,
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """(g of all adapters, dB of each). dys: (N, O) each; xa as `project` returned it."""
+    """Return (g of all adapters, dB of each). dys: (N, O) each; xa: as `project` returned it."""
     if xa is None:
         return None, []
     g = _new_values(xa, xa.shape[-1], numerics) if needs_g else None
@@ -285,7 +285,7 @@ def rank_gradients(
 def input_gradient(
     dys: Sequence[Tensor], g: Tensor | None, projections: Sequence[Projection], numerics: Numerics
 ) -> Tensor:
-    """dx (N, K) of what `project` read."""
+    """Return dx (N, K), the gradient of `project`'s input."""
     first, *rest = zip(dys, projections, strict=True)
     dx = first[0] @ first[1].dense(numerics.compute)
     for dy, p in rest:
@@ -296,5 +296,5 @@ def input_gradient(
 
 
 def down_gradients(g: Tensor, x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[Tensor, ...]:
-    """dA of each adapter."""
+    """Return dA of each adapter."""
     return _a_gradients(g, x, numerics).split([adapter.a.shape[0] for p in projections for adapter in p.adapters])

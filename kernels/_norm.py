@@ -1,7 +1,7 @@
 """What the normalizations share: tiles of whole rows, and gradients that are sums over rows.
 
-A program holds a tile of ROWS whole rows, (ROWS, BLOCK_H). Each program of a backward pass walks over many tiles and
-adds up its share of the weight's gradient in registers; a second kernel adds the shares of all programs, always in the
+A program holds a tile of ROWS whole rows, (ROWS, BLOCK_H). In a backward pass, each program walks over many tiles and
+sums its share of the weight's gradient in registers. A second kernel adds the shares of all programs, always in the
 same order, and rounds once.
 """
 
@@ -26,12 +26,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs_for(tiles: int, limit: int) -> int:
-    """The fewest programs, of `limit` at most, that finish as soon as `limit` would: each walks over as many tiles."""
+    """Return the fewest programs, at most `limit`, that finish as soon as `limit` programs would."""
     return max(1, -(-tiles // max(1, -(-tiles // limit))))
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """(x as rows without gaps inside, elements from one row to the next). Copied only if no stride leads over rows."""
+    """Return (x as rows without gaps inside, elements from row to row). Copy only if no stride leads over the rows."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = x.reshape(-1, x.shape[-1])
@@ -51,14 +51,14 @@ def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> Non
 
 @functools.cache
 def forward_config(H: int) -> tuple[int, int, int]:
-    """(BLOCK_H, ROWS, warps) of a forward's tile."""
+    """Return (BLOCK_H, ROWS, warps) of a forward's tile."""
     block = triton.next_power_of_2(H)
     return block, max(1, 4096 // block), min(32, max(8, block // 512))
 
 
 @functools.cache
 def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
+    """Return (BLOCK_H, ROWS, warps, programs per multiprocessor, stages of prefetch) of a backward."""
     block = triton.next_power_of_2(H)
     if block <= 8192:
         return block, 8192 // block, 8, 1, 3 if itemsize == 2 else 2  # prefetched tiles take shared memory
@@ -67,7 +67,7 @@ def backward_config(H: int, itemsize: int) -> tuple[int, int, int, int, int]:
 
 @triton.jit
 def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr):
-    """Which entries of a tile exist. EXACT: all, known when compiling, so loads and stores lose their masks."""
+    """Return which entries of a tile exist. EXACT: all of them, known at compile time, so no load needs a mask."""
     if EXACT:
         mask = tl.full((ROWS, BLOCK_H), 1, tl.int1)
     else:
@@ -100,7 +100,7 @@ def _sum_launch(K: int, P: int, H: int, rows: int, columns: int, warps: int) -> 
 
 
 def sum_programs(shares: Tensor, H: int, *dtypes: torch.dtype) -> list[Tensor]:
-    """(H,) sums over the programs, one a dtype: shares holds (one or two sums, programs, H) numbers in fp32."""
+    """Return sums (H,) over programs, one for each dtype. shares: (one or two sums, programs, H) numbers in fp32."""
     K = len(dtypes)
     sums = [vector(H, shares, dtype) for dtype in dtypes]
     launch = _sum_launch(K, shares.numel() // (K * H), H, SUM_ROWS, SUM_COLUMNS, SUM_WARPS)

@@ -1,9 +1,9 @@
-"""Row kernels of linear_sparse_divergence.py: a chunk of logits in, per-token values and their gradient out.
+"""Row kernels of linear_sparse_divergence.py: they turn a chunk of logits into per-token values and their gradient.
 
-What the teacher named is taken out of the row first: its K logits go to registers, and -inf takes their places. One
-pass over the row then sees the rest of the vocabulary alone, so the rest's mass is a sum of its own, not 1 minus the
-others, which would lose every digit where a student is sure. A second pass writes the rest's gradient over the logits,
-and the K entries are filled in last. The Triton kernel and its torch twin take the same arguments. Formulas:
+A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
+So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
+others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
+the K entries are filled in last. The Triton kernel and its torch twin take the same arguments. Formulas:
 linear_sparse_divergence.py.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from ._logits import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
 
-BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, and L2 has it for the second pass
+BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, which L2 keeps for the second pass
 FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees")
 TAILS = ("bucket", "none")
 
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """Scalars of one call. See `linear_sparse_divergence`."""
+    """Scalars of one call; `linear_sparse_divergence` explains them."""
 
     tail: str = "bucket"
     transform: LogitTransform = field(default_factory=LogitTransform)
@@ -42,7 +42,7 @@ class SparseOptions:
 
 @dataclass(frozen=True)
 class SparseTargets:
-    """What rows of logits are held against."""
+    """The teacher's entries, labels and weights of a chunk of rows."""
 
     ids: Tensor  # (n, K) int64 or int32, contiguous
     log_probs: Tensor  # (n, K), contiguous
@@ -60,7 +60,7 @@ class SparseTargets:
 def _load_rest(
     raw_ptr, bias_ptr, cols, V, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVICT: tl.constexpr
 ):
-    """`load_logits` of the entries that were not taken out, and which those are."""
+    """Like `load_logits` for the entries that were not taken out; also return which these are."""
     z = tl.load(raw_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
     rest = z != float("-inf")
     z = tl.where(rest, z, 0.0)
@@ -80,8 +80,9 @@ def _rest_statistics(
     logits_ptr, bias_ptr, V, scale, softcap, inv_t,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the rest, with x = logit * log2(e): the maximum, the sums of 2^(x - maximum), of that times x, and of
-    2^((x - maximum) / T); the number of entries. One maximum a lane, and no reduction until the row ends."""
+    """Return, for x = logit * log2(e) over the rest: the maximum, sum 2^(x - maximum), the same sum times x,
+    sum 2^((x - maximum) / T), and the number of entries. Each lane has its maximum; lanes are reduced once, at the end.
+    """
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -124,7 +125,7 @@ def _sparse_kernel(
     grad_ptr += row * stride_grad
     inv_t = 1.0 / temperature
 
-    # What the teacher named, and what the student makes of it. NaN for an id beyond the vocabulary.
+    # The teacher's entries and the student's logits there: NaN for an id beyond the vocabulary.
     entries = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + row * K + entries, mask=entries < K, other=-1).to(tl.int64)
     log_p = tl.load(log_probs_ptr + row * K + entries, mask=entries < K, other=float("-inf")).to(tl.float32)
@@ -142,7 +143,7 @@ def _sparse_kernel(
         top_id = tl.load(top_ids_ptr + row).to(tl.int64)
         x_top_id = load_label_logit(logits_ptr, bias_ptr, top_id, V, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         x_top_id = x_top_id * 1.4426950408889634
-    tl.debug_barrier()  # all have read before any writes
+    tl.debug_barrier()  # all threads must read before any writes
     taken = tl.full((K_BLOCK,), float("-inf"), tl.float32)
     tl.store(logits_ptr + ids, taken.to(logits_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()
@@ -150,7 +151,7 @@ def _sparse_kernel(
     top_rest, total_rest, weighted_rest, total_rest_T, count = _rest_statistics(
         logits_ptr, bias_ptr, V, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, BLOCK
     )
-    twice = count + tl.sum(inside.to(tl.int32), 0) > V  # fewer places were taken than ids came
+    twice = count + tl.sum(inside.to(tl.int32), 0) > V  # ids came twice: fewer places were taken
     top_rest = tl.where(twice, float("nan"), top_rest)
     top = tl.maximum(top_rest, tl.max(x_k, 0))
     keep = tl.exp2(top_rest - top)
@@ -163,12 +164,12 @@ def _sparse_kernel(
         e_k_T = tl.where(present, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
-    # The divergence. Without a rest, what p lacks to 1 is rounding, and log_rest_q any finite number.
+    # The divergence. Without a rest, 1 - sum p is rounding alone, and log_rest_q may be any finite number.
     mass = tl.sum(p, 0)
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
     log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * 0.6931471805599453
     log_q_k = ((x_k - top) * inv_t - tl.log2(total_T)) * 0.6931471805599453
-    divergence = tl.sum(tl.where(p > 0, p * (log_p - log_q_k), 0.0), 0)  # 0 of an infinite one is no number
+    divergence = tl.sum(tl.where(p > 0, p * (log_p - log_q_k), 0.0), 0)  # 0 * an infinite one would be NaN
     rest_p = 0.0
     if HAS_BUCKET:
         rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
@@ -216,7 +217,7 @@ def _sparse_kernel(
                 grad = tl.where(cols == label, grad - ce_weight, grad)
             grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
-        tl.debug_barrier()  # the pass wrote over the taken entries too
+        tl.debug_barrier()  # the pass also wrote over the taken entries
         grad_k = coefficient * (all_p * e_k_T / total_T - p)
         if HAS_CE:
             grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))
@@ -227,7 +228,7 @@ def _sparse_kernel(
 def sparse_rows(
     logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
 ) -> None:
-    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None; grad may be logits itself. Overwrites logits."""
+    """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself. Overwrite logits."""
     if not use_triton(logits):
         return _rows_torch(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
@@ -254,7 +255,7 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     ids, log_p, labels = targets.ids.long(), targets.log_probs.to(x.dtype), targets.labels
     present = (ids >= 0) & (log_p != -torch.inf)
     index = ids.where(present, 0)
-    taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool)  # one column more, for the padding
+    taken = x.new_zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool)  # one column more, where padding goes
     taken = taken.scatter_(1, ids.where(present, x.shape[1]), True)[:, :-1]
     log_q = x.log_softmax(-1).masked_fill((taken.sum(-1) < present.sum(-1))[:, None], torch.nan)  # an id came twice
     log_q_T = log_q if o.temperature == 1.0 else log_q.div(o.temperature).log_softmax(-1)

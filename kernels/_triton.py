@@ -1,4 +1,4 @@
-"""Triton where it is installed, else a stand-in under which the op files still import; and how kernels are launched."""
+"""Triton, or a stand-in with which the op files import if it isn't installed; and how kernels are launched."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # what @triton.jit compiles is not Python to a type checker
+if TYPE_CHECKING:  # a type checker can't read what @triton.jit compiles as Python
     INSTALLED: bool
     triton: Any
     tl: Any
@@ -19,7 +19,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # as with CPU builds of torch
+    except ImportError:  # CPU builds of torch have none
         triton = SimpleNamespace(
             jit=lambda function: function, next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length()
         )
@@ -29,7 +29,7 @@ else:
         INSTALLED = True
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LAUNCHERS = (  # what Triton 3.4 and 3.9 call the arguments of the object that launches on NVIDIA's GPUs
+LAUNCHERS = (  # argument names of the object that launches on NVIDIA's GPUs, in Triton 3.4 and 3.9
     ("gridX", "gridY", "gridZ", "stream", "function", "args"),
     (
         "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata", "launch_enter_hook",
@@ -39,9 +39,9 @@ LAUNCHERS = (  # what Triton 3.4 and 3.9 call the arguments of the object that l
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether ops on x launch Triton kernels: on any accelerator, and on CPU tensors under the interpreter.
+    """Return whether ops on x launch Triton kernels: on any accelerator, and on CPU tensors under the interpreter.
 
-    The interpreter computes in numpy, which has no bf16; those tensors take the torch path.
+    The interpreter computes in numpy, which has no bf16, so bf16 tensors take the torch path.
     """
     if not x.is_cpu:
         return INSTALLED
@@ -51,17 +51,17 @@ def use_triton(x: Tensor) -> bool:
 
 
 class Launch:
-    """A launch of a @triton.jit function, complete but for its tensors.
+    """A launch of a @triton.jit function that lacks only its tensors.
 
         Launch(kernel, grid, *numbers, **constants)(*tensors)
 
-    The kernel's parameters have this order: pointers (a tensor or None is given for each), numbers, constants; among
-    the latter may be options like num_warps. The kernel runs on the device of the first tensor, current or not.
+    The kernel's parameters must have this order: pointers (pass a tensor or None for each), numbers, constants.
+    Constants may include options like num_warps. The kernel runs on the device of the first tensor, current or not.
 
-    Triton classifies each argument (type, 1, divisible by 16) each time, for longer than a small kernel runs. A launch
-    that is kept, see `remembered`, leaves that to Triton for the first tensors of their dtypes, and hands the addresses
-    of later ones straight to the kernel compiled for these. Left to Triton at all times are addresses that 16 does
-    not divide, launches to which a profiler listens, and other GPUs than NVIDIA's.
+    Triton classifies each argument (type, 1, divisible by 16) at every launch, which takes longer than a small kernel
+    runs. A launch that is kept (see `remembered`) lets Triton do so once for each combination of dtypes. Later, it
+    passes the addresses straight to the compiled kernel. It always leaves the launch to Triton if an address is not
+    divisible by 16, if a profiler listens to launches, and on GPUs that aren't NVIDIA's.
     """
 
     __slots__ = ("_compiled", "constants", "grid", "kernel", "numbers")
@@ -108,9 +108,9 @@ _without_launches = False
 
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
-    """Within it ops on CPU tensors make the memory that they would make on a GPU, and launch nothing to fill it.
+    """Make ops on CPU tensors allocate the memory that they allocate on a GPU, without launching anything.
 
-    For tensors without data, of which only the memory matters.
+    Use it for tensors without data, if only the memory matters.
     """
     global _without_launches
     launch, before = Launch.__call__, _without_launches
@@ -121,15 +121,15 @@ def without_launches() -> Iterator[None]:
         Launch.__call__, _without_launches = launch, before
 
 
-remembered = functools.lru_cache(1024)  # of a function that makes launches: as many lengths of a batch are kept
-kept_launch = functools.lru_cache(4096)(Launch)  # where what makes a launch is quickly told
+remembered = functools.lru_cache(1024)  # for a function that makes launches: keeps this many lengths of a batch
+kept_launch = functools.lru_cache(4096)(Launch)  # for launches whose arguments are quick to compute
 
 
 @functools.cache
 def _stream_of() -> Callable[[int], int] | None:
-    """What gives the stream to launch on, from a device's index; None if launches are left to Triton.
+    """Return the function that gives the stream from a device's index, or None if launches are left to Triton.
 
-    On AMD's GPUs what is compiled depends on a tensor's size as well.
+    On AMD's GPUs the compiled kernel also depends on a tensor's size.
     """
     driver: Any = None if INTERPRETED else triton.runtime.driver.active
     launcher = getattr(driver, "launcher_cls", None)
@@ -140,7 +140,7 @@ def _stream_of() -> Callable[[int], int] | None:
 
 
 def _hooked() -> bool:
-    """Whether a profiler listens to launches."""
+    """Return whether a profiler listens to launches."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks; in Triton 3.4 a hook or None
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

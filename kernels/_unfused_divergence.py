@@ -1,9 +1,9 @@
-"""What kl_div.py, jsd.py and tvd.py share beside their kernels: checks, plain torch, and when gradients are computed.
+"""What kl_div.py, jsd.py and tvd.py share beside their kernels: checks, plain torch, and when to compute gradients.
 
-Gradients of a reduced loss are written with its value, while its entries are at hand, and the backward multiplies them
-by the loss's own gradient, which moves nothing where that is 1. They are left to the backward where that costs nothing
-more (logits whose rows leave the L2 cache between two passes), where it must be (reduction "none"), and in fp16, in
-which p / N underflows before a gradient scaler can lift it.
+The forward writes the gradients of a reduced loss together with its value, while the entries are in registers. The
+backward multiplies them by the loss's own gradient, which moves nothing if that is 1. The backward computes them itself
+where that costs no more (logits whose rows leave the L2 cache between two passes), for reduction "none", and in fp16,
+where p / N underflows before a gradient scaler can lift it.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ._autograd import empty, first_order, rescale, stats_dtype, vector
 from ._triton import use_triton
 from ._unfused_divergence_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 
-EARLY_ROW_BYTES = 128 * 1024  # of both sides: 132 SMs with two such rows each fit into an H100's L2 cache
+EARLY_ROW_BYTES = 128 * 1024  # of both sides together: 132 SMs with two such rows each fit into an H100's L2 cache
 
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 
@@ -36,15 +36,16 @@ def check(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     if temperature != 1.0 and not from_logits:
-        raise ValueError(f"temperature is {temperature}, but it is of logits: it needs from_logits=True.")
+        raise ValueError(f"temperature is {temperature}, but it divides logits: it needs from_logits=True.")
 
 
 def prepare(
     input: Tensor, target: Tensor, from_logits: bool, temperature: float, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(input, target, the rows that take part) for a reference: fp32 or fp64, log-probabilities in place of logits.
+    """Prepare a reference's inputs: return (input, target, rows that take part), in fp32 or fp64, as log-probabilities.
 
-    Rows that take no part become rows on which both sides agree, so nothing in them reaches value or gradient.
+    Without from_logits, input and target keep their meaning. Both sides of rows that take no part become 0, so these
+    rows reach neither value nor gradient.
     """
     dtype = stats_dtype(torch.promote_types(input.dtype, target.dtype))
     x, t = input.to(dtype), target.to(dtype)
@@ -62,7 +63,7 @@ def reduced(
     values: Tensor, input: Tensor, target: Tensor, keep: Tensor | None, reduction: str, from_logits: bool,
     scale: float, batch: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """A reference's result, from the values of single entries (..., V). The other arguments are `Call`'s."""
+    """Return a reference's result from the values of single entries (..., V). The other arguments are `Call`'s."""
     if from_logits:
         values = values.sum(-1)
     if scale != 1.0:
@@ -80,7 +81,7 @@ def reduced(
 
 
 def _early(input: Tensor, target: Tensor, o: Call) -> bool:
-    """Whether the gradients are written by the forward, see the top of this file."""
+    """Return whether the forward writes the gradients; see the top of this file."""
     if o.reduction == "none" or torch.float16 in (input.dtype, target.dtype):
         return False
     row_bytes = input.shape[-1] * (input.element_size() + target.element_size())
@@ -136,14 +137,14 @@ class GivenRowsFunction(torch.autograd.Function):
 
 
 def takes_reference(input: Tensor, target: Tensor) -> bool:
-    """Whether a call goes to the op's reference: on CPU, in fp64, and while torch.compile traces."""
+    """Return whether a call goes to the op's reference: on a CPU, in fp64, and while torch.compile traces."""
     if torch.compiler.is_compiling() or not use_triton(input):
         return True
     return torch.float64 in (input.dtype, target.dtype)
 
 
 def given_rows(input: Tensor, target: Tensor, labels: Tensor | None, o: Call) -> Tensor:
-    """The kernels' value of a call whose arguments have been checked; differentiable in input and target."""
+    """Return the kernels' value of a checked call, differentiable in input and target."""
     count = None
     if labels is not None:
         labels = labels.reshape(-1).contiguous()

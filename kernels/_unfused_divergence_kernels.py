@@ -1,9 +1,9 @@
 """Kernels of kl_div.py, jsd.py and tvd.py: values and gradients of two given tensors (..., V), row by row.
 
-Both tensors hold the distributions themselves (probabilities or their logarithms: every entry stands alone), or logits
-(softmax over the row). q is the input, p the target; either may need a gradient. The gradient of a logit has one form,
+The tensors hold the distributions themselves (probabilities or their logarithms; then every entry stands alone), or
+logits (softmax over the row). q is the input, p the target; either may need a gradient. The gradient of a logit is
 
-    d/ds_j = q_j (r_j - sum_k q_k r_k)       r of the input, and the same with p and the target's own r:
+    d/ds_j = q_j (r_j - sum_k q_k r_k)       with the input's r; for the target, the same with p and the target's r:
     jsd    r = (1 - beta) log q/m            target: beta log p/m
     tvd    r = sign(q - p) / 2               target: sign(p - q) / 2
     KL     input: q - p                      target: r = log p/q
@@ -17,8 +17,8 @@ from torch import Tensor
 from ._logits import fold
 from ._triton import Launch, remembered, tl, triton
 
-GIVEN_BLOCK, GIVEN_WARPS = 4096, 8  # entries of one row a program, where entries stand alone
-LOGITS_BLOCK, LOGITS_WARPS = 4096, 16  # entries at a time of a program that walks along a row
+GIVEN_BLOCK, GIVEN_WARPS = 4096, 8  # entries of one row per program, if entries stand alone
+LOGITS_BLOCK, LOGITS_WARPS = 4096, 16  # entries per step of a program that walks along a row
 
 
 class Call(NamedTuple):
@@ -31,10 +31,10 @@ class Call(NamedTuple):
     temperature: float = 1.0
     scale: float = 1.0  # of value and gradients
     ignore_index: int = -100
-    batch: int | None = None  # what "batchmean" divides by without labels; None: the number of rows
+    batch: int | None = None  # divisor of "batchmean" without labels; None: the number of rows
 
     def scaled(self, rows: int, vocab: int, counted: bool) -> float:
-        """What one row's sum is multiplied by. counted: the device divides by the number of rows itself."""
+        """Return the factor of one row's sum. counted: the device itself divides by the number of rows."""
         if self.reduction in ("none", "sum"):
             return self.scale
         scale = self.scale
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a call is about. Of labels, the flattened ones; count is how many of them are not ignored, if needed."""
+    """Inputs of a call. labels: flattened. count: how many of them are not ignored, if the reduction needs it."""
 
     input: Tensor
     target: Tensor
@@ -56,14 +56,14 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def _log_ratios(log_q, log_p, beta):
-    """(q, p, log q/m, log p/m), m = (1 - beta) q + beta p.
+    """Return (q, p, log q/m, log p/m), m = (1 - beta) q + beta p.
 
     The ratios are exactly 0 where log_q == log_p, and finite where q or p underflows.
     """
     d = log_p - log_q
     e = tl.exp(-tl.abs(d))
-    share = tl.where(d > 0, 1.0 - beta, beta)  # of the smaller of the two probabilities in m
-    log_m = tl.log(1.0 + share * (e - 1.0))  # over the larger of the two
+    share = tl.where(d > 0, 1.0 - beta, beta)  # weight in m of the smaller probability
+    log_m = tl.log(1.0 + share * (e - 1.0))  # relative to the larger probability
     larger = tl.exp(tl.maximum(log_q, log_p))
     q = tl.where(d > 0, larger * e, larger)
     p = tl.where(d > 0, larger, larger * e)
@@ -72,14 +72,14 @@ def _log_ratios(log_q, log_p, beta):
 
 @triton.jit
 def _given_terms(x, t, beta, KIND: tl.constexpr):
-    """(value, its derivative by x, by t) of entries. Entries to which p gives no mass take no part in a KL."""
+    """Return (value, d/dx, d/dt) of entries. Entries to which p gives no mass take no part in a KL."""
     if KIND == "tvd":
         d = x - t
         value = 0.5 * tl.abs(d)
         dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))
         dt = -dx
     elif KIND == "jsd":
-        x = tl.where(x < -1e30, -1e30, x)  # -inf, made so that differences stay numbers; NaN passes
+        x = tl.where(x < -1e30, -1e30, x)  # -inf becomes finite, so that differences are numbers; NaN passes
         t = tl.where(t < -1e30, -1e30, t)
         q, p, q_ratio, p_ratio = _log_ratios(x, t, beta)
         dx = (1.0 - beta) * q * q_ratio
@@ -108,7 +108,7 @@ def _given_kernel(
     WRITE_SUM: tl.constexpr, WRITE_VALUES: tl.constexpr, GRAD_INPUT: tl.constexpr, GRAD_TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Row `row` begins at row // inner * outer + row % inner * inner's stride, so a slice of (B, S, V) is not copied.
+    # Row `row` begins at row // inner * outer's stride + row % inner * inner's stride: no copy for slices of (B, S, V).
     pid = tl.program_id(0)
     row = (pid // parts).to(tl.int64)  # int64: row * stride passes 2^31
     cols = pid % parts * BLOCK + tl.arange(0, BLOCK)
@@ -116,8 +116,8 @@ def _given_kernel(
     mask = inside
     factor = scale
     if HAS_COUNT:
-        factor = scale / tl.load(count_ptr).to(tl.float32)  # 0 only where no row is live
-    if HAS_LABELS:  # what is masked loads as 0 on both sides, which has value 0 in every kind
+        factor = scale / tl.load(count_ptr).to(tl.float32)  # 0 only if no row is live
+    if HAS_LABELS:  # masked entries load as 0 on both sides, which has value 0 in every kind
         live = tl.load(labels_ptr + row) != ignore_index
         mask = cols < tl.where(live, V, 0)
         factor = tl.where(live, factor, 0.0)
@@ -146,14 +146,14 @@ def _given_kernel(
 
 @triton.jit
 def _load_logits(ptr, cols, mask, inv_temperature):
-    """Logits over temperature. Masked lanes and -inf are so low that they weigh nothing, yet finite; NaN passes."""
+    """Load logits / temperature. Masked lanes and -inf become -1e30: they weigh nothing, yet are finite. NaN passes."""
     x = tl.load(ptr + cols, mask=mask, other=float("-inf")).to(tl.float32) * inv_temperature
     return tl.where(x < -1e30, -1e30, x)
 
 
 @triton.jit
 def _softmax_terms(log_q, log_p, beta, KIND: tl.constexpr):
-    """(q, p, r of the input, r of the target, value) of entries, see the top of this file."""
+    """Return (q, p, r of the input, r of the target, value) of entries; see the top of this file."""
     if KIND == "jsd":
         q, p, q_ratio, p_ratio = _log_ratios(log_q, log_p, beta)
         r = (1.0 - beta) * q_ratio
@@ -217,7 +217,7 @@ def _logits_kernel(
         t_log = tl.log(t_sum)
         s_lse = s_max + s_log
         t_lse = t_max + t_log
-        if KIND == "kl_log":  # differences of maxima and of logarithms apart: exact where both sides agree
+        if KIND == "kl_log":  # maxima and logarithms are subtracted apart: exact where both sides agree
             value = tl.sum(t_ratio * t_share, 0) / t_sum - (t_max - s_max) - (t_log - s_log)
             value = tl.where(value > 1e20, float("inf"), value)  # the target has mass where the input is -inf
             r_mean, r_target_mean = value, value
@@ -274,7 +274,7 @@ def block_size(limit: int, V: int) -> int:
 
 
 def _layout(x: Tensor) -> tuple[Tensor, int, int]:
-    """(x, stride of the outer rows, of the inner rows), x as (outer, inner, V) or less. Adjacent columns."""
+    """View x as (outer, inner, V) with adjacent columns; return (x, stride of outer rows, stride of inner rows)."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() > 3:
@@ -283,7 +283,7 @@ def _layout(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def value_programs(shape: torch.Size) -> int:
-    """How many programs `launch_given` starts."""
+    """Return how many programs `launch_given` starts."""
     return shape[:-1].numel() * -(-shape[-1] // block_size(GIVEN_BLOCK, shape[-1]))
 
 
@@ -291,7 +291,7 @@ def value_programs(shape: torch.Size) -> int:
 def _given_launch(
     shape: torch.Size, strides: tuple[int, ...], o: Call, there: tuple[bool, ...], tile: int, warps: int
 ) -> Launch:
-    """there: which of labels, count, upstream, out and the gradients are given."""
+    """Make the launch. there: which of labels, count, upstream, out and the gradients exist."""
     V, rows = shape[-1], shape[:-1].numel()
     block = block_size(tile, V)
     parts = -(-V // block)
@@ -306,7 +306,10 @@ def _given_launch(
 
 
 def launch_given(x: Tensors, grads, out: Tensor | None, upstream: Tensor | None, o: Call) -> None:
-    """out: values of entries for reduction "none"; else sums, one a program. upstream: a scalar, or like the input."""
+    """Launch the kernel for entries that stand alone.
+
+    out: values of entries for reduction "none", else sums, one per program. upstream: a scalar, or shaped as the input.
+    """
     input, *strides = _layout(x.input)
     target, *target_strides = _layout(x.target)
     up_strides = (0, 0, 0)
@@ -325,7 +328,7 @@ def launch_given(x: Tensors, grads, out: Tensor | None, upstream: Tensor | None,
 def _logits_launch(
     shape: torch.Size, strides: tuple[int, ...], o: Call, there: tuple[bool, ...], tile: int, warps: int
 ) -> Launch:
-    """there: which of labels, count, upstream, out, stats and the gradients are given."""
+    """Make the launch. there: which of labels, count, upstream, out, stats and the gradients exist."""
     V, rows = shape[-1], shape[:-1].numel()
     labels, count, upstream, out, stats, grad_input, grad_target = there
     return Launch(
@@ -338,7 +341,9 @@ def _logits_launch(
 
 
 def launch_logits(x: Tensors, grads, out: Tensor | None, stats: Tensor | None, upstream: Tensor | None, o: Call):
-    """out: sums, one a row; without it, stats (rows, 4) are read. upstream: a scalar, or one a row."""
+    """Launch the kernel for logits. out: sums, one per row; if None, stats (rows, 4) are read. upstream: a scalar, or
+    one number per row.
+    """
     input, *strides = _layout(x.input)
     target, *target_strides = _layout(x.target)
     up_stride = 0 if upstream is None or upstream.dim() == 0 else 1

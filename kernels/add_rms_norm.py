@@ -3,10 +3,10 @@
     d x = d residual = ds + the gradient that reaches s through y
 
 Shapes    x, residual, s, y: (..., H), in the kernel (N, H)    w: (H,)    rstd: (N,) fp32
-Method    the sum of a decoder layer's residual stream is normalized while it is in registers, and the backward adds the
-          stream's own gradient in the pass that makes the norm's (`rms_norm_backward`).
-Numerics  s is rounded to x's dtype and y is the norm of the rounded sum, as in the models; the rest as in rms_norm
-Traffic   forward 4NH elements (separately 5NH), backward 4NH (6NH), and the shares of dw
+Method    s, the sum of a decoder layer's residual stream, is normalized while it is in registers. The backward adds the
+          stream's own gradient in the pass that computes the norm's (`rms_norm_backward`).
+Numerics  s is rounded to x's dtype and y is the norm of the rounded sum, as in the models; otherwise as in rms_norm
+Traffic   forward 4NH elements (as two ops: 5NH), backward 4NH (6NH), and the shares of dw
 Source    fused residual norms: Dao's flash-attention layer norm, Liger-Kernel's fused_add_rms_norm
 """
 
@@ -23,7 +23,7 @@ def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     cast_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`add_rms_norm` in plain torch."""
+    """Compute `add_rms_norm` in plain torch."""
     summed = (x + residual).to(x.dtype)
     return rms_norm_reference(summed, weight, eps, offset=offset, cast_before_weight=cast_before_weight), summed
 
@@ -66,7 +66,7 @@ def _forward_launch(
 
 
 def _forward(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
-    """(y, s, rstd)."""
+    """Return (y, s, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride_x = rows_of(x)
@@ -85,7 +85,7 @@ class AddRMSNormFunction(torch.autograd.Function):
         y, summed, rstd = _forward(x, residual, weight, eps, offset, cast_before_weight)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.offset, ctx.residual_dtype = offset, residual.dtype
-        ctx.set_materialize_grads(False)  # an output that is not used costs nothing
+        ctx.set_materialize_grads(False)  # otherwise an unused output would get a gradient of zeros
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(summed)
         return y, summed
@@ -108,12 +108,12 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     cast_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(rms_norm(x + residual), x + residual), both differentiable in x, residual and weight.
+    """Return (rms_norm(x + residual), x + residual), both differentiable in x, residual and weight.
 
     Args:
         x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
         residual: (..., H), any float dtype.
-        weight: (H,), any float dtype. None: the normalized sum itself. Frozen if it does not require a gradient.
+        weight: (H,), any float dtype. None: the normalized sum itself. Frozen if it requires no gradient.
         eps: added to the mean square, before the root.
         offset: added to the weight, in fp32. 1 for Gemma, whose weights are stored as weight - 1.
         cast_before_weight: round the normalized sum to x's dtype before it is multiplied by the weight (Llama).

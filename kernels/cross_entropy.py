@@ -3,13 +3,13 @@
     x = transform(logits) / temperature                                   transform: scale, then softcap (_logits.py)
     per token: (1 - s) c[label] nll + s / V sum_j c_j (lse - x_j) + z lse^2
                with nll = lse - x[label], c class weights, s label_smoothing, z z_loss
-    mean:      the sum over tokens by that of c[label], as in torch, but of the last part by the number of tokens
+    mean:      the sum over tokens, divided as in torch by the sum of c[label]; the z-loss by the number of tokens
 
 Shapes    logits: (N, V)  labels: (N,) int64  weight: (V,)
 Numerics  softmax and sums in fp32, the gradient rounded once to the logits' dtype
-Traffic   forward 1 read, backward 1 read and 1 write; in place 2 reads (the second mostly from L2) and 1 write in all
-Source    online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; the gradient in place of the logits, computed in
-          the forward: Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); z-loss: PaLM, arXiv:2204.02311
+Traffic   forward 1 read, backward 1 read and 1 write; in place 2 reads (the second mostly from L2) and 1 write in total
+Source    online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; overwriting the logits with the gradient in the
+          forward: Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); z-loss: PaLM, arXiv:2204.02311
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropy(NamedTuple):
-    """Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored."""
+    """Loss and per-token values. The latter are fp32 (fp64 for fp64 inputs), and 0 where ignored."""
 
     loss: Tensor  # scalar, or (N,) with reduction="none"; differentiable
     log_prob: Tensor  # (N,) log-probability of the label, nats
@@ -48,7 +48,7 @@ def cross_entropy_reference(
     temperature: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
     dft: bool = False,
 ) -> CrossEntropy:  # fmt: skip
-    """The loss in plain torch, from logits (N, V)."""
+    """Return the loss of logits (N, V) in plain torch."""
     x = transform(logits, None, LogitTransform(scale, softcap))[0] / temperature
     keep = labels != ignore_index
     label = labels * keep
@@ -75,7 +75,7 @@ def cross_entropy_reference(
 
 
 def _weight_of_labels(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
-    """The sum of the class weights of the labels in use, on their device; 1 where that is 0, which gives torch NaN."""
+    """Return the sum of the class weights of the labels in use, on their device; 1 if it is 0 (torch gives NaN)."""
     keep = (labels != ignore_index) & (labels >= 0) & (labels < weight.shape[0])  # others give NaN, not an assert
     total = weight.gather(0, labels.where(keep, 0)).where(keep, 0).sum()
     return total.where(total != 0, 1)
@@ -85,17 +85,17 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets: Targets, denominator, options: CrossEntropyOptions, reduction: str, inplace):
         ctx.options, ctx.inplace = options, inplace
-        ctx.set_materialize_grads(False)  # that of `out` would be zeros, which nobody reads
+        ctx.set_materialize_grads(False)  # else `out` would get a gradient of zeros, which nobody reads
         rows = logits.shape[0]
         out = logits.new_empty((len(FIELDS), rows), dtype=stats_dtype(logits.dtype))
-        # In fp16 the gradient of a mean underflows before the loss's own gradient, a scaler's, can lift it.
+        # In fp16 a mean's gradient underflows before a gradient scaler can lift it, so the backward computes it.
         ctx.ready = inplace and reduction != "none" and logits.dtype != torch.float16
         if ctx.ready:
             if denominator is not None:
                 share = denominator.expand(rows).reciprocal()
                 targets = Targets(targets.labels, share, targets.class_weight, targets.ignore_index)
             whole_rows(logits, None, targets, out, logits.detach(), options)
-            increment_version(logits)  # which a kernel does not
+            increment_version(logits)  # a kernel doesn't tell autograd that it wrote
             ctx.save_for_backward(logits.detach())
             loss = out[0].sum()
         else:
@@ -132,29 +132,29 @@ def cross_entropy(
     reduction: str = "mean", scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0,
     label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100, inplace: bool = False,
 ) -> CrossEntropy:  # fmt: skip
-    """Cross-entropy of logits against labels, as F.cross_entropy, with what models and trainers add to it.
+    """Compute cross-entropy of logits against labels, like F.cross_entropy, with options that models and trainers need.
 
     Args:
         logits: (N, V), fp32, fp16, bf16 (fp64 on CPU).
         labels: (N,) int64, each in [0, V) or ignore_index. On the GPU a label outside gives NaN.
-        weight: (V,), of the classes. No gradient goes to it.
-        num_items: what reduction="mean" divides by; 0 gives inf where a label is in use, as in torch and transformers.
-            Default: the number of labels in use; with class weights, as in torch, the sum of their weights, except for
-            the z-loss, which is a mean over tokens.
+        weight: (V,) class weights. They get no gradient.
+        num_items: divisor of reduction="mean"; 0 gives inf if a label is in use, as in torch and transformers.
+            Default: the number of labels in use; with class weights, as in torch, the sum of their weights. The z-loss
+            is a mean over tokens in any case.
         reduction: "mean", "sum" or "none".
-        scale, softcap, temperature: what is done to the logits first, see `linear_cross_entropy`.
+        scale, softcap, temperature: applied to the logits first, see `linear_cross_entropy`.
         label_smoothing: share of the target spread evenly over the vocabulary, as in torch.
         z_loss: weight of the squared log-partition (PaLM).
-        ignore_index: tokens with this label give 0 and take no part in the mean; without any label in use that is 0.
+        ignore_index: tokens with this label give 0 and take no part in the mean. Without any label in use, it is 0.
         inplace: let the gradient take the logits' memory: half the memory, and the logits are gone. Autograd raises an
-            error if something else needed them. torch.compile plans memory itself; there this has no effect.
+            error if something else needed them. No effect under torch.compile, which plans memory itself.
 
     Returns:
         CrossEntropy: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
-        RuntimeError: inplace with logits that are a leaf, which autograd must keep.
+        ValueError: if shapes don't fit, or an option is out of range.
+        RuntimeError: if inplace would overwrite logits that are a leaf, which autograd must keep.
     """
     _check(logits, labels, weight, num_items, reduction)
     inplace = inplace and logits.requires_grad and torch.is_grad_enabled()
@@ -170,7 +170,7 @@ def cross_entropy(
     denominator = None
     if reduction == "mean":
         denominator = token_count(labels != ignore_index, num_items, stats_dtype(logits.dtype))
-        if weight is not None and num_items is None:  # of mean 1 over the labels: then one count divides every part
+        if weight is not None and num_items is None:  # now of mean 1 over the labels: one count divides every part
             weight = weight * (denominator / _weight_of_labels(labels, weight, ignore_index))
     if logits.stride(1) != 1 or (inplace and logits.stride(0) < logits.shape[1]):  # the latter: rows share memory
         logits = logits.contiguous()

@@ -1,4 +1,4 @@
-"""The divergences of linear_divergence.py by name: what a caller asks for, and what the row kernels compute of it."""
+"""The divergences of linear_divergence.py by name, and the row kinds that each is computed from."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ ROW_KINDS = tuple(kind for kind in KINDS if kind != "symmetric_kl")  # what the 
 
 
 def named(kind: str | Mapping[str, float]) -> dict[str, float]:
-    """{kind: weight}, as the caller names them. Raises ValueError for no kind, or an unknown one."""
+    """Return {kind: weight} as the caller named them. Raise ValueError for no kind, or an unknown one."""
     weights = {kind: 1.0} if isinstance(kind, str) else {name: float(weight) for name, weight in kind.items()}
     if not weights or set(weights) - set(KINDS):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or a mapping of these to weights; got {kind!r}.")
@@ -17,9 +17,9 @@ def named(kind: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def parts(name: str, beta: float, alpha: float) -> dict[str, float]:
-    """{row kind: share} that a kind is made of. At the ends of beta and alpha it is the KL that it tends to there.
+    """Return {row kind: share} of a kind. At the ends of beta and alpha that is the KL which the kind tends to.
 
-    The JSD tends to a KL after division by beta, or by 1 - beta; skewed KLs do so as they are.
+    The JSD tends to a KL after division by beta, or by 1 - beta; skewed KLs tend to one directly.
     """
     if name == "symmetric_kl":
         return {"forward_kl": 0.5, "reverse_kl": 0.5}
@@ -31,7 +31,7 @@ def parts(name: str, beta: float, alpha: float) -> dict[str, float]:
 
 
 def divergence_weights(kind: str | Mapping[str, float], beta: float, alpha: float = 0.1) -> dict[str, float]:
-    """{row kind: weight} of all that kind names, also of what it gives the weight 0 and is measured alone."""
+    """Return {row kind: weight} of all kinds in `kind`, including those of weight 0, which are only measured."""
     weights: dict[str, float] = {}
     for name, weight in named(kind).items():
         for part, share in parts(name, beta, alpha).items():

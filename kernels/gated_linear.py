@@ -1,12 +1,12 @@
 """A gated activation together with the projection behind it:  out = h W^T + b,  h = act(gate) * up.
 
 Shapes    gate, up, h: (..., I), or packed [gate | up] (..., 2I)    weight: (H, I)  bias: (H,)  out: (..., H)
-Method    gate, up and weight are saved, h is not: the kernel that turns dh = dout W into the gradients of gate and up
-          has act(gate) in registers and writes h over dh, from where dW = dout^T h reads it. Against an activation and
-          a linear layer apart, N I elements less are kept between forward and backward, for one write more.
+Method    The forward saves gate, up and weight, but not h. The kernel that turns dh = dout W into the gradients of gate
+          and up has act(gate) in registers, so it writes h over dh, and dW = dout^T h reads h there. Compared with an
+          activation and a separate linear layer, N I fewer elements are kept, for one more write.
 Numerics  h in the product's dtype, from fp32, rounded once: the same in both passes
-Traffic   beside the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes, 2 for
-          a frozen weight
+Traffic   beside the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes (2 for a
+          frozen weight)
 Source    Shazeer 2020, arXiv:2002.05202; recomputation: Chen et al. 2016, arXiv:1604.06174
 """
 
@@ -23,7 +23,7 @@ __all__ = ["gated_linear", "gated_linear_reference", "gated_reference"]
 def gated_linear_reference(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"
 ) -> Tensor:
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     return F.linear(gated_reference(gate, up, activation), weight, bias)
 
 
@@ -34,7 +34,7 @@ class GatedLinearFunction(torch.autograd.Function):
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
         gate, up = halves(gate, up)
         dtype = promoted(gate, up)
-        if torch.is_autocast_enabled(gate.device.type):  # left to F.linear, the casts would be cached without a graph
+        if torch.is_autocast_enabled(gate.device.type):  # F.linear's own casts would be cached without a graph
             dtype = torch.get_autocast_dtype(gate.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         return F.linear(forward(gate, up, activation, dtype), weight, bias)
@@ -48,7 +48,7 @@ class GatedLinearFunction(torch.autograd.Function):
         dgate = dup = dweight = h = None
         if need_gate or need_up:
             dh = torch.mm(dout, weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
-            if need_weight:  # over dh, unless layouts of several dtypes let one thread overwrite what another reads
+            if need_weight:  # over dh, unless dtypes differ: then a thread could overwrite what another still reads
                 h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
             dgate, dup = input_gradients(dh, gate, up, (need_gate, need_up), ctx.activation, h)
         elif need_weight:
@@ -62,25 +62,25 @@ class GatedLinearFunction(torch.autograd.Function):
 def gated_linear(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"
 ) -> Tensor:
-    """linear(act(gate) * up, weight, bias), keeping gate and up alone for the backward. Differentiable once in all.
+    """Compute linear(act(gate) * up, weight, bias), keeping only gate and up for the backward. Differentiable once.
 
-    Equals F.linear(swiglu(gate, up), weight, bias), for silu. Under autocast the product, and act(gate) * up, are in
-    autocast's dtype, as F.linear's would be.
+    For silu it equals F.linear(swiglu(gate, up), weight, bias). Under autocast, act(gate) * up and the product are in
+    autocast's dtype, as with F.linear.
 
     Args:
-        gate: (..., I), fp32, fp16, bf16 or fp64, any strides; with up=None packed [gate | up], (..., 2 I), whose
+        gate: (..., I), fp32, fp16, bf16 or fp64, any strides. With up=None, packed [gate | up] (..., 2 I); then its
             gradient is packed too.
-        up: as gate, or None.
-        weight: (H, I), in the dtype that gate and up promote to; any under autocast. Frozen if it does not require a
+        up: like gate, or None.
+        weight: (H, I), in the dtype that gate and up promote to; any under autocast. Frozen if it requires no
             gradient: its product is skipped.
-        bias: (H,), as weight.
+        bias: (H,), like weight.
         activation: "silu", "gelu_tanh", "gelu" (erf) or "relu2" (squared ReLU).
 
     Returns:
         (..., H), in the product's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown activation.
+        ValueError: if shapes don't fit, or the activation is unknown.
     """
     _check(gate, up, weight, bias, activation)
     if runs_plain(gate):

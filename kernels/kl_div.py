@@ -6,15 +6,15 @@
                 d/d input = (q - p) / T                    d/d target = p (log p - log q - KL) / T
 
 Shapes    input, target: (..., V), labels: (...)
-Zeros     an entry with p = 0 has value 0 and gradients 0, whatever x is (torch gives NaN for x = -inf). Where p > 0 and
-          x is -inf, the divergence is infinite; so it is from logits, if such entries have more than about 1e-10 of
-          p's mass (less counts as none).
+Zeros     an entry with p = 0 has value 0 and gradients 0, whatever x is (torch gives NaN for x = -inf). If p > 0 and x
+          is -inf, the divergence is infinite. From logits it is infinite if such entries have more than about 1e-10 of
+          p's mass; less counts as none.
 Numerics  fp32 inside; sums and values of rows in fp32, gradients rounded once to their input's dtype. From logits, a
-          row that both sides share has value 0 and gradient 0 exactly.
-Traffic   in elements of one side, NV: given, 2 reads, and 1 write for each gradient. Logits: 2 reads for the value,
-          2 reads (from the L2 cache, for rows short enough) and a write for each gradient. Nothing else of size NV is
-          stored. Where the loss's own gradient is not 1 and the gradients were written in the forward
-          (_unfused_divergence.py), they are read and written once more.
+          row that both sides share has exactly value 0 and gradient 0.
+Traffic   in elements of one side, NV. Given: 2 reads, and 1 write for each gradient. Logits: 2 reads for the value, 2
+          reads (from the L2 cache, if rows are short enough) and 1 write for each gradient. Nothing else of size NV is
+          stored. If the forward wrote the gradients (_unfused_divergence.py) and the loss's own gradient is not 1,
+          they are read and written once more.
 Source    Hinton et al. 2015, arXiv:1503.02531, for temperature and its square; online softmax: Milakov & Gimelshein
           2018, arXiv:1805.02867; meaning and reductions: torch.nn.functional.kl_div
 """
@@ -25,7 +25,7 @@ from ._unfused_divergence import Call, check, given_rows, prepare, reduced, take
 
 
 def kl_values(x: Tensor, target: Tensor, log_target: bool) -> Tensor:
-    """p (log p - x) of every entry, in plain torch, without the NaN that 0 * inf would bring to value and gradient."""
+    """Return p (log p - x) of every entry, in plain torch, without NaN in value or gradient from 0 * inf."""
     none = (target.exp() if log_target else target) == 0
     x, target = x.masked_fill(none, 0.0), target.masked_fill(none, 1.0)
     log_p = target if log_target else target.log()
@@ -38,7 +38,7 @@ def kl_div_reference(
     from_logits: bool = False, temperature: float = 1.0, scale_by_temperature_squared: bool = True,
     labels: Tensor | None = None, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     x, t, keep = prepare(input, target, from_logits, temperature, labels, ignore_index)
     scale = temperature**2 if scale_by_temperature_squared else 1.0
     batch = None if from_logits or labels is not None else input.shape[0]
@@ -51,31 +51,32 @@ def kl_div(
     from_logits: bool = False, temperature: float = 1.0, scale_by_temperature_squared: bool = True,
     labels: Tensor | None = None, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """KL(target || input) of distributions over the last dimension, differentiable in either side.
+    """Compute KL(target || input) over the last dimension, differentiable in both sides.
 
-    Without from_logits and labels, it has the meaning of torch.nn.functional.kl_div.
+    Without from_logits and labels, it means the same as torch.nn.functional.kl_div.
 
     Args:
         input: (..., V) log-probabilities, or logits; fp32, fp16, bf16 (fp64 takes plain torch). Any strides; copied
             only if the last dimension's is not 1.
         target: (..., V) probabilities, their logarithms (log_target), or logits. Its dtype may differ.
-        reduction: "batchmean" (the default here, as in Liger-Kernel's KL loss; torch's own is "mean"), "mean", "sum"
-            or "none". Given probabilities: "none" is (..., V), "mean" is over all entries, and "batchmean" divides the
-            sum by input.shape[0]. Logits: "none" is one value a row, (...), and both means are over rows.
+        reduction: "batchmean" (the default here, as in Liger-Kernel's KL loss; torch's own is "mean"), "mean", "sum" or
+            "none". For probabilities, "none" returns (..., V), "mean" averages over all entries, and "batchmean"
+            divides the sum by input.shape[0]. For logits, "none" returns one value per row (...), and both means are
+            over rows.
         log_target: target holds log-probabilities.
         from_logits: input and target are logits; their softmax is computed on the way and never stored.
         temperature: divides both sides' logits.
         scale_by_temperature_squared: multiply value and gradients by temperature^2, so that gradients keep their size
             when the temperature changes (as in `linear_divergence`).
-        labels: (...) int64. Rows with ignore_index take no part: they are not read, their values and gradients are 0,
-            and "mean" and "batchmean" are over the entries and over the rows of the others.
+        labels: (...) int64. Rows with ignore_index take no part: they are not read, their values and gradients are 0.
+            "mean" is then over the entries, and "batchmean" over the rows, of the others.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 inputs), 0 where no row takes part. For "none", values of rows have that dtype
-        too, values of entries the one that input and target promote to.
+        A scalar, fp32 (fp64 for fp64 inputs), 0 if no row takes part. For "none", values of rows have that dtype too;
+        values of entries have the dtype that input and target promote to.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, or options that exclude each other.
+        ValueError: if shapes don't fit, a reduction is unknown, or options exclude each other.
     """
     check("kl_div", input, target, labels, reduction, from_logits, temperature)
     if log_target and from_logits:

@@ -4,8 +4,8 @@
     dw = sum over rows of dy * xhat,  db = sum over rows of dy
 
 Shapes    x, y: (..., H), in the kernels (N, H)    w, b: (H,)    mean, rstd: (N,) fp32
-Method    as rms_norm. The variance is that of the centred row, which is held in registers: no cancellation. Little work
-          takes less time than calling does, and is left to torch's own kernels, which one call launches.
+Method    as in rms_norm. The variance is computed from the centred row, which is in registers: no cancellation. Small
+          inputs go to torch's own kernels, launched by one call: there the host takes longer than the device.
 Numerics  fp32 inside, rounded once on the way out
 Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers each for dw and db, P programs
 Source    Ba, Kiros & Hinton 2016, arXiv:1607.06450
@@ -34,7 +34,7 @@ TORCH_NUMBERS = 2**22  # of x, up to which torch is called: on an H100 a few us 
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """`layer_norm` in plain torch."""
+    """Compute `layer_norm` in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
@@ -72,7 +72,7 @@ def _backward_kernel(
     cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
         w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    # One sum for each entry of the tile: rows are added up once, after the loop.
+    # One sum per entry of the tile: rows are added up once, after the loop.
     dw = tl.zeros((ROWS, BLOCK_H), tl.float32)
     db = tl.zeros((ROWS, BLOCK_H), tl.float32)
     for start in tl.range(pid * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -82,7 +82,7 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + rows, mask=rows < N, other=0.0)[:, None]
         rstd = tl.load(stats_ptr + N + rows, mask=rows < N, other=0.0)[:, None]
-        xhat = (x - mean) * rstd  # not 0 beyond the row's end, but dy is
+        xhat = (x - mean) * rstd  # nonzero beyond the row's end, but dy is 0 there
         if NEEDS_DW:
             dw += dy * xhat
         if NEEDS_DB:
@@ -112,7 +112,7 @@ def _forward_launch(N: int, H: int, stride: int, eps: float, has_weight: bool, h
 
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x's rows, their means, then their rstd)."""
+    """Return (y, x's rows, their means, then their rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride = rows_of(x)
@@ -138,7 +138,7 @@ def _backward_launch(
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, sums: tuple):
-    """(dx, dw, db), None where not needed. sums: the dtypes of dw and db, None where not needed."""
+    """Return (dx, dw, db), None where not needed. sums: the dtypes of dw and db, None where not needed."""
     H, N = dy.shape[-1], stats.shape[0] // 2
     x, stride_x = rows_of(x)
     dy_rows, stride_dy = rows_of(dy)
@@ -155,9 +155,9 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs
 
 
 def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's own kernels give the same, fp32 inside and rounded once, and sooner, since the host is slower.
+    """Return whether torch's own kernels give the same (fp32 inside, rounded once) sooner, as the host is the slower.
 
-    Shapes that do not fit do not suit: the checks that follow say what is wrong.
+    Return False for wrong shapes: the checks that follow say what is wrong.
     """
     if weight is None or not 0 < x.numel() <= TORCH_NUMBERS:
         return False
@@ -186,12 +186,12 @@ class LayerNormFunction(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, differentiable in all three tensors.
+    """Compute (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, differentiable in all three.
 
     Args:
         x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
-        weight: (H,), any float dtype. None: 1. Frozen if it does not require a gradient.
-        bias: (H,), any float dtype, also without a weight. None: 0. Frozen if it does not require a gradient.
+        weight: (H,), any float dtype. None: 1. Frozen if it requires no gradient.
+        bias: (H,), any float dtype, also without a weight. None: 0. Frozen if it requires no gradient.
         eps: added to the variance (the mean square of the centred row), before the root.
 
     Returns:

@@ -5,16 +5,16 @@
            with nll = lse - x[label], w token_weight, s label_smoothing, z z_loss; lora: see _head.py
 
 Shapes    hidden: (N, H)  weight: (V, H)  labels: (N,) int64  bias: (V,)  token_weight: (N,)
-Method    the loss is the last thing a model computes, so its gradients can be computed with it: rows without a label
-          are dropped, and for each chunk of rows cuBLAS writes logits into one reused workspace, a kernel turns them
-          into their gradient in place, and two products give d hidden and d weight. Three products in all, two for a
-          frozen weight, one without gradients. Backward only applies the gradient of the loss, and moves nothing when
-          that is 1.
+Method    The loss is the last thing a model computes, so the forward can compute its gradients too. Rows without a
+          label are dropped. For each chunk of rows cuBLAS writes logits into one reused workspace, a kernel turns them
+          into their gradient in place, and two products give d hidden and d weight. That makes three products, two for
+          a frozen weight, one without gradients. The backward only multiplies by the gradient of the loss, and moves
+          nothing if that is 1.
           With recompute, the forward only takes each row's statistics, tile by tile of the vocabulary, and the backward
-          computes the tiles once more: four products, a workspace no larger than the hidden states, nothing held in
-          between, and a gradient of its own for each token's loss.
+          computes the tiles again: four products, a workspace no larger than the hidden states, nothing held in
+          between, and an upstream gradient for each token's loss.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
-          dtype; the weight's gradient is rounded once a chunk up to 16 chunks, beyond which it is summed in fp32
+          dtype. The weight's gradient is rounded once a chunk up to 16 chunks; beyond, it is summed in fp32.
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
 Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Liger-Kernel (Hsu et al. 2024,
           arXiv:2410.10989); tiles of the vocabulary: Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009); online
@@ -54,14 +54,14 @@ def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
     softcap: float | None = None, lora: Adapters = None, **options,
 ) -> CrossEntropy:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     logits = transform(linear_reference(hidden, weight, lora), bias, LogitTransform(scale, softcap))[0]
     return cross_entropy_reference(logits, labels, **options)
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy(LinearLoss):
-    """targets: of the rows that take part."""
+    """The loss of one call. targets: those of the rows that take part."""
 
     targets: Targets
     options: CrossEntropyOptions
@@ -74,7 +74,7 @@ class LinearCrossEntropy(LinearLoss):
         whole_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
 
     def statistics(self, head: LinearHead) -> Tensor:
-        """Tile by tile of the vocabulary."""
+        """Return per-token values, computed tile by tile of the vocabulary."""
         rows, dtype, o = self.rows, head.dtype, self.options
         operands = head.operands(rows, self.vocab)
         out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=head.hidden.device)
@@ -90,7 +90,7 @@ class LinearCrossEntropy(LinearLoss):
     def recomputed(
         self, head: LinearHead, needs: Needs, upstream: Tensor, largest: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Tile by tile of the vocabulary."""
+        """Return the head's gradients, computed tile by tile of the vocabulary."""
         assert values is not None
         rows, o, operands = self.rows, self.options, head.operands(self.rows, self.vocab)
         factor = gradient_factor(upstream, values[1], self.targets, o)
@@ -106,7 +106,7 @@ class LinearCrossEntropy(LinearLoss):
         return gradients.finish()
 
     def _tiles(self, head: LinearHead, needs: Needs):
-        """(ChunkPlan, workspace of a tile)."""
+        """Return (ChunkPlan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
         plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how)
         return plan, workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
@@ -133,47 +133,47 @@ def linear_cross_entropy(
     recompute: bool = False, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
     overwrite_hidden: bool = False, lora: Adapters = None,
 ) -> CrossEntropy:  # fmt: skip
-    """Cross-entropy of `hidden @ weight.T` against labels, with the gradients computed on the way.
+    """Compute cross-entropy of `hidden @ weight.T` against labels; the forward also computes the gradients.
 
     Equals F.cross_entropy(transform(F.linear(hidden, weight, bias)) / temperature, labels, reduction="sum") divided by
     num_items.
 
     Args:
         hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU). Any strides.
-        weight: (V, H). Frozen if it does not require a gradient: its product is skipped.
+        weight: (V, H). Frozen if it requires no gradient: its product is skipped.
         labels: (N,) int64, each in [0, V) or ignore_index. Ignored rows cost nothing. On the GPU a label outside gives
             NaN.
         bias: (V,), added to the logits.
-        token_weight: (N,), multiplies each token's loss; num_items stays what it is. No gradient goes to it.
-        num_items: what the sum over tokens is divided by, positive unless no row is labelled. Default: the number of
-            labelled rows. With the count over all micro-batches and ranks, splitting a batch changes nothing. A tensor
-            is read through `rows`.
+        token_weight: (N,), multiplies each token's loss without changing num_items. It gets no gradient.
+        num_items: divisor of the sum over tokens, positive unless no row is labelled. Default: the number of labelled
+            rows. With the count over all micro-batches and ranks, splitting a batch changes nothing. A tensor is read
+            through `rows`.
         reduction: "mean", or "none" for the loss of each token (N,), which needs recompute.
         scale: multiplies the logits (Granite, Cohere).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after scale.
         temperature: divides the logits, after softcap.
         label_smoothing: share of the target spread evenly over the vocabulary, as in torch.
         z_loss: weight of the squared log-partition (PaLM).
-        dft: weigh each token by its own probability, without gradient (dynamic fine-tuning).
-        rows: the labelled rows, if their selection was started earlier (see `RowSelection`); the host then need not
-            wait. It holds num_items, so that argument must be absent.
-        recompute: compute the logits again in the backward instead of the gradients in the forward: the least memory,
-            for a third more arithmetic.
-        workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default
-            512, or 2,048 rows where these take up to 1024; with recompute the size of the hidden states.
+        dft: weight each token by its own probability, without gradient (dynamic fine-tuning).
+        rows: the labelled rows, if their selection started earlier (see `RowSelection`); the host then need not wait.
+            It holds num_items, so leave that argument out.
+        recompute: compute the logits again in the backward instead of the gradients in the forward. Takes the least
+            memory, for a third more arithmetic.
+        workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default:
+            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute the size of the hidden states.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
-            Default: the weight's dtype up to 16 chunks, fp32 beyond, where roundings would double the error.
+            Default: the weight's dtype up to 16 chunks; beyond, fp32, since roundings would double the error.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed
             hidden.
-        lora: low-rank additions to the head, one `Lora` or several. Computed in the products' dtype, whatever theirs;
-            gradients come in theirs.
+        lora: low-rank additions to the head, one `Lora` or several. They are computed in the products' dtype, whatever
+            their own; their gradients have their own.
 
     Returns:
         CrossEntropy: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, options that exclude each other, or num_items of 0
-            for rows with labels.
+        ValueError: if shapes don't fit, an option is out of range, options exclude each other, or num_items is 0 though
+            rows have labels.
     """
     check_head(hidden, weight, bias, lora)
     check_labels(hidden, labels)

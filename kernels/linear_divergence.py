@@ -1,7 +1,7 @@
-"""Divergence between a student's and a teacher's next-token distributions, from hidden states; no logits are stored.
+"""Divergence between a student's and a teacher's next-token distributions, from hidden states, without stored logits.
 
     s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
-    t = the same of the teacher,                         p = softmax(t)   teacher
+    t = the same for the teacher,                        p = softmax(t)   teacher
 
     forward_kl       KL(p || q) = sum p (t - s) - lse_t + lse_s            d/ds = q - p
     reverse_kl       KL(q || p) = sum q (s - t) - lse_s + lse_t            d/ds = q (log q - log p - KL(q || p))
@@ -13,25 +13,25 @@
     symmetric_kl     (forward_kl + reverse_kl) / 2
     tvd              sum |p - q| / 2                                       d/ds = q (r - sum q r) / 2, r = sign(q - p)
     adaptive_kl      (g_head forward_kl + g_tail reverse_kl) / (g_head + g_tail), whose weights have no gradient
-                     g: the sum of |p - q| over the head, the teacher's likeliest tokens that make up at most half of
-                     its mass, and the likeliest in any case; and over the rest. Without any gap the weights are 1/2.
+                     g_head: the sum of |p - q| over the head: the teacher's likeliest tokens with at most half of its
+                     mass, or the likeliest alone. g_tail: the sum over the rest. Without any gap both weights are 1/2.
     loss = sum over rows of [T^2 sum_k weight_k D_k + ce_weight CE] / num_items,   CE at T = 1
 
-A teacher_share a < 1 replaces the teacher's logits t in all of these by (1 - a) s + a t, with s without its gradient.
+A teacher_share a < 1 replaces the teacher's logits t everywhere by (1 - a) s + a t, where s gets no gradient.
 
 Shapes    hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (N, Ht)  teacher_weight: (Vt, Ht)  labels: (N,)
-Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of either head. What lies beyond is padding and takes no part,
-          and neither does a token whose logits are -inf on both sides. Where they are on one side alone, a KL from mass
-          that the other has more than 1e-10 of is infinite.
-Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in all. The row
-          kernel makes one pass for all statistics, one more for all but the KLs, a few more over the teacher's logits
-          for the head of adaptive_kl, and one that writes the student's gradient in place.
-Numerics  log-ratios are formed from differences that vanish where both logits agree: a student equal to its teacher
-          gives loss 0 and gradient 0 exactly. Softmax and sums in fp32. The gradient of tvd jumps where q and p cross:
-          where they differ by less than their rounding errors its sign is chance, here as in plain torch.
-Head      tokens of one logit are all in the head of adaptive_kl or none is. The kernel bisects for its lowest logit
-          until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart (times T): what is
-          closer than that counts as one value. So 16-bit logits are told apart, but for some within T / 512 of 0.
+Vocabulary  the first V = min(Vs, Vt, vocab_size) rows of each head. Rows beyond are padding and take no part. Nor does
+          a token whose logits are -inf on both sides. If they are -inf on one side alone, and the other side gives the
+          token more than 1e-10 of its mass, the KL from the other side is infinite.
+Method    as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products in total. The
+          row kernel makes one pass for all statistics, one more for all kinds but the KLs, a few more over the
+          teacher's logits for the head of adaptive_kl, and one that writes the student's gradient in place.
+Numerics  log-ratios come from differences that vanish where both logits agree: a student equal to its teacher gives
+          exactly loss 0 and gradient 0. Softmax and sums in fp32. The gradient of tvd jumps where q and p cross: where
+          they differ by less than their rounding errors its sign is random, as in plain torch.
+Head      tokens with the same logit are either all in the head of adaptive_kl or all out of it. The kernel bisects for
+          the head's lowest logit until no other value is left between the bounds, or these are 2^-24 of log V + 2 apart
+          (times T): closer values count as one. So 16-bit logits are told apart, except some within T / 512 of 0.
 Source    generalised JSD and its convention: Agarwal et al. 2023 (GKD), arXiv:2306.13649, as in TRL; skewed KLs: Ko et
           al. 2024 (DistiLLM), arXiv:2402.03898; adaptive KL: Wu et al. 2024, arXiv:2404.02657; teacher_share: Shing et
           al. 2025 (TAID), arXiv:2501.16937; T^2: Hinton et al. 2015, arXiv:1503.02531; gradients in the forward as in
@@ -71,7 +71,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LinearPair(LinearLoss):
-    """A student's head against a teacher's. labels, token_weight: of the rows that take part."""
+    """The loss of a student's head against a teacher's. labels, token_weight: those of the rows that take part."""
 
     teacher: LinearHead
     labels: Tensor | None  # (rows.count,)
@@ -81,7 +81,7 @@ class LinearPair(LinearLoss):
     fields = FIELDS
 
     def other_side(self, rows: int) -> tuple[Operands, Tensor]:
-        """(what the teacher's logits are computed from, a workspace for those of a chunk)."""
+        """Return (operands of the teacher's logits, a workspace for a chunk of them)."""
         operands = self.teacher.operands(self.rows, self.vocab).part(slice(None), slice(0, self.vocab))
         dtype = self.logits_dtype(self.teacher.dtype)
         return operands, workspace(rows, self.vocab, dtype, self.teacher.hidden.device)
@@ -112,7 +112,7 @@ def _loss(
     z_loss: float, scale_by_temperature_squared: bool, scale: float, softcap: float | None, teacher_scale: float,
     teacher_softcap: float | None, logits_dtype: torch.dtype | None,
 ) -> LinearPair:  # fmt: skip
-    """kinds: space-separated, since custom ops cannot take list[str]."""
+    """Make the loss. kinds: separated by spaces, since custom ops can't take list[str]."""
     options = DivergenceOptions(
         dict(zip(kinds.split(), weights, strict=True)), beta, alpha, teacher_share, ce_weight, temperature,
         label_smoothing, z_loss, scale_by_temperature_squared, LogitTransform(scale, softcap),
@@ -139,49 +139,47 @@ def linear_divergence(
     workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
     lora: Adapters = None, teacher_lora: Adapters = None, alpha: float = 0.1, teacher_share: float = 1.0,
 ) -> LinearDivergence:  # fmt: skip
-    """Distillation loss of a student's head against a teacher's, mixed with hard cross-entropy in the same pass.
+    """Compute the distillation loss of a student's head against a teacher's, mixed with cross-entropy in the same pass.
 
-    The formulas are at the top of this file. No gradient goes to the teacher.
+    The formulas are at the top of this file. The teacher gets no gradient.
 
     Args:
         hidden: (N, Hs), fp32, fp16, bf16 (fp64 on CPU).
-        weight: (Vs, Hs). Frozen if it does not require a gradient: its product is skipped.
+        weight: (Vs, Hs). Frozen if it requires no gradient: its product is skipped.
         teacher_hidden: (N, Ht), any float dtype; Ht may differ from Hs.
         teacher_weight: (Vt, Ht).
-        kind: one of KINDS; or several with weights, {"forward_kl": 0.5, "jsd": 0.5}. With weight 0 a kind is measured,
-            see `terms` of the result, and is no part of loss and gradient.
-        beta: of the JSD: m = (1 - beta) student + beta teacher. At 0 it stands for the forward KL, at 1 for the
-            reverse.
+        kind: one of KINDS, or several with weights, {"forward_kl": 0.5, "jsd": 0.5}. A kind of weight 0 is measured
+            (see the result's `terms`), but is no part of loss and gradient.
+        beta: of the JSD: m = (1 - beta) student + beta teacher. 0 means the forward KL, 1 the reverse KL.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.
         temperature: divides both sides' logits in the divergences.
-        num_items: what the sum over tokens is divided by; default the number of rows that take part.
+        num_items: divisor of the sum over tokens; default: the number of rows that take part.
         bias, teacher_bias: (Vs,) and (Vt,), added to the logits.
-        scale, teacher_scale, softcap, teacher_softcap: what either model does to its logits, see
-            `linear_cross_entropy`.
+        scale, teacher_scale, softcap, teacher_softcap: what each model does to its logits, see `linear_cross_entropy`.
         label_smoothing, z_loss: of the cross-entropy, see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the divergences, value and gradient, by temperature^2, so that their
             gradients keep their size when the temperature changes.
-        token_weight, reduction, recompute, accumulate_dtype, overwrite_hidden: see `linear_cross_entropy`. Recomputing
-            makes six products of four; the workspace stays what it is.
-        vocab_size: the real vocabulary, where both heads are padded beyond it.
+        token_weight, reduction, recompute, accumulate_dtype, overwrite_hidden: see `linear_cross_entropy`. With
+            recompute, there are six products instead of four; the workspace stays the same.
+        vocab_size: the real vocabulary, if both heads are padded beyond it.
         logits_dtype: torch.float32 keeps both sides' logits in fp32 under bf16 products: less error in the gradient,
-            for about 5 % of time and twice the workspace (docs/results/losses.md). Default: the products' dtype, as the
-            models themselves do.
+            for about 5 % of time and twice the workspace (docs/results/losses.md). Default: the products' dtype, as in
+            the models themselves.
         rows: see `linear_cross_entropy`.
         workspace_mb: MiB for both chunks of logits in the products' dtype; twice that for fp32 logits under bf16.
-        lora, teacher_lora: low-rank additions to either head, see `linear_cross_entropy`.
+        lora, teacher_lora: low-rank additions to each head, see `linear_cross_entropy`.
         alpha: in [0, 1), of the skewed KLs: the share of p in skew_kl's m, and of q in skew_reverse_kl's. At 0 they are
             the forward and the reverse KL.
-        teacher_share: in [0, 1], the teacher's share in the logits that the student is held against, see the top of
-            this file; the rest is the student's own. 1: the teacher itself. The fields of the result at temperature 1
-            are of the real teacher at all times.
+        teacher_share: in [0, 1], the teacher's share in the logits that the student is compared with, see the top of
+            this file; the rest is the student's own. 1: the teacher alone. The result's fields at temperature 1 always
+            use the real teacher.
 
     Returns:
         LinearDivergence: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown kind, an option out of range, or ce_weight without labels.
+        ValueError: if shapes don't fit, a kind is unknown, an option is out of range, or ce_weight lacks labels.
     """
     check_head(hidden, weight, bias, lora)
     check_head(teacher_hidden, teacher_weight, teacher_bias, teacher_lora, "teacher_")
@@ -214,7 +212,7 @@ def linear_divergence(
 
 
 def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:
-    """A frozen head of both sides, as where adapters have their own base as teacher, in the dtype of their products."""
+    """Cast a frozen head that both sides share (adapters whose teacher is their own base) to its products' dtype."""
     dtypes = {compute_dtype(x, weight) for x in hidden}
     return weight.to(dtypes.pop()) if len(dtypes) == 1 else weight
 

@@ -1,30 +1,30 @@
-"""Distillation of a linear head from a teacher that is known at K entries a token; no logits are stored.
+"""Distillation of a linear head from a teacher that is known at K entries per token; no logits are stored.
 
     s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
-    p_k = exp(log_probs_k) for the token ids_k, k = 1..K                  teacher, out of a cache
-    P = sum p_k,  Q = sum q_k,  R = max(0, 1 - P)                         R: what the cache says nothing about
+    p_k = exp(log_probs_k) for the token ids_k, k = 1..K                  teacher, from a cache
+    P = sum p_k,  Q = sum q_k,  R = max(0, 1 - P)                         R: the mass that the cache leaves open
 
     bucket  sum p_k (log p_k - log q_k) + R (log R - log(1 - Q))   d/ds_j = (P + R) q_j - p_j        j among ids
                                                                           (P + R) q_j - R q_j/(1 - Q)  else
     none    sum p_k (log p_k - log q_k)                            d/ds_j = P q_j - p_j, p_j = 0 beyond ids
     loss = sum over rows of w [T^2 D + ce_weight CE] / num_items,  CE at T = 1, w token_weight
 
-Tails     Which one is right depends on where the entries come from.
+Tails     The right one depends on where the entries come from.
           bucket: the teacher's likeliest K, or any other choice made without chance. The rest of the vocabulary counts
-          as one token: how much mass it has is taught, how that is spread is not. The loss is the KL divergence with
-          the rest lumped together: never above the full one, equal to it at K = V, and 0 for a student that equals
+          as one token: the student learns how much mass it has, not how that is spread. The loss is the KL divergence
+          with the rest lumped together: never above the full one, equal to it at K = V, and 0 for a student that equals
           its teacher.
           none: ids DRAWN from the teacher, log_probs = log(count / n) after n draws (or the logs of importance
           weights). The expected gradient is then that of the full forward KL, and the loss estimates its
-          cross-entropy part without bias; the constant that it subtracts is the sample's own entropy. For the
-          likeliest K it is biased: the optimum gives all other tokens probability 0.
-          The likeliest K divided by their sum have that same optimum. They are not offered.
+          cross-entropy part without bias; it subtracts the sample's own entropy, a constant. For the likeliest K it is
+          biased: the optimum gives all other tokens probability 0.
+          The likeliest K divided by their sum have that same optimum, so they are not offered.
 Shapes    hidden: (N, H)  weight: (V, H)  ids, log_probs: (N, K)  labels, token_weight: (N,)  bias: (V,)
-Method    as in linear_cross_entropy.py: three products, gradients in the forward. See _sparse_rows.py for the rows.
+Method    as in linear_cross_entropy.py: three products, gradients in the forward. _sparse_rows.py computes the rows.
 Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over the rest alone, so log(1 - Q)
-          holds where Q is 1 to rounding. A cache's rounding may bring P above 1: R is 0 then, and value and gradient
-          remain those of the formula. Where ids cover the whole vocabulary there is no rest, and R is 0.
-Traffic   per logit as linear_cross_entropy.py; per row K ids and log-probabilities more
+          is right even if Q is 1 to rounding. A cache's rounding may bring P above 1: then R is 0, and value and
+          gradient still follow the formula. If ids cover the whole vocabulary there is no rest, and R is 0.
+Traffic   per logit as in linear_cross_entropy.py; per row K ids and log-probabilities more
 Source    draws and their lack of bias, bias of the likeliest K: Anshumann et al., ACL 2025 (RS-KD), arXiv:2503.16870;
           caches of the likeliest K and the question of the missing mass: Arcee's DistillKit; T^2: Hinton et al. 2015,
           arXiv:1503.02531; the bucket: KL between coarser distributions (data processing inequality)
@@ -50,28 +50,28 @@ __all__ = [
     "sparse_divergence_reference",
 ]  # fmt: skip
 
-MAX_ENTRIES = 1024  # of a token: they lie in the registers of one program
+MAX_ENTRIES = 1024  # per token: they lie in the registers of one program
 
 
 class LinearSparseDivergence(NamedTuple):
-    """What `linear_sparse_divergence` returns. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
+    """The result of `linear_sparse_divergence`. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
 
-    Without labels or top_ids, the fields about them are 0.
+    Without labels or top_ids, the fields that need them are 0.
     """
 
     loss: Tensor  # scalar, differentiable in hidden, weight and bias
     divergence: Tensor  # (N,) nats, at the loss's temperature, times T^2 if the loss is
     log_prob: Tensor  # (N,) the student's log-probability of the label, at temperature 1
     entropy: Tensor  # (N,) the student's entropy, at temperature 1
-    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
+    is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
     teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
-    agrees: Tensor  # (N,) bool, whether no token is likelier than that of top_ids for the student
+    agrees: Tensor  # (N,) bool, whether the student finds no token likelier than that of top_ids
 
 
 def sparse_divergence_reference(
     student_logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", temperature: float = 1.0
 ) -> Tensor:
-    """(N,) divergences of logits (N, V), in plain torch. Not multiplied by T^2."""
+    """Return divergences (N,) of logits (N, V), in plain torch, without the factor T^2."""
     log_q = (student_logits / temperature).log_softmax(-1)
     present = (ids >= 0) & (log_probs != -torch.inf)
     log_p = log_probs.to(log_q.dtype)
@@ -94,7 +94,7 @@ def linear_sparse_divergence_reference(
     token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
     reduction: str = "mean", top_ids: Tensor | None = None, lora: Adapters = None,
 ) -> LinearSparseDivergence:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     V = min(weight.shape[0], vocab_size or weight.shape[0])
     logits, bias = linear_reference(hidden, weight, lora)[:, :V], None if bias is None else bias[:V]
     s = transform(logits, bias, LogitTransform(scale, softcap))[0]
@@ -121,7 +121,7 @@ def linear_sparse_divergence_reference(
 
 @dataclass(frozen=True)
 class LinearSparse(LinearLoss):
-    """targets: of the rows that take part."""
+    """The loss of one call. targets: those of the rows that take part."""
 
     targets: SparseTargets
     options: SparseOptions
@@ -165,40 +165,40 @@ def linear_sparse_divergence(
     workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
     top_ids: Tensor | None = None, lora: Adapters = None,
 ) -> LinearSparseDivergence:  # fmt: skip
-    """Distillation of a student's head from a teacher known at K tokens a row, mixed with hard cross-entropy.
+    """Distill a student's head from a teacher known at K tokens per row, mixed with cross-entropy in the same pass.
 
-    The formulas, and which tail is right for which cache, are at the top of this file. No gradient goes to the teacher.
+    The top of this file has the formulas, and says which tail is right for which cache. The teacher gets no gradient.
 
     Args:
         hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU).
-        weight: (V, H). Frozen if it does not require a gradient: its product is skipped.
-        ids: (N, K) int64 or int32, K from 1 to 1024, those of a row distinct: repeated draws are one entry with their
-            count. An id that comes twice in a row gives NaN. Negative: padding, ignored. Beyond the vocabulary: NaN on
-            the GPU, an error on the CPU.
-        log_probs: (N, K) float, the teacher's natural log-probabilities of ids, taken as they are: with a temperature
-            they must be of that temperature. -inf: padding, ignored.
-        tail: "bucket" for the likeliest K, the rest of the vocabulary being one more outcome; "none" for ids drawn from
-            the teacher, log_probs being log(count / draws). "none" is biased for the likeliest K.
-        kind: "forward_kl", which alone a sparse teacher determines.
+        weight: (V, H). Frozen if it requires no gradient: its product is skipped.
+        ids: (N, K) int64 or int32, K from 1 to 1024. Those of a row must be distinct: repeated draws are one entry with
+            their count. An id that comes twice in a row gives NaN. Negative ids are padding and ignored. Ids beyond the
+            vocabulary give NaN on the GPU, an error on the CPU.
+        log_probs: (N, K) float, the teacher's natural log-probabilities of ids, used as given: with a temperature, pass
+            those at that temperature. -inf is padding and ignored.
+        tail: "bucket" for the likeliest K, with the rest of the vocabulary as one more outcome; "none" for ids drawn
+            from the teacher, with log_probs = log(count / draws). "none" is biased for the likeliest K.
+        kind: "forward_kl", the only one that a sparse teacher determines.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.
         temperature: divides the student's logits in the divergence.
         bias: (V,), added to the logits.
         scale, softcap: what the model does to its logits, see `linear_cross_entropy`.
-        num_items: what the sum over tokens is divided by; default the number of rows that take part.
+        num_items: divisor of the sum over tokens; default: the number of rows that take part.
         token_weight, reduction, rows, accumulate_dtype, overwrite_hidden, lora: see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the divergence, value and gradient, by temperature^2.
-        vocab_size: the real vocabulary, where the head is padded beyond it.
-        recompute: compute the logits again in the backward: four products for three, and a gradient for each token's
-            loss. The workspace stays what it is.
+        vocab_size: the real vocabulary, if the head is padded beyond it.
+        recompute: compute the logits again in the backward: four products instead of three, and an upstream gradient
+            for each token's loss. The workspace stays the same.
         workspace_mb: MiB for the chunk of logits, see `linear_cross_entropy`.
-        top_ids: (N,) int64 or int32, the teacher's likeliest token of each row, for `agrees`. Within the vocabulary.
+        top_ids: (N,) int64 or int32 within the vocabulary, the teacher's likeliest token of each row, for `agrees`.
 
     Returns:
         LinearSparseDivergence: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range or unknown, or ce_weight without labels.
+        ValueError: if shapes don't fit, an option is unknown or out of range, or ce_weight lacks labels.
     """
     check_head(hidden, weight, bias, lora)
     _check_targets(hidden, ids, log_probs, top_ids, kind)

@@ -1,21 +1,22 @@
-"""Universal logit distillation of a linear head from one with another vocabulary; no logits are stored.
+"""Universal logit distillation of a linear head from a teacher with another vocabulary; no logits are stored.
 
     s = transform(hidden @ weight.T + bias + lora) / T,  q = softmax(s)   student; lora: see _head.py
-    t = the same of the teacher,                         p = softmax(t)   teacher, of the position that is aligned
+    t = the same for the teacher,                        p = softmax(t)   teacher, at the aligned position
 
-    uld  sum_i |sort(q)_i - sort(p)_i|, both descending, the shorter one continued by zeros
+    uld  sum_i |sort(q)_i - sort(p)_i|, both descending, the shorter one padded with zeros
                                                  d/ds_j = q_j (g_j - sum_k q_k g_k), g = sign(sort(q) - sort(p)) at j
     loss = sum over rows of w [T^2 uld + ce_weight CE] / num_items,  CE at T = 1, w token_weight
 
-What it is    the Wasserstein-1 distance of the two distributions where moving mass from any token to any other costs
-              the same: which token has a probability is not compared, only how the probabilities are spread.
+Meaning       the Wasserstein-1 distance of the two distributions if moving mass from any token to any other costs the
+              same: it ignores which token has a probability, and compares only how the probabilities are spread.
 Shapes        hidden: (N, Hs)  weight: (Vs, Hs)  teacher_hidden: (M, Ht)  teacher_weight: (Vt, Ht)
               labels, partners, token_weight: (N,)
 Vocabularies  the first vocab_size rows of the student's head, and the first teacher_vocab_size of the teacher's.
-Method        as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products. The rows
-              of a chunk are sorted a few at a time by torch.sort, so what sorting needs stays small.
-Numerics      softmax, sorting and sums in fp32. A student equal to its teacher gives loss 0 and gradient 0 exactly. The
-              gradient is that of the order found: where two probabilities are equal it is one of several, as for |x|.
+Method        as in linear_cross_entropy.py, with a second workspace for the teacher's logits: four products. torch.sort
+              sorts a chunk's rows a few at a time, so the memory for sorting stays small.
+Numerics      softmax, sorting and sums in fp32. A student equal to its teacher gives exactly loss 0 and gradient 0. The
+              gradient belongs to the order that sorting found: for equal probabilities it is one of several, as for
+              |x| at 0.
 Source        Boizard et al. 2024, arXiv:2402.12030, eq. 4; T^2: Hinton et al. 2015, arXiv:1503.02531
 """
 
@@ -36,25 +37,25 @@ from ._logits import LogitTransform, check_scalars, entropy_of, transform
 __all__ = ["LinearUld", "Lora", "linear_uld", "linear_uld_reference", "uld_reference"]
 
 SORTED_BYTES = 2**28  # that sorting may take beside the workspace
-BYTES_A_NUMBER = 48  # probabilities of both sides sorted, their places and differences, and what torch.sort needs
+BYTES_A_NUMBER = 48  # sorted probabilities of both sides, their places and differences, and torch.sort's own memory
 FIELDS = ("loss", "uld", "log_prob", "entropy", "is_top1")
 
 
 class LinearUld(NamedTuple):
-    """What `linear_uld` returns. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
+    """The result of `linear_uld`. Per-token values are fp32 (fp64 for fp64 inputs), 0 where ignored.
 
-    Without labels, the fields about them are 0.
+    Without labels, the fields that need them are 0.
     """
 
     loss: Tensor  # scalar, differentiable in hidden, weight and bias
-    uld: Tensor  # (N,) from 0 to 2, times T^2 if the loss is; 0 where no teacher's position is aligned
+    uld: Tensor  # (N,) from 0 to 2, times T^2 if the loss is; 0 if no position of the teacher is aligned
     log_prob: Tensor  # (N,) the student's log-probability of the label, at temperature 1
     entropy: Tensor  # (N,) the student's entropy, at temperature 1
-    is_top1: Tensor  # (N,) bool, whether no token is likelier than the label for the student
+    is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
 
 
 def uld_reference(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """(N,) of logits (N, Vs) and (N, Vt), in plain torch. Not multiplied by T^2."""
+    """Return distances (N,) of logits (N, Vs) and (N, Vt), in plain torch, without the factor T^2."""
     sides = [(x / temperature).softmax(-1).sort(-1, descending=True).values for x in (student_logits, teacher_logits)]
     width = max(x.shape[-1] for x in sides)
     q, p = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in sides)
@@ -68,7 +69,7 @@ def linear_uld_reference(
     teacher_softcap: float | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
     teacher_vocab_size: int | None = None, lora: Adapters = None, teacher_lora: Adapters = None, **options,
 ) -> LinearUld:  # fmt: skip
-    """What the op must equal, in plain torch. Tests import this one."""
+    """Return in plain torch what the op must equal. Tests import this."""
 
     def logits(hidden, weight, bias, size, how, lora):
         cut = size or weight.shape[0]
@@ -91,7 +92,7 @@ def stored_uld(
     label_smoothing: float = 0.0, num_items: float | Tensor | None = None, ignore_index: int = -100,
     token_weight: Tensor | None = None, reduction: str = "mean",
 ) -> LinearUld:  # fmt: skip
-    """The result from logits s (N, V) that are stored, and their distances uld (N,)."""
+    """Return the result from stored logits s (N, V) and their distances uld (N,)."""
     keep = torch.ones_like(s[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
     has_label = keep & (labels is not None)
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
@@ -113,7 +114,7 @@ def stored_uld(
 
 @dataclass(frozen=True)
 class UldOptions:
-    """Scalars of one call. See `linear_uld`."""
+    """Scalars of one call; `linear_uld` explains them."""
 
     uld_weight: float = 1.0
     ce_weight: float = 0.0
@@ -132,7 +133,7 @@ class UldOptions:
 
 
 class LogitPair(NamedTuple):
-    """A few rows of either side."""
+    """A few rows of both sides."""
 
     student: Tensor  # (n, Vs)
     teacher: Tensor  # (n, Vt)
@@ -148,7 +149,7 @@ class LogitPair(NamedTuple):
 
 
 def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> None:
-    """Fill out (FIELDS, n), and grad (n, Vs) if wanted, which may lie where the student's logits lie."""
+    """Fill out (FIELDS, n), and grad (n, Vs) unless it is None. grad may share the student's memory."""
     s, slope = transform(x.student, x.bias, o.student)
     t = transform(x.teacher, x.teacher_bias, o.teacher)[0].to(s.dtype)
     log_q, q = s.log_softmax(-1), s.softmax(-1)
@@ -181,7 +182,7 @@ def uld_rows(x: LogitPair, out: Tensor, grad: Tensor | None, o: UldOptions) -> N
 
 
 def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) distances of probabilities (n, Vs) and (n, Vt), and their derivatives (n, Vs) with respect to q."""
+    """Return distances (n,) of probabilities (n, Vs) and (n, Vt), and their derivatives (n, Vs) with respect to q."""
     gaps, order = q.sort(-1, descending=True)
     p = p.sort(-1, descending=True).values
     both = min(q.shape[1], p.shape[1])
@@ -191,12 +192,12 @@ def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class UldPair(LinearLoss):
-    """A student's head against a teacher's of another vocabulary. All but `teacher` of the rows that take part."""
+    """A student's head against a teacher's of another vocabulary. Row tensors hold the rows that take part."""
 
     teacher: LinearHead
     teacher_vocab: int
-    partners: Rows  # the teacher's row for each of the student's
-    aligned: Tensor | None  # (rows.count,) bool: where there is none, another stands in; None: there always is one
+    partners: Rows  # the teacher's row for each row of the student
+    aligned: Tensor | None  # (rows.count,) bool; False: row 0 stands in, and doesn't count. None: all are aligned
     labels: Tensor | None  # (rows.count,)
     token_weight: Tensor | None  # (rows.count,)
     options: UldOptions
@@ -204,13 +205,13 @@ class UldPair(LinearLoss):
     fields = FIELDS
 
     def other_side(self, rows: int) -> tuple[Operands, Tensor]:
-        """(what the teacher's logits are computed from, a workspace for those of a chunk)."""
+        """Return (operands of the teacher's logits, a workspace for a chunk of them)."""
         columns = slice(0, self.teacher_vocab)
         operands = self.teacher.operands(self.partners, self.teacher_vocab).part(slice(None), columns)
         return operands, workspace(rows, self.teacher_vocab, self.teacher.dtype, self.teacher.hidden.device)
 
     def write_rows(self, chunk: LogitChunk) -> None:
-        """A few rows at a time, for which sorting takes no more than SORTED_BYTES."""
+        """Write a few rows at a time, so that sorting takes at most SORTED_BYTES."""
         operands, ws = chunk.other_side
         teacher = operands.part(chunk.rows, slice(0, self.teacher_vocab))
         by_row = (None if x is None else x[chunk.rows] for x in (self.labels, self.aligned, self.token_weight))
@@ -224,7 +225,7 @@ class UldPair(LinearLoss):
         return replace(self, token_weight=factor if self.token_weight is None else factor * self.token_weight)
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
-        """Of either side, as if both had the student's vocabulary."""
+        """Return the bytes of both sides' logits per word of the student's vocabulary."""
         return -(-(dtype.itemsize * self.vocab + self.teacher.dtype.itemsize * self.teacher_vocab) // self.vocab)
 
 
@@ -264,38 +265,37 @@ def linear_uld(
     recompute: bool = False, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
     overwrite_hidden: bool = False, lora: Adapters = None, teacher_lora: Adapters = None,
 ) -> LinearUld:  # fmt: skip
-    """Distillation across vocabularies: how a teacher spreads probability, whatever its tokens are, with hard
-    cross-entropy in the same pass.
+    """Distill across vocabularies: match how the teacher spreads probability, whatever its tokens are. Cross-entropy is
+    mixed in in the same pass.
 
-    The formulas are at the top of this file. No gradient goes to the teacher.
+    The formulas are at the top of this file. The teacher gets no gradient.
 
     Args:
         hidden: (N, Hs), fp32, fp16, bf16 (fp64 on CPU).
-        weight: (Vs, Hs). Frozen if it does not require a gradient: its product is skipped.
+        weight: (Vs, Hs). Frozen if it requires no gradient: its product is skipped.
         teacher_hidden: (M, Ht), any float dtype.
         teacher_weight: (Vt, Ht).
-        partners: (N,) int64, the row of teacher_hidden that is aligned with each row of hidden; negative: none, and
-            the row has no distance, though it counts in num_items and in the cross-entropy. Without, row i is aligned
-            with row i, and M must be N.
+        partners: (N,) int64, the row of teacher_hidden that is aligned with each row of hidden. Negative means none:
+            the row has no distance, but counts in num_items and in the cross-entropy. Without partners, row i is
+            aligned with row i, and M must be N.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         uld_weight, ce_weight: weights of the distance, and of the cross-entropy against labels at temperature 1.
         temperature: divides both sides' logits in the distance.
-        num_items: what the sum over tokens is divided by; default the number of rows that take part.
+        num_items: divisor of the sum over tokens; default: the number of rows that take part.
         bias, teacher_bias: (Vs,) and (Vt,), added to the logits.
-        scale, teacher_scale, softcap, teacher_softcap: what either model does to its logits, see
-            `linear_cross_entropy`.
+        scale, teacher_scale, softcap, teacher_softcap: what each model does to its logits, see `linear_cross_entropy`.
         label_smoothing: of the cross-entropy, see `linear_cross_entropy`.
         scale_by_temperature_squared: multiply the distance, value and gradient, by temperature^2.
         token_weight, reduction, rows, recompute, accumulate_dtype, overwrite_hidden: see `linear_divergence`.
-        vocab_size, teacher_vocab_size: the real vocabularies, where a head is padded beyond its own.
+        vocab_size, teacher_vocab_size: the real vocabularies, if a head is padded beyond its own.
         workspace_mb: MiB for both chunks of logits. Sorting takes up to 256 MiB beside them.
-        lora, teacher_lora: low-rank additions to either head, see `linear_cross_entropy`.
+        lora, teacher_lora: low-rank additions to each head, see `linear_cross_entropy`.
 
     Returns:
         LinearUld: loss and per-token values.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, or ce_weight without labels.
+        ValueError: if shapes don't fit, an option is out of range, or ce_weight lacks labels.
     """
     check_head(hidden, weight, bias, lora)
     check_head(teacher_hidden, teacher_weight, teacher_bias, teacher_lora, "teacher_")

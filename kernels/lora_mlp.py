@@ -1,10 +1,10 @@
 """A gated MLP of frozen linear layers with LoRA adapters:  y = down(act(gate(x)) * up(x)).
 
 Shapes    x: (..., K)  gate, up: (I, K), or packed [gate | up] (2I, K)  down: (H, I)  y: (..., H)
-Method    Each of gate, up and down is the layer of lora_linear.py. x, gate(x), up(x) and two matrices of the adapters'
-          rank are saved. h = act(gate) * up is not: the kernel that turns dh into the gradients of gate(x) and up(x)
-          writes h over dh, for down's A. Those gradients lie over gate(x) and up(x) where the graph is not retained;
-          nobody else sees them. The parts of dx from gate and up are added by the products, in place.
+Method    Each of gate, up and down is the layer of lora_linear.py. The forward saves x, gate(x), up(x) and two matrices
+          of the adapters' rank, but not h = act(gate) * up: the kernel that turns dh into the gradients of gate(x) and
+          up(x) writes h over dh, for down's A. Those gradients overwrite gate(x) and up(x) unless the graph is kept;
+          nobody else sees them. The products add the parts of dx from gate and up in place.
 Numerics  as lora_linear and gated_linear: h in the product's dtype, from fp32, rounded once
 Traffic   beside the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
 Source    Hu et al. 2021, arXiv:2106.09685; Shazeer 2020, arXiv:2002.05202; Chen et al. 2016, arXiv:1604.06174
@@ -33,7 +33,7 @@ from .lora_linear import interleaved, layout_of, lora_linear_reference, restore,
 def lora_mlp_reference(
     x: Tensor, gate: Projection, up: Projection | None, down: Projection, *, activation: str = "silu"
 ) -> Tensor:
-    """What the op must equal, in plain torch."""
+    """Return in plain torch what the op must equal."""
     hidden = [_linear(x, p) if p is not None else None for p in (gate, up)]
     assert hidden[0] is not None
     return _linear(gated_reference(hidden[0], hidden[1], activation), down)
@@ -46,7 +46,7 @@ def _linear(x: Tensor, p: Projection) -> Tensor:
 class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, down, activation, *leaves):
-        """first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, of first and down."""
+        """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
         numerics = Numerics.of(x, [adapter for p in (*first, down) for adapter in p.adapters])
         flat = as_matrix(x, numerics.compute)
         hidden, values = project(flat, first, numerics)
@@ -76,7 +76,7 @@ class LoraMLPFunction(torch.autograd.Function):
 def _through_down(
     ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Projection, needs: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(gradients of gate(x) and up(x), or of both packed; of down's adapters)."""
+    """Return (gradients of gate(x) and up(x), or one packed; gradients of down's adapters)."""
     numerics = ctx.numerics
     g, dbs = rank_gradients([dy], values, [down], needs[1::2], True, numerics)
     dh = input_gradient([dy], g, [down], numerics)
@@ -93,14 +93,14 @@ def _through_down(
 def lora_mlp(
     x: Tensor, gate: Projection, up: Projection | None, down: Projection, *, activation: str = "silu"
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)), each a frozen linear layer with LoRA adapters or without. Differentiable once.
+    """Compute down(act(gate(x)) * up(x)), where each is a frozen linear layer, with or without LoRA adapters.
 
-    Equals three lora_linear with the activation between them. On CPU, and while torch.compile traces, it is computed in
-    that plain form.
+    Differentiable once. It equals three lora_linear with the activation between them; on a CPU, and while torch.compile
+    traces, it is computed in that plain form.
 
     Args:
         x: (..., K).
-        gate, up: (I, K) each; with up=None gate is packed [gate | up], (2I, K).
+        gate, up: (I, K) each; with up=None, gate is packed [gate | up] (2I, K).
         down: (H, I).
         activation: "silu", "gelu_tanh", "gelu" (erf) or "relu2" (squared ReLU).
 
@@ -108,7 +108,7 @@ def lora_mlp(
         (..., H), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, or a base weight or bias that requires a gradient.
+        ValueError: if shapes don't fit, the activation is unknown, or a base weight or bias requires a gradient.
     """
     first = (gate,) if up is None else (gate, up)
     _check(x, first, down, activation)

@@ -1,15 +1,15 @@
-"""RMSNorm of queries and keys, then their rotary embedding: both tensors and both steps in one launch.
+"""RMSNorm of queries and keys, then their rotary embedding: one launch for both tensors and both steps.
 
-    y = x * rstd * (offset + w),  rstd = 1 / sqrt(mean(x^2) + eps),  then rope.py's turning of y's pairs of columns
+    y = x * rstd * (offset + w),  rstd = 1 / sqrt(mean(x^2) + eps),  then rope.py's rotation of y's pairs of columns
 
 Shapes    q: (B, S, Hq, D)  k: (B, S, Hk, D)  cos, sin: (B or 1, S, R), R <= D
-          weights (D,), a norm for each head (Qwen 3, Gemma 3), or (Hq D,) and (Hk D,), one over all heads (OLMo 2)
+          weights (D,), one norm per head (Qwen 3, Gemma 3), or (Hq D,) and (Hk D,), one over all heads (OLMo 2)
           out: (B, H, S, D), views of memory in the order of q and k
-Method    a program norms and turns a tile of tokens x heads. In the backward it walks over many tiles and keeps its
-          share of the weights' gradients in registers; a second kernel adds the shares in a fixed order.
+Method    a program normalizes and rotates a tile of tokens x heads. In the backward it walks over many tiles and keeps
+          its share of the weights' gradients in registers; a second kernel adds the shares in a fixed order.
 Numerics  fp32 inside, rounded once on the way out. With cast_before_weight, x * rstd is rounded to x's dtype before it
-          meets the weight, as in the models that say so; the gradient passes through that rounding unchanged.
-Traffic   forward 2 (Hq + Hk) D elements a token, backward 3; saved are q, k and rstd
+          meets the weight, as in models that do so; the gradient passes through that rounding unchanged.
+Traffic   forward 2 (Hq + Hk) D elements a token, backward 3; the forward saves q, k and rstd
 Source    Henry et al. 2020, arXiv:2010.04245 (queries and keys normed), Su et al. 2021, arXiv:2104.09864
 """
 
@@ -42,11 +42,11 @@ from .rope import (
 FORWARD_TILE, FORWARD_PER_WARP = 1024, 512  # elements of a program's tile, and of a warp's part
 BACKWARD_TILE, BACKWARD_PER_WARP = 2048, 512
 PROGRAMS = 4  # per multiprocessor, in the backward of trainable weights
-STAGES = 1  # of that backward's loop
+STAGES = 1  # prefetch stages of that backward's loop
 
 
 class Norm(NamedTuple):
-    """Scalars of one call. See `qk_norm_rope`."""
+    """Scalars of one call; `qk_norm_rope` explains them."""
 
     eps: float
     offset: float
@@ -59,7 +59,7 @@ def qk_norm_rope_reference(
     offset: float = 0.0, cast_before_weight: bool = False, norm_over_heads: bool = False, interleaved: bool = False,
     mrope_section: Sequence[int] | None = None, half_width: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     norm = Norm(eps, offset, cast_before_weight, norm_over_heads)
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     c, s = (x.unsqueeze(2) for x in take_angles(cos, sin, angles, stats_dtype(q.dtype)))
@@ -88,7 +88,7 @@ def _load_weight(
     w_ptr, head, offset, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """offset + weight as (1, HEADS or 1, BLOCK), for the first and for the second column of each pair."""
+    """Return offset + weight as (1, HEADS or 1, BLOCK), for the first and the second column of each pair."""
     at = head * D if OVER_HEADS else tl.zeros((1, 1, 1), tl.int64)
     a, b = load_pairs(w_ptr + at, at < H * D, D, PAIRS, BLOCK, INTERLEAVED)
     return a + offset, b + offset
@@ -96,7 +96,7 @@ def _load_weight(
 
 @triton.jit
 def _row_mean(x, H: tl.constexpr, D: tl.constexpr, OVER_HEADS: tl.constexpr):
-    """Mean over the columns of one head, or of all, of which x holds the sums of pairs: (TOKENS, HEADS or 1, 1)."""
+    """Return means over the columns of one head, or of all: (TOKENS, HEADS or 1, 1). x holds the sums of pairs."""
     total = tl.sum(x, 2, keep_dims=True)
     if OVER_HEADS:
         total = tl.sum(total, 1, keep_dims=True) / H
@@ -172,7 +172,7 @@ def _backward_tiles(
     D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, CAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # xhat = x * rstd, g = dy turned back
+    # xhat = x * rstd, g = dy rotated back
     # dx = rstd * (w g - xhat * mean(w g xhat)),  dw = sum over rows of g * xhat
     _, head = locate(first, H, TOKENS, HEADS)
     w_a, w_b = _load_weight(w_ptr, head, offset, H, D, PAIRS, BLOCK, INTERLEAVED, OVER_HEADS)
@@ -243,7 +243,7 @@ def _backward_kernel(
             cos_axis, cos_batch, cos_position, cos_pair,
             HQ, TOKENS_Q, HEADS_Q, DQ, DWQ, D, PAIRS, BLOCK, END_0, END_1, INTERLEAVED, OVER_HEADS, CAST, STAGES,
         )  # fmt: skip
-        # k's tiles go on where q's ended, so that no program gets two more than another
+        # k's tiles continue where q's ended, so that no program gets two more than another.
         first = (program + programs - tl.cdiv(T, TOKENS_Q) * tl.cdiv(HQ, HEADS_Q) % programs) % programs
     if DK or DWK:
         _backward_tiles(
@@ -258,7 +258,7 @@ def _backward_kernel(
 @functools.cache
 def _config(hq: int, hk: int, D: int, angles: Angles, norm: Norm, tile: int, per_warp: int) -> dict:
     width = triton.next_power_of_2(D)
-    if norm.over_heads:  # a tile holds all heads of its tokens, and k's is as large as q's: both have the same warps
+    if norm.over_heads:  # a tile holds all heads of its tokens; k's is as large as q's, so both have the same warps
         heads_q, heads_k = triton.next_power_of_2(hq), triton.next_power_of_2(hk)
         tile = max(tile, width * max(heads_q, heads_k))
         tokens_q, tokens_k = tile // (heads_q * width), tile // (heads_k * width)
@@ -273,7 +273,7 @@ def _config(hq: int, hk: int, D: int, angles: Angles, norm: Norm, tile: int, per
 
 
 def _blocks(T: int, config: dict) -> tuple[int, int]:
-    """Tiles of q and of k."""
+    """Return the numbers of tiles of q and of k."""
     q = -(-T // config["TOKENS_Q"]) * -(-config["HQ"] // config["HEADS_Q"])
     return q, -(-T // config["TOKENS_K"]) * -(-config["HK"] // config["HEADS_K"])
 
@@ -290,7 +290,7 @@ def _forward_launch(
 
 
 def _forward(q, k, q_weight, k_weight, cos, sin, angles: Angles, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """(q and k normed and turned, as (B, S, H, D); rstd of q's rows, then of k's)."""
+    """Return (q and k, normalized and rotated, as (B, S, H, D); rstd of q's rows, then of k's)."""
     (B, S, hq, _), hk = q.shape, k.shape[2]
     q_out = torch.empty_like(q, dtype=_out_dtype(q, q_weight, norm))
     k_out = torch.empty_like(k, dtype=_out_dtype(k, k_weight, norm))
@@ -308,7 +308,7 @@ def _backward_launch(
     q: torch.Size, hk: int, widths: tuple[int, int], strides: tuple, angles: Angles, norm: Norm,
     needs: tuple[bool, ...], tile: int, per_warp: int, stages: int, limit: int,
 ) -> Launch:  # fmt: skip
-    """limit: of the programs, where a weight's gradient is needed."""
+    """Make the launch. limit: of programs, if a weight's gradient is needed."""
     B, S, hq, D = q
     T = B * S
     config = _config(hq, hk, D, angles, norm, tile, per_warp)
@@ -321,12 +321,12 @@ def _backward_launch(
 
 
 def _backward(upstream, saved, needs: tuple[bool, ...], strides, angles: Angles, norm: Norm) -> list[Tensor | None]:
-    """Gradients of q, k and both weights, None where `needs` says so. upstream: two (B, H, S, D), None where unused."""
+    """Return gradients of q, k and both weights, None where not needed. upstream: two (B, H, S, D), None if unused."""
     q, k, q_weight, k_weight, cos, sin, rstd = saved
     dy = [None if x is None else dense_columns(x) for x in upstream]
     dx = [x.new_empty_strided(x.shape, strides[i]) if needs[i] else None for i, x in enumerate((q, k))]
     widths = q_weight.shape[0] if needs[2] else 0, k_weight.shape[0] if needs[3] else 0
-    some = [next(x for x in pair if x is not None) for pair in (dy, (*dx, q))]  # what stands for what is not computed
+    some = [next(x for x in pair if x is not None) for pair in (dy, (*dx, q))]  # stand-ins for what isn't computed
     dy_q, dy_k = (some[0] if x is None else x for x in dy)
     dq, dk = (some[1] if x is None else x for x in dx)
     all_strides = (
@@ -382,28 +382,29 @@ def qk_norm_rope(
     offset: float = 0.0, cast_before_weight: bool = False, norm_over_heads: bool = False, interleaved: bool = False,
     mrope_section: Sequence[int] | None = None, half_width: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of queries and keys, then their rotary embedding; differentiable in q, k and the weights.
+    """Apply RMSNorm, then rotary embedding, to queries and keys; differentiable in q, k and the weights.
 
     Args:
         q: (B, S, Hq, D), fp32, fp16 or bf16 (fp64 on CPU): the projection's output, viewed as heads. Any strides;
             copied if its columns are not consecutive.
         k: (B, S, Hk, D), likewise.
+        k: (B, S, Hk, D), like q.
         q_weight: (D,), or (Hq * D,) with norm_over_heads; any float dtype. A frozen one costs nothing.
         k_weight: (D,), or (Hk * D,).
-        cos: cosines, constants, (B or 1, S, R). Layouts and `interleaved`, `mrope_section`, `half_width`: see `rope`.
-        sin: sines, likewise.
+        cos: cosines, constants, (B or 1, S, R). `rope` explains layouts, `interleaved`, `mrope_section`, `half_width`.
+        sin: sines, like cos.
         eps: added to the mean square, before the root.
         offset: added to the weights. 1 for Gemma, whose weights are stored as w - 1.
-        cast_before_weight: round the normed values to their dtype before they meet the weight (Qwen 3). The result's
-            dtype is then what that product promotes to, else that of q or k.
+        cast_before_weight: round the normalized values to their dtype before they meet the weight (Qwen 3). The
+            result's dtype is then what that product promotes to, else that of q or k.
         norm_over_heads: one norm over all heads of a token (OLMo 2), instead of one for each head.
 
     Returns:
-        q (B, Hq, S, D) and k (B, Hk, S, D), as attention takes them. In memory they are ordered like the inputs, and so
-        are the inputs' gradients.
+        q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and that of the inputs'
+        gradients, is ordered like the inputs'.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: if shapes don't fit.
     """
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     _check(q, k, q_weight, k_weight, norm_over_heads)

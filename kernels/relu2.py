@@ -1,9 +1,9 @@
 """Squared ReLU:  y = max(x, 0)^2,  dx = 2 max(x, 0) dy = 2 sqrt(y) dy.
 
 Shapes    x, y: any
-Method    elementwise (_gated.py). y is saved, not x: the linear layer behind saves it anyway, so x is freed. In fp16,
-          whose squares vanish below x = 2.4e-4, x is saved.
-Numerics  fp32 inside, rounded once on the way out; the gradient from y errs by half a rounding of y more
+Method    elementwise (_gated.py). The forward saves y, not x: the linear layer behind saves y anyway, so x is freed. In
+          fp16, whose squares vanish below x = 2.4e-4, it saves x.
+Numerics  fp32 inside, rounded once on the way out; from y, the gradient errs by half a rounding of y more
 Traffic   forward 1 read and 1 write of each element, backward 2 reads and 1 write
 Source    So et al. 2021 (Primer), arXiv:2109.08668; Nemotron
 """
@@ -17,7 +17,7 @@ from ._gated import backward, forward, runs_plain
 
 
 def relu2_reference(x: Tensor) -> Tensor:
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     return F.relu(x).square()
 
 
@@ -38,13 +38,13 @@ class ReLU2Function(torch.autograd.Function):
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2, differentiable once. NaN stays NaN.
+    """Compute max(x, 0)^2, differentiable once. NaN stays NaN.
 
     Args:
-        x: any shape, fp32, fp16, bf16 or fp64, any strides. Copied only where its last stride is not 1, or where four
-            or more dimensions do not fold into three.
+        x: any shape, fp32, fp16, bf16 or fp64, any strides. Copied only if its last stride is not 1, or if four or more
+            dimensions don't fold into three.
 
     Returns:
-        x's shape and dtype, contiguous. In fp32 and bf16 it is what the backward reads: do not write into it.
+        x's shape and dtype, contiguous. In fp32 and bf16 the backward reads it: do not write into it.
     """
     return relu2_reference(x) if runs_plain(x) else ReLU2Function.apply(x)

@@ -3,10 +3,10 @@
     g = dy * (offset + w),  dx = rstd * (g - xhat * mean(g * xhat)),  dw = sum over rows of dy * xhat
 
 Shapes    x, y: (..., H), in the kernels (N, H)    w: (H,)    rstd: (N,) fp32
-Method    the forward saves x and rstd. The backward runs a few programs a multiprocessor, each over many tiles of rows
-          with its share of dw in registers, and adds the shares in a second kernel. A frozen weight costs nothing.
+Method    the forward saves x and rstd. In the backward a few programs per multiprocessor each walk over many tiles of
+          rows with their share of dw in registers; a second kernel adds the shares. A frozen weight costs nothing.
 Numerics  fp32 inside, rounded once on the way out (Gemma, OLMo). cast_before_weight: xhat is rounded to x's dtype
-          before it meets the weight (Llama); the gradients are those without that rounding.
+          before it meets the weight (Llama); the gradients ignore that rounding.
 Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers for dw, P programs
 Source    Zhang & Sennrich 2019, arXiv:1910.07467
 """
@@ -31,7 +31,7 @@ from ._triton import Launch, remembered, tl, triton, use_triton
 def rms_norm_reference(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_before_weight: bool = False
 ) -> Tensor:
-    """`rms_norm` in plain torch."""
+    """Compute `rms_norm` in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     normed = x.to(wide)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
@@ -74,7 +74,7 @@ def _backward_kernel(
     cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
         factor = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
-    # One sum for each entry of the tile: rows are added up once, after the loop.
+    # One sum per entry of the tile: rows are added up once, after the loop.
     dw = tl.zeros((ROWS, BLOCK_H), tl.float32)
     for start in tl.range(pid * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -115,7 +115,7 @@ def _forward_launch(
 
 
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
-    """(y, x's rows, rstd)."""
+    """Return (y, x's rows, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
     rows, stride = rows_of(x)
@@ -145,7 +145,7 @@ def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool, needs_dw: bool,
     add: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx + add, dw) in the shape of dy, None where not needed."""
+    """Return (dx + add, dw), None where not needed. dx has dy's shape."""
     H, N = dy.shape[-1], rstd.shape[0]
     x, stride_x = rows_of(x)
     dy_rows, stride_dy = rows_of(dy)
@@ -179,11 +179,11 @@ class RMSNormFunction(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_before_weight: bool = False
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, differentiable in x and weight.
+    """Compute x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, differentiable in x and weight.
 
     Args:
         x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
-        weight: (H,), any float dtype. None: the normalized x itself. Frozen if it does not require a gradient.
+        weight: (H,), any float dtype. None: the normalized x itself. Frozen if it requires no gradient.
         eps: added to the mean square, before the root.
         offset: added to the weight, in fp32. 1 for Gemma, whose weights are stored as weight - 1.
         cast_before_weight: round the normalized x to x's dtype before it is multiplied by the weight (Llama).

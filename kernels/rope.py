@@ -1,12 +1,12 @@
 """Rotary position embedding of queries and keys, both in one launch.
 
-    each pair of columns (a, b) turns by its token's angle t:   a' = a cos t - b sin t,   b' = b cos t + a sin t
+    each pair of columns (a, b) rotates by its token's angle t:   a' = a cos t - b sin t,   b' = b cos t + a sin t
 
-Shapes    q: (B, Hq, S, D)  k: (B, Hk, S, D)  cos, sin: (B or 1, S, R), R <= D columns turn, the others pass through
-Pairs     columns j and j + R/2 (Llama), or 2j and 2j + 1 when interleaved (Cohere, GLM, Llama 4)
-Method    a program turns a tile of tokens x heads, whatever the strides: q and k are mostly views (B, H, S, D) of
-          projections (B, S, H, D), and what comes out, forward and backward, has the memory layout of what went in, so
-          that the projections' own backward reads whole lines. The backward is the same kernel, turning back.
+Shapes    q: (B, Hq, S, D)  k: (B, Hk, S, D)  cos, sin: (B or 1, S, R), R <= D columns rotate, the others pass through
+Pairs     columns j and j + R/2 (Llama), or 2j and 2j + 1 if interleaved (Cohere, GLM, Llama 4)
+Method    a program rotates a tile of tokens x heads, whatever the strides. q and k are mostly views (B, H, S, D) of
+          projections (B, S, H, D); outputs, forward and backward, have the memory layout of the inputs, so that the
+          projections' own backward reads whole lines. The backward is the same kernel, rotating back.
 Numerics  fp32 inside, rounded once to the dtype of q or k. (transformers first rounds both products and the rotated
           half to that dtype.) Columns that pass through are exact. One copy of each cosine is read.
 Traffic   2 (Hq + Hk) D elements a token, in forward and in backward; cos and sin once; only these two are saved
@@ -24,20 +24,20 @@ from torch import Tensor
 from ._autograd import first_order, stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
 
-TILE, WARPS = 4096, 4  # elements of q or k a program turns
+TILE, WARPS = 4096, 4  # elements of q or k per program
 
 
 class Angles(NamedTuple):
-    """Which columns turn, and where their cosines and sines lie."""
+    """Which columns rotate, and where their cosines and sines lie."""
 
     pairs: int  # R / 2
-    step: int  # columns of cos from one pair's to the next's
+    step: int  # columns of cos from one pair's value to the next
     ends: tuple[int, int]  # where the second and the third mrope section begin; (pairs, pairs) without sections
     interleaved: bool
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x with its first 2 * cos.shape[-1] columns turned, in cos' dtype; cos and sin (..., R/2) as of `take_angles`."""
+    """Return x with its first 2 * cos.shape[-1] columns rotated, in cos' dtype. cos, sin: see `take_angles`."""
     turning = 2 * cos.shape[-1]
     wide = x[..., :turning].to(cos.dtype)
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
@@ -47,7 +47,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def take_angles(cos: Tensor, sin: Tensor, angles: Angles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One cosine and one sine a pair, (B or 1, S, R/2), constants in `dtype`."""
+    """Return one cosine and one sine per pair, (B or 1, S, R/2), as constants in `dtype`."""
     bounds = (0, *angles.ends, angles.pairs)
     taken = []
     for x in (cos.detach(), sin.detach()):
@@ -62,7 +62,7 @@ def rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
     mrope_section: Sequence[int] | None = None, half_width: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     c, s = (x.unsqueeze(1) for x in take_angles(cos, sin, angles, stats_dtype(q.dtype)))
     return rotate(q, c, s, interleaved).to(q.dtype), rotate(k, c, s, interleaved).to(k.dtype)
@@ -70,7 +70,7 @@ def rope_reference(
 
 @triton.jit
 def locate(block, H: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Tokens (TOKENS, 1, 1) and heads (1, HEADS, 1) of a tile; the heads of a token follow each other."""
+    """Return tokens (TOKENS, 1, 1) and heads (1, HEADS, 1) of a tile. Tiles of the same tokens are adjacent."""
     head_blocks: tl.constexpr = (H + HEADS - 1) // HEADS
     token = block // head_blocks * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     head = block % head_blocks * HEADS + tl.arange(0, HEADS)[None, :, None]
@@ -82,7 +82,7 @@ def load_angles(
     cos_ptr, sin_ptr, batch, position, inside, stride_axis, stride_batch, stride_position, stride_pair,
     PAIRS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(TOKENS, 1, BLOCK) each; columns that pass through get the angle 0."""
+    """Load cosines and sines, (TOKENS, 1, BLOCK) each. Columns that pass through get the angle 0."""
     pair = tl.arange(0, BLOCK)[None, None, :]
     at = batch * stride_batch + position * stride_position + pair * stride_pair
     if END_0 < PAIRS:
@@ -94,7 +94,7 @@ def load_angles(
 
 @triton.jit
 def _columns(D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """First and second column of each pair that is not interleaved. The columns beyond 2 * PAIRS are pairs as well."""
+    """Return the first and second column of each pair, not interleaved. Columns beyond 2 * PAIRS form pairs too."""
     pair = tl.arange(0, BLOCK)[None, None, :]
     first = pair
     second = pair + PAIRS
@@ -107,8 +107,8 @@ def _columns(D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_pairs(rows, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """First and second halves of D/2 pairs in fp32, (TOKENS, HEADS, BLOCK) each, from pointers (TOKENS, HEADS, 1)."""
-    if INTERLEAVED:  # whole lines, taken apart in registers
+    """Load the first and second columns of D/2 pairs in fp32, (TOKENS, HEADS, BLOCK) each. rows: pointers."""
+    if INTERLEAVED:  # read whole lines, then split them in registers
         cols = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.load(rows + cols, mask=live & (cols < D), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, x.shape[0], x.shape[1], BLOCK, 2))
@@ -182,7 +182,7 @@ def _rope_kernel(
 
 
 def head_tile(H: int, D: int, tile: int) -> tuple[int, int]:
-    """(tokens, heads) of a tile of about `tile` elements. The heads divide H, so that no lane is idle."""
+    """Return (tokens, heads) of a tile of about `tile` elements. The heads divide H, so that no lane is idle."""
     width = triton.next_power_of_2(D)
     heads = min(H & -H, max(1, tile // width))
     return max(1, tile // (heads * width)), heads
@@ -211,7 +211,7 @@ def _launch(
 
 
 def _rotate_triton(sides: list[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, angles: Angles, sign: float) -> None:
-    """Turns the first of each of one or two pairs of tensors (B, H, S, D) into the second."""
+    """Rotate one or two tensors (B, H, S, D). sides: pairs (input, output)."""
     (q, q_out), (k, k_out) = sides[0], sides[-1]
     strides = (
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
@@ -221,7 +221,7 @@ def _rotate_triton(sides: list[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor,
 
 
 def angle_strides(cos: Tensor, angles: Angles) -> tuple[int, int, int, int]:
-    """Elements from one (axis, batch row, position, pair) to the next."""
+    """Return the elements from one (axis, batch row, position, pair) to the next."""
     axis = cos.stride(0) if cos.dim() == 4 else 0
     return axis, cos.stride(-3) if cos.shape[-3] > 1 else 0, cos.stride(-2), cos.stride(-1) * angles.step
 
@@ -231,7 +231,7 @@ def same_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_columns(x: Tensor) -> Tensor:
-    """x with consecutive columns: a copy only if they are not, as in the expanded gradient of a plain sum."""
+    """Return x with consecutive columns. Copy only if they aren't, like the expanded gradient of a plain sum."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -270,27 +270,27 @@ def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
     mrope_section: Sequence[int] | None = None, half_width: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Turns queries and keys by their positions' angles, differentiable in q and k.
+    """Rotate queries and keys by their positions' angles, differentiable in q and k.
 
     Args:
         q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64 on CPU). Any strides; copied if its columns are not consecutive.
-        k: (B, Hk, S, D), likewise.
-        cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns turn, the others pass through.
-            Each pair's cosine stands there twice, as in transformers: the R/2 of them after each other (Llama), or each
-            beside its copy when interleaved (Cohere). With mrope_section (3, B or 1, S, R).
-        sin: sines, likewise.
+        k: (B, Hk, S, D), like q.
+        cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns rotate, the others pass through.
+            It holds each pair's cosine twice, as in transformers: the R/2 values, then the same again (Llama), or each
+            beside its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).
+        sin: sines, like cos.
         interleaved: pairs are columns 2j and 2j + 1, instead of j and j + R/2.
         mrope_section: how many pairs take the angle of the first, the second and the third position (Qwen2-VL's
             time, height, width); they sum to R/2.
-        half_width: cos and sin hold each pair's value once, (B or 1, S, R/2), as in GPT-OSS, and in the real and
-            imaginary parts of Llama 4's frequencies. For GLM, interleaved with Llama's layout of cosines, give
+        half_width: cos and sin hold each pair's value once, (B or 1, S, R/2), as in GPT-OSS and in the real and
+            imaginary parts of Llama 4's frequencies. For GLM (interleaved, with Llama's layout of cosines) pass
             cos[..., : R // 2] and this option.
 
     Returns:
-        q and k, turned, in their own dtypes. On the GPU with the memory layouts of q and k, and so are the gradients.
+        q and k, rotated, in their own dtypes. On the GPU, they and the gradients have the memory layouts of q and k.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: if shapes don't fit.
     """
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):

@@ -14,22 +14,22 @@ __all__ = ["INSTALLED", "is_interpreted", "use_triton", "without_data"]
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
     return _triton.INTERPRETED
 
 
 @contextlib.contextmanager
 def without_data(count: int, num_items: float) -> Iterator[None]:
-    """Have ops on CPU tensors without data make the memory that they make on a GPU, and compute nothing.
+    """Make ops on CPU tensors without data allocate the memory that they allocate on a GPU, and compute nothing.
 
     Args:
-        count: the labelled rows of a batch, a number that the ops would read out of it.
-        num_items: what the loss is divided by.
+        count: the number of labelled rows in a batch, which the ops would otherwise read from it.
+        num_items: divisor of the loss.
     """
     with (
         without_launches(),
         _replaced(RowSelection, wait=lambda selection: Rows(selection._index[:count], count, num_items)),
-        # The CPU has no products of bf16 matrices into fp32.
+        # The CPU can't multiply bf16 matrices into fp32.
         _replaced(_head, addmm_into=lambda out, a, b, *, beta, alpha: None, project=lambda x, w, out: out),
         _replaced(
             _low_rank,

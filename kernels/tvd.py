@@ -6,9 +6,9 @@
 
 Shapes    input, target: (..., V), labels: (...)
 Numerics  fp32 inside; sums and values of rows in fp32, gradients rounded once to their input's dtype. The gradient
-          jumps where q and p cross: where softmaxes differ by less than their rounding errors, its sign is chance, here
-          as in plain torch. Exactly 0 where both sides agree.
-Traffic   in elements of one side, NV: given, 2 reads, and 1 write for each gradient. Logits: as in jsd.py.
+          jumps where q and p cross: where softmaxes differ by less than their rounding errors, its sign is random, as
+          in plain torch. It is exactly 0 where both sides agree.
+Traffic   in elements of one side, NV. Given: 2 reads, and 1 write for each gradient. Logits: as in jsd.py.
 """
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def tvd_reference(
     temperature: float = 1.0, scale_by_temperature_squared: bool = True, labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """What the op must equal, in plain torch. Tests and benchmarks import this one."""
+    """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     q, p, keep = prepare(input, target, from_logits, temperature, labels, ignore_index)
     values = ((q.exp() - p.exp()) if from_logits else (q - p)).abs() * 0.5
     scale = temperature**2 if scale_by_temperature_squared else 1.0
@@ -33,26 +33,26 @@ def tvd(
     temperature: float = 1.0, scale_by_temperature_squared: bool = True, labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """Total variation distance of distributions over the last dimension, differentiable in either side.
+    """Compute the total variation distance over the last dimension, differentiable in both sides.
 
     Args:
         input: (..., V) probabilities, or logits; fp32, fp16, bf16 (fp64 takes plain torch). Any strides; copied only if
             the last dimension's is not 1.
-        target: (..., V), the same of the other distribution. Its dtype may differ.
-        reduction: "batchmean" divides the sum by the number of rows, over all leading dimensions. "mean":
-            probabilities, over entries; logits, over rows. "sum"; "none": (..., V) from probabilities, (...) from
-            logits.
+        target: (..., V), the other distribution, in the same form. Its dtype may differ.
+        reduction: "batchmean" divides the sum by the number of rows over all leading dimensions. "mean" averages over
+            entries for probabilities, over rows for logits. "sum" adds. "none" returns (..., V) from probabilities,
+            (...) from logits.
         from_logits: input and target are logits; their softmax is computed on the way and never stored.
         temperature: divides both sides' logits.
         scale_by_temperature_squared: multiply value and gradients by temperature^2, see `kl_div`.
         labels: (...) int64. Rows with ignore_index take no part in value, gradients and means, and are not read.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 inputs), 0 where no row takes part. For "none", values of rows have that dtype
-        too, values of entries the one that input and target promote to.
+        A scalar, fp32 (fp64 for fp64 inputs), 0 if no row takes part. For "none", values of rows have that dtype too;
+        values of entries have the dtype that input and target promote to.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, or temperature without logits.
+        ValueError: if shapes don't fit, a reduction is unknown, or temperature lacks logits.
     """
     check("tvd", input, target, labels, reduction, from_logits, temperature)
     if takes_reference(input, target):

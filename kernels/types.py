@@ -1,4 +1,4 @@
-"""What other rooms take from this folder beside the ops: types of their arguments, and pieces that fit between them."""
+"""Types of the ops' arguments and helpers for them, which other rooms import from here."""
 
 from ._autograd import stats_dtype
 from ._head import Lora

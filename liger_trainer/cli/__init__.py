@@ -1,6 +1,6 @@
-"""The commands of `liger-trainer`, one a file; `app.py` registers each with a line.
+"""The commands of `liger-trainer`, one per file; `app.py` registers each with one line.
 
-Nothing heavy is imported before a command runs: `ls`, `validate` and their like answer without torch.
+A command imports heavy packages only when it runs: `ls`, `validate` and others like them answer without torch.
 """
 
 from .app import main as main

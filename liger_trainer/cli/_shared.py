@@ -15,7 +15,7 @@ from ..errors import ConfigError, DoesNotFitError
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-# for commands that take settings: whatever typer does not know is one
+# for commands that take settings: whatever typer doesn't know is one
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that `liger-trainer ls` lists.")]
@@ -33,17 +33,17 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")
 
 
 def show_notices(config: "RunConfig") -> None:
-    """What was accepted and should be known, on stderr, from the first process alone."""
+    """Print the configuration's notices on stderr, from the first process only."""
     if is_main_process():
         for notice in config.notices:
             print(f"liger-trainer: note: {notice}", file=sys.stderr)
 
 
 def write_new(path: Path, text: str, force: bool) -> None:
-    """Write a file that is not there yet, or that may be overwritten; folders above it are made.
+    """Write a new file, or overwrite one with `force`. Create the folders above it.
 
     Raises:
-        ConfigError: it is there, or it cannot be written.
+        ConfigError: if it exists without `force`, or can't be written.
     """
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; choose another name or add --force.")
@@ -55,16 +55,16 @@ def write_new(path: Path, text: str, force: bool) -> None:
 
 
 def quieten_deprecations() -> None:
-    """Those between transformers, TRL and peft, which no setting of ours can avoid."""
+    """Hide deprecation warnings between transformers, TRL and peft, which no setting of ours can avoid."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
 
 
 @contextmanager
 def out_of_memory(advice: str) -> Iterator[None]:
-    """Within it torch's OutOfMemoryError becomes a DoesNotFitError that says what takes less."""
+    """Turn torch's OutOfMemoryError into a DoesNotFitError that says what takes less memory."""
     try:
         yield
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # known by its name: torch need not be there yet
+        if type(error).__name__ != "OutOfMemoryError":  # compared by name: torch may not be imported yet
             raise
         raise DoesNotFitError(f"out of memory: {str(error).partition(chr(10))[0]}\n{advice}") from error

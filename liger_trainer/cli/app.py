@@ -1,4 +1,4 @@
-"""The command line. Each command is a function in `liger_trainer.cli`, registered here with a line."""
+"""The command line. Each command is a function in `liger_trainer.cli`, registered here with one line."""
 
 import sys
 
@@ -50,11 +50,11 @@ app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 
 LAUNCHING = ("run", "resume")
-"""Commands that pass what follows `--` on to accelerate's launcher; they find it in `context.obj`."""
+"""Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: an error that a user can cause is a message and its exit code (`liger_trainer.errors`)."""
+    """Run the command line. Turn an error that users can cause into a message and its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]

@@ -1,4 +1,4 @@
-"""`cache`: write down once what a teacher makes of the rows, and look at what was written."""
+"""`cache`: write down a teacher's predictions for the rows once, and look at what was written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ TAKES_LESS = (
 
 
 class _CaptureByDefault(TyperGroup):
-    """`cache CONFIG` is `cache capture CONFIG`."""
+    """Read `cache CONFIG` as `cache capture CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -40,7 +40,7 @@ CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_d
 
 @app.command(context_settings=OVERRIDES)
 def capture(config: Config, overrides: Overrides = None) -> None:
-    """Capture the teacher of CONFIG into teacher_cache_dir, or go on with a capture that was interrupted."""
+    """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted."""
     from ..config.run_config import load_run_config
     from .run import _quieten
 
@@ -53,14 +53,14 @@ def capture(config: Config, overrides: Overrides = None) -> None:
         with out_of_memory(TAKES_LESS):
             index = _capture(settings)
     except KeyboardInterrupt:
-        typer.echo("liger-trainer: interrupted; the same command goes on from the last whole shard.", err=True)
+        typer.echo("liger-trainer: interrupted; the same command continues from the last whole shard.", err=True)
         raise typer.Exit(130) from None
     _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
 
 
 @app.command()
 def info(directory: CacheDir, as_json: AsJson = False) -> None:
-    """What a cache holds, what it belongs to, and how many bytes a token takes."""
+    """Print what a cache holds, what it belongs to, and how many bytes a token takes."""
     from ..teachers.cache.store import read_index
 
     index = read_index(directory.expanduser())
@@ -72,7 +72,7 @@ def info(directory: CacheDir, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(directory: CacheDir) -> None:
-    """Read every shard and compare its checksum; exit code 6 where a bit has changed."""
+    """Read every shard and compare its checksum. Exit code 6 if a bit has changed."""
     from ..teachers.cache.store import TeacherCache
 
     cache = TeacherCache(directory, verify=True)
@@ -93,8 +93,8 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     if shared.student_only:
         raise config.error(
             "teacher_model_name_or_path",
-            f"the student's tokenizer has tokens that the teacher's has not ({shared.named_student_only}), and a cache "
-            "is over all of the student's. Take them out of the student's tokenizer, or train with teacher: model, "
+            f"the student's tokenizer has tokens that the teacher's lacks ({shared.named_student_only}), and a cache "
+            "covers all of the student's. Remove them from the student's tokenizer, or train with teacher: model, "
             "which leaves them out of the loss.",
         )
     args: Any = config.training_args()
@@ -104,7 +104,7 @@ def _capture(config: "RunConfig") -> "CacheIndex":
 
 @contextmanager
 def _progress(show: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar with tokens, tokens per second and the time that remains."""
+    """Show a bar with tokens, tokens per second and the remaining time."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), TimeRemainingColumn()

@@ -1,4 +1,4 @@
-"""`validate`, `config` and `schema`: what a configuration says, without starting anything."""
+"""`validate`, `config` and `schema`: check and show a configuration without starting anything."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration and the paths in it: every mistake at once, with its line. Loads no model and no data."""
+    """Check a configuration and the paths in it. Show every mistake at once, with its line. Load no model, no data."""
     from ..config.run_config import load_run_config
 
     checked = load_run_config(config, overrides or [], paths=True)
@@ -30,7 +30,7 @@ def config(
     diff: Annotated[bool, typer.Option("--diff", help="Only what differs from TRL's defaults and ours.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the effective configuration, each value with where it was set. The output is a configuration again."""
+    """Print the effective configuration and where each value was set. The output is a valid configuration."""
     from ..config.run_config import load_run_config
 
     checked = load_run_config(config, overrides or [])
@@ -40,7 +40,7 @@ def config(
         document = {key: {"value": value, "set_by": where} for key, (value, where) in rows.items()}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
-    # a default said aloud could contradict another setting, so that it stays a comment
+    # Defaults stay comments: as explicit settings they could contradict others.
     lines = {
         key: f"{'# ' if where.startswith('default') else ''}{key}: {_inline(value)}"
         for key, (value, where) in rows.items()
@@ -51,7 +51,7 @@ def config(
 
 
 def _inline(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -61,7 +61,7 @@ def _differences(config: "RunConfig") -> dict[str, tuple[Any, str]]:
 
 
 def _effective(config: "RunConfig") -> dict[str, tuple[Any, str]]:
-    """What was set first, then the defaults, each in the order they came."""
+    """Return explicit settings first, then defaults, each in the order they came."""
     keys = ["recipe", *config.settings, *config.values]
     return {key: (config.shown(key), _origin(config, key)) for key in dict.fromkeys(keys)}
 
@@ -78,7 +78,7 @@ def _origin(config: "RunConfig", key: str) -> str:
 
 def schema(
     describe: Annotated[
-        bool, typer.Option("--describe", help="Of the installed TRL and transformers, with their help texts.")
+        bool, typer.Option("--describe", help="Use the installed TRL and transformers, with their help texts.")
     ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="In a checkout: renew liger_trainer/config/schema.json and docs/configs.md.")
@@ -90,7 +90,7 @@ def schema(
     if write:
         root = Path(__file__).parents[2]
         if not (root / "pyproject.toml").is_file():
-            raise ConfigError(f"schema --write: {root} is no checkout of liger-trainer.")
+            raise ConfigError(f"schema --write: {root} is not a checkout of liger-trainer.")
         from ..config.schema_writer import write as write_files
 
         for path in write_files(root):

@@ -12,7 +12,7 @@ from ..config.catalogue import built_in_configs, find_config
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
-UNWRAPPED = 400  # columns, where the output goes into a file or a pipe
+UNWRAPPED = 400  # columns, if the output goes into a file or a pipe
 
 
 def ls(
@@ -41,7 +41,7 @@ def ls(
 
 
 def _entry(name: str, text: str) -> dict[str, str]:
-    """What the name, configs/<family>/<recipe>_<variant>.yaml, and the first lines of a configuration say."""
+    """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
     return {
@@ -54,7 +54,7 @@ def _entry(name: str, text: str) -> dict[str, str]:
 
 
 def _print(entries: list[dict[str, str]]) -> None:
-    """A line each, families apart; on a terminal the lines wrap within their columns."""
+    """Print one line per entry, with a gap between families. On a terminal, wrap lines within their columns."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`convert`: the configuration of another tool as ours."""
+"""`convert`: turn another tool's configuration into ours."""
 
 import importlib
 import sys
@@ -28,13 +28,13 @@ class ForeignTool(StrEnum):
 
 def convert(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of the other tool.", show_default=False)],
-    origin: Annotated[ForeignTool, typer.Option("--from", help="Whose configuration it is.", show_default=False)],
+    origin: Annotated[ForeignTool, typer.Option("--from", help="The tool it was written for.", show_default=False)],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT", help="Write to this file instead of the terminal.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Convert a configuration. What has no counterpart is listed, here and as comments at the end of the result."""
+    """Convert a configuration. List what has no counterpart here, and as comments at the end of the result."""
     from ..config.convert import convert as read
     from ..config.run_config import check_text
 

@@ -42,7 +42,7 @@ def doctor(
 
 
 def _silence() -> None:
-    """transformers comments on default configurations; what matters of that, a family's failure to build, is shown."""
+    """Silence transformers' comments on default configurations. A family that can't be built is shown anyway."""
     import warnings
 
     from transformers.utils import logging

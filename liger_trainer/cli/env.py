@@ -1,4 +1,4 @@
-"""`env`: what is installed, what a GPU there is, and what is missing for which purpose."""
+"""`env`: the installed versions, the GPU, and what is missing for which purpose."""
 
 import importlib.metadata
 import json
@@ -30,7 +30,7 @@ OPTIONAL = {
 
 
 def env(as_json: AsJson = False) -> None:
-    """Print versions, the GPU, and which optional packages are missing. Good to have in a bug report."""
+    """Print versions, the GPU, and which optional packages are missing. Please add it to a bug report."""
     from ..run.environment import device_facts
 
     facts = {

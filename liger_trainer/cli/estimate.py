@@ -1,4 +1,4 @@
-"""`estimate`: memory, tokens and steps of a run, before it is started."""
+"""`estimate`: memory, tokens and steps of a run, before it starts."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ GpuName = Annotated[
 
 
 def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, as_json: AsJson = False) -> None:
-    """Tell memory by part, tokens and steps of a run. Needs no weights and no GPU; exit code 3: it does not fit."""
+    """Estimate memory by part, tokens and steps of a run. Needs no weights and no GPU. Exit code 3: it does not fit."""
     from ..config.run_config import load_run_config
     from ..tools.estimate.gpus import gpu_named, present_gpu
     from .run import _quieten

@@ -1,4 +1,4 @@
-"""`eval`: a student against its teacher on the held-out rows."""
+"""`eval`: compare a student with its teacher on the held-out rows."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ def evaluate(
             show_default=False,
         ),
     ],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON there.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON to this file.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +44,7 @@ def evaluate(
     subjects = [subject_of(name, overrides) for name in names]
     for subject in subjects:
         show_notices(subject.config)
-    with contextlib.redirect_stdout(sys.stderr):  # what the trainers say; the output may be JSON
+    with contextlib.redirect_stdout(sys.stderr):  # trainers print, and the output may be JSON
         found = [_evaluate(subject) for subject in subjects]
     text = json.dumps({"evaluations": [dataclasses.asdict(e) for e in found], **_circumstances()}, indent=2)
     if output is not None:
@@ -56,13 +56,13 @@ def evaluate(
 
 
 def split_targets(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(what is evaluated, settings): settings begin with the first argument that is one.
+    """Return (runs or configurations, settings). Settings begin with the first argument that is one.
 
     Raises:
-        ConfigError: nothing to evaluate.
+        ConfigError: if there is nothing to evaluate.
     """
     first = next((i for i, x in enumerate(arguments) if "=" in x or x.startswith(("~", "--"))), len(arguments))
-    if first and Path(arguments[0]).expanduser().exists():  # a path may begin with ~ or hold a =
+    if first and Path(arguments[0]).expanduser().exists():  # a path may begin with ~ or contain a =
         first = max(first, 1)
     if not first:
         raise ConfigError(f"eval takes runs or configurations before settings, got {arguments[0]!r} first.")
@@ -80,7 +80,7 @@ def _evaluate(subject: "Subject") -> "Evaluation":
     finally:
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for the next one
+            torch.cuda.empty_cache()  # for the next subject
 
 
 def _circumstances() -> dict[str, object]:
@@ -110,4 +110,4 @@ def _print(found: "list[Evaluation]") -> None:
         rows = f"{evaluation.data.test_rows} rows ({evaluation.data.held_out})"
         console.print(f"{evaluation.name}: {evaluation.model}{against}, {rows}", soft_wrap=True)
     if len({evaluation.data.sha256 for evaluation in found}) > 1:
-        console.print("The rows differ, so these columns cannot be compared.", style="red")
+        console.print("The rows differ, so these columns can't be compared.", style="red")

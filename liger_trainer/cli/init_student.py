@@ -1,4 +1,4 @@
-"""`init-student`: a smaller model out of a larger one, measured at once and saved for a run to train."""
+"""`init-student`: make a smaller model from a larger one, measure it, and save it for a run to train."""
 
 import shlex
 from pathlib import Path
@@ -71,7 +71,7 @@ def _print(config: "RunConfig", path: Path, record: "StudentRecord", student: "P
 
 
 def _next_command(config: "RunConfig", path: Path) -> str:
-    """`run` of the same configuration from the student, with the keys that made it taken out."""
+    """Return the `run` command that trains the student, with the keys that made it removed."""
     from ..config.catalogue import find_config
     from ..config.yaml_reader import read_settings
     from ..tools.students.make import WAYS

@@ -1,4 +1,4 @@
-"""`merge`: a LoRA adapter and its base become one model that transformers loads."""
+"""`merge`: turn a LoRA adapter and its base into one model that transformers loads."""
 
 import json
 import shutil
@@ -21,16 +21,16 @@ ADAPTER, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter
 
 def merge(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the merged model goes.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the merged model.", show_default=False)],
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The base, if it is no longer where the adapter says.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of the merged weights; else that of the base on disk.")
+        str | None, typer.Option(metavar="DTYPE", help="dtype of the merged weights. Default: the base's on disk.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Merge a LoRA adapter, a run's or a checkpoint's, into its base. The sum is computed in float32."""
+    """Merge a run's or a checkpoint's LoRA adapter into its base. The sum is computed in float32."""
     adapter = _adapter(run_dir)
     name = base or adapter.get("base_model_name_or_path")
     if not name:
@@ -52,7 +52,7 @@ def merge(
 
 
 def _adapter(run_dir: Path) -> dict[str, Any]:
-    """The adapter's configuration, once everything that can be seen without weights is right."""
+    """Return the adapter's configuration. Raise for everything that can be found without reading weights."""
     path = run_dir / ADAPTER
     if not path.is_file():
         inside = sorted(str(found.parent) for found in run_dir.glob(f"*/{ADAPTER}"))
@@ -68,7 +68,7 @@ def _adapter(run_dir: Path) -> dict[str, Any]:
 
 
 def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
-    """What is replaced is an earlier merge, never the adapter, its base, or a folder that holds anything else."""
+    """Refuse to replace anything but an earlier merge: the adapter, its base, or a folder with other files."""
     target, adapter = out.resolve(), run_dir.resolve()
     if target == adapter or target in adapter.parents:
         raise ConfigError(f"{out} {'is' if target == adapter else 'holds'} the adapter itself; choose another name.")
@@ -81,11 +81,11 @@ def _check_target(out: Path, run_dir: Path, base: str, force: bool) -> None:
     others = sorted(path.name for path in out.iterdir() if path.name not in _merged_files(out)) if out.is_dir() else []
     if others or not out.is_dir():
         what = f"holds what no merge wrote ({', '.join(others[:3])})" if others else "is a file"
-        raise ConfigError(f"{out} {what}, and --force replaces merged models alone; choose another name.")
+        raise ConfigError(f"{out} {what}, and --force replaces only merged models; choose another name.")
 
 
 def _merged_files(out: Path) -> set[str]:
-    """Return the names of the files that a merge wrote into the folder, by its manifest; none without one."""
+    """Return the names of files that a merge wrote into the folder, from its manifest; none without one."""
     try:
         return {MANIFEST, *json.loads((out / MANIFEST).read_text(encoding="utf-8"))["files"]}
     except (OSError, ValueError, KeyError, TypeError):

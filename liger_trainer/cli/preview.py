@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SUPERVISED, OTHER = "bold green", "dim"
 MARKS = ("⟦", "⟧")
-"""Around supervised text where there are no colours."""
+"""Marks around supervised text if there are no colours."""
 
 
 def preview(
@@ -21,7 +21,7 @@ def preview(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Training rows to print.")] = 3,
 ) -> None:
-    """Print training rows as the model will see them, supervised tokens coloured; count what is lost. No weights."""
+    """Print training rows as the model will see them, supervised tokens coloured. Count what is cut. No weights."""
     from ..config.run_config import load_run_config
     from .run import _quieten
 

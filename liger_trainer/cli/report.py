@@ -1,4 +1,4 @@
-"""`report`: an HTML file about a run, or about several side by side."""
+"""`report`: an HTML file about one run, or several side by side."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +17,12 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where the HTML goes, curves beside it; else report.html in RUN_DIR, of several runs here.",
+            help="The HTML file; curves go beside it. Default: report.html in RUN_DIR, or here for several runs.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write what a run did as one HTML file that loads nothing: curves, metrics, samples, data, settings."""
+    """Write what a run did as one HTML file that loads nothing else: curves, metrics, samples, data, settings."""
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT

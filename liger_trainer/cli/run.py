@@ -1,4 +1,4 @@
-"""`run` and `resume`: train as a configuration says, here or through accelerate's launcher."""
+"""`run` and `resume`: train as a configuration says, in this process or through accelerate's launcher."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ TAKES_LESS = (
 
 
 def run(context: typer.Context, config: Config, overrides: Overrides = None) -> None:
-    """Train as CONFIG says, sft or distill, full or LoRA. What follows -- goes to accelerate launch."""
+    """Train as CONFIG says, sft or distill, full or LoRA. Arguments after -- go to accelerate launch."""
     start(config, overrides or [], ["run", config, *(overrides or [])], context.obj or [])
 
 
@@ -28,13 +28,13 @@ def resume(
     run_dir: RunDir,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Go on from this checkpoint instead of the newest whole one.")
+        str | None, typer.Option(metavar="NAME", help="Continue from this checkpoint instead of the newest whole one.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Go on though data, tokenizer, model or teacher have changed since.")
+        bool, typer.Option("--force", help="Continue even if data, tokenizer, model or teacher have changed since.")
     ] = False,
 ) -> None:
-    """Go on with an interrupted run from its newest whole checkpoint, with the settings it was started with."""
+    """Continue an interrupted run from its newest whole checkpoint, with the settings it was started with."""
     from ..run.checkpoints import resumption
 
     config, settings = resumption(run_dir, checkpoint, overrides or [], force)
@@ -42,10 +42,10 @@ def resume(
 
 
 def start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
-    """Check a configuration and run it, in this process or, if anything is said to the launcher, as its children.
+    """Check a configuration and run it: in this process, or as the launcher's children if it gets arguments.
 
     Raises:
-        ConfigError, DataError, DoesNotFitError, Interrupted: as the recipes do.
+        ConfigError, DataError, DoesNotFitError, Interrupted: as in the recipes.
     """
     from ..common.signals import handling, interrupt
     from ..run.launch import as_rank
@@ -71,7 +71,7 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
     if launcher:
         launch(launcher, command)
     show_notices(checked)
-    if not checked.schema.is_of_installed():  # from here on TRL is imported anyway
+    if not checked.schema.is_of_installed():  # TRL is needed from here on anyway, so the installed one can check
         checked = load_run_config(config, overrides, exact=True)
     _run_recipe(checked)
 
@@ -83,7 +83,7 @@ def _run_recipe(config: "RunConfig") -> None:
 
 
 def _quieten() -> None:
-    """Leave out what the reader of a run cannot act on. Errors and our own warnings are never filtered."""
+    """Hide messages that the reader of a run can't act on. Errors and our own warnings are never hidden."""
     import warnings
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""`selfcheck`: the gradients of the ops against plain torch, on the device at hand."""
+"""`selfcheck`: compare the gradients of the ops with plain torch, on this device."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def _passes(results: "list[CheckResult]") -> bool:
 
 
 def _shown(results: "Iterator[CheckResult]") -> "Iterator[CheckResult]":
-    """The results, with the one at hand on stderr."""
+    """Yield the results, and show progress on stderr."""
     from rich.console import Console
 
     with Console(stderr=True).status("Checking") as status:

@@ -1,8 +1,8 @@
-"""Configurations of other tools as ours: `convert` reads one, a table a tool says what its keys are called here.
+"""Configurations of other tools: `convert` turns one into ours, with a table per tool that maps its keys.
 
-A table (`Tool`) is data: names that stay values, functions where units or meaning differ, keys that need no counterpart
-and why, and the tool's own defaults where ours would give another run. What no table line covers is reported, never
-dropped in silence.
+A table (`Tool`) is data: keys whose values stay the same, functions where units or meaning differ, keys that need no
+counterpart and why, and the tool's own defaults where ours would give another run. Keys that no table covers are
+reported, never dropped silently.
 """
 
 import re
@@ -24,12 +24,12 @@ Settings = dict[str, Any]
 
 
 class NotHere(Exception):
-    """What a value asks for does not exist here; the message says what to do instead."""
+    """A value has no counterpart here; the message says what to do instead."""
 
 
 @dataclass
 class ForeignConfig:
-    """The configuration of the other tool: every value by its dotted name, and what to tell about the conversion."""
+    """The other tool's configuration: every value by its dotted name, and notes about the conversion."""
 
     values: dict[str, Any]
     places: dict[str, str]
@@ -38,28 +38,28 @@ class ForeignConfig:
     reading: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value by its dotted name; null counts as absent."""
+        """Return a value by its dotted name; null counts as absent."""
         value = self.values.get(name)
         return default if value is None else value
 
     def note(self, message: str) -> None:
-        """Something to check by hand, about the key that is being read."""
+        """Add a note to check by hand, about the key that is being read."""
         self.notes.append(Finding(self.places.get(self.reading, self.label), self.reading, message))
 
 
 @dataclass(frozen=True)
 class Tool:
-    """How one tool's configuration is read.
+    """How to read one tool's configuration.
 
     Attributes:
         name: for messages.
-        names: there -> here, where the value stays as it is.
-        values: there -> a function of value and source that gives settings here; it may raise NotHere.
-        unneeded: there, or a prefix ending in "." -> why nothing is lost without it.
-        unsupported: there, or a prefix -> why it has no counterpart, and what to do.
+        names: {their key: ours}, where the value stays the same.
+        values: {their key: function of value and source that returns our settings}; it may raise NotHere.
+        unneeded: {their key, or a prefix ending in ".": why nothing is lost without it}.
+        unsupported: {their key, or a prefix: why it has no counterpart, and what to do}.
         passes: prefixes under which our own names are used; "" is the top level.
-        defaults: what the tool does where its configuration is silent: a function of the source.
-        differences: sentences about what is learned there and not here, or here and not there, from the source.
+        defaults: function of the source that returns the tool's own defaults for keys that it leaves out.
+        differences: function of the source that yields sentences about what only one of the two tools learns.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class Converted:
-    """Settings here; what was lost, each with its place and reason; what needs no counterpart; what to check; which
-    tokens are supervised, and how that differs from the other tool."""
+    """The result: our settings; lost keys, each with place and reason; keys that need no counterpart; notes to check;
+    which tokens are supervised, and how that differs from the other tool."""
 
     tool: str
     label: str
@@ -86,7 +86,7 @@ class Converted:
     supervised: list[str]
 
     def to_yaml(self) -> str:
-        """A configuration; comments say at its start what is supervised, at its end what could not be converted."""
+        """Return our YAML: comments at the start say what is supervised, at the end what could not be converted."""
         order = list(shipped_schema().keys)
         settings = dict(sorted(self.settings.items(), key=lambda item: order.index(item[0])))
         text = f"# Converted from {self.tool}: {self.label}\n" + "".join(f"# {line}\n" for line in self.supervised)
@@ -106,10 +106,10 @@ class Converted:
 
 
 def convert(text: str, label: str, tool: Tool) -> Converted:
-    """Read the configuration `text` of another tool, called `label` in messages.
+    """Convert another tool's configuration `text`; messages call it `label`.
 
     Raises:
-        ConfigError: no YAML mapping, or nothing in it that the tool's table knows.
+        ConfigError: if it is no YAML mapping, or holds nothing that the tool's table knows.
     """
     settings, findings = read_settings(text, label)
     source = ForeignConfig(dict(_flat(settings, tool)), dict(_flat_places(settings)), label)
@@ -138,7 +138,7 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
 
 
 def supervised(settings: Settings) -> str:
-    """The tokens that the loss of a run is on, in one sentence."""
+    """Say in one sentence which tokens the loss of a run is on."""
     sampled = settings.get("lmbda")
     if sampled == 1:
         return "Supervised: the completions that the student samples."
@@ -161,7 +161,7 @@ class _Unneeded(Exception):
 def _converted(name: str, value: Any, source: ForeignConfig, tool: Tool) -> Settings:
     if name in tool.values:
         return tool.values[name](value, source)
-    if value is None:  # nothing was said
+    if value is None:  # a key without a value
         return {}
     if name in tool.names:
         return {tool.names[name]: value}
@@ -185,7 +185,7 @@ def _converted(name: str, value: Any, source: ForeignConfig, tool: Tool) -> Sett
 
 
 def _flat(settings: Mapping[str, Setting], tool: Tool) -> Iterator[tuple[str, Any]]:
-    """Values by their dotted names; a list stays whole, and so does a mapping that the table reads as one."""
+    """Yield values by their dotted names. Lists stay whole, and so do mappings that the table reads whole."""
     mappings = {name for name, key in shipped_schema().keys.items() if "object" in kinds(key.rule)}
     whole = {*tool.names, *tool.values, *(prefix + name for prefix in tool.passes for name in mappings)}
 
@@ -207,10 +207,10 @@ def _flat_places(settings: Mapping[str, Setting]) -> Iterator[tuple[str, str]]:
 
 
 def _interpolated(value: Any, values: Mapping[str, Any]) -> Any:
-    """OmegaConf's `${output_dir}/logs`, as far as it names values of the file."""
+    """Resolve OmegaConf's `${output_dir}/logs`, as far as it names values of the file."""
     if not isinstance(value, str):
         return value
-    for _ in range(len(values)):  # a reference to a reference; a circle ends as it is
+    for _ in range(len(values)):  # references to references; the limit ends a circle
         found = re.search(r"\$\{([\w.]+)\}", value)
         if found is None or values.get(found[1]) is None:
             break

@@ -16,7 +16,7 @@ from .rows import (
 
 _TEXTS = ("completion", "pretrain")
 _OTHER_COLUMNS = ("load_qa", "load_camel_ai")
-_WHAT_IS_LEARNED = {  # of chats; what axolotl does without being asked, as here
+_WHAT_IS_LEARNED = {  # in chats; the first values are axolotl's defaults, which mean the same as ours
     "roles_to_train": (None, ["assistant"], ["gpt"]),
     "train_on_eos": (None, "turn"),
     "train_on_eot": (None, "turn"),
@@ -46,7 +46,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _kind(entry: dict[str, Any]) -> str:
-    """chat, alpaca, text or other."""
+    """Return chat, alpaca, text or other."""
     kind = entry.get("type")
     if kind == "chat_template" or kind in _TEXTS:
         return "text" if kind in _TEXTS else "chat"
@@ -55,7 +55,7 @@ def _kind(entry: dict[str, Any]) -> str:
 
 
 def _supervised(entry: dict[str, Any], source: ForeignConfig) -> Settings:
-    """The assistant's turns of a chat, and the output of Alpaca; with train_on_inputs prompts too, but no header."""
+    """Supervise the answers of a chat and the output of Alpaca; with train_on_inputs prompts too, but no header."""
     kind, on_prompt = _kind(entry), source.get("train_on_inputs")
     if kind == "text":
         return {"dataset_text_field": entry["field"]} if entry.get("field") else {}
@@ -93,12 +93,12 @@ def _all_linear(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _half(name: str, dtype: str) -> Any:
-    """bf16 and fp16: true, false, auto or full. The weights are loaded in that type, too."""
+    """Read bf16 and fp16: true, false, auto or full. They set the dtype of the weights, too."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value or value == "false":
             return {name: False} if value is False else {}
-        left_open = value == "auto"  # then our recipes ask the GPU
+        left_open = value == "auto"  # then the recipe asks the GPU
         return {"dtype": dtype} if left_open else {name: True, "dtype": dtype}
 
     return function
@@ -111,7 +111,7 @@ def _checkpointing(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _per_epoch(what: str) -> Any:
-    """Evaluations or checkpoints an epoch, as a share of all steps."""
+    """Turn evaluations or checkpoints per epoch into a share of all steps."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value:
@@ -144,7 +144,7 @@ def _sharded(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _defaults(source: ForeignConfig) -> Settings:
-    """Where axolotl's silence means something else than TRL's."""
+    """Set axolotl's defaults where they differ from TRL's."""
     warmup = {} if {"warmup_steps", "warmup_ratio"} & source.values.keys() else {"warmup_steps": 0.03}
     return {
         "recipe": "sft",

@@ -1,4 +1,4 @@
-"""DistillKit 1.0: a teacher in the same process or behind vLLM; captured logits have no counterpart."""
+"""DistillKit 1.0: a teacher in the same process or behind vLLM. Captured logits have no counterpart."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _CAPTURED = "logits captured with DistillKit cannot be read; name the teacher in
 
 
 def _losses(value: Any, source: ForeignConfig) -> Settings:
-    """DistillKit divides by the sum of the weights."""
+    """Read the losses. DistillKit divides by the sum of the weights."""
     total = sum(entry["weight"] for entry in value)
     kept, missing, temperatures, here = [], [], set(), {}
     for entry in value:
@@ -46,7 +46,7 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _layers(source: ForeignConfig) -> Settings:
-    """Layers are counted in transformers' hidden_states there, whose first are the embeddings."""
+    """Read pairs of layers. DistillKit counts in transformers' hidden_states, which begin with the embeddings."""
     given = source.get("layer_mapping", "all")
     found: Settings = {"layers": "uniform" if given == "all" else [[own - 1, other - 1] for own, other in given]}
     if given == "all":
@@ -57,7 +57,7 @@ def _layers(source: ForeignConfig) -> Settings:
 
 
 def _with_losses(value: Any, source: ForeignConfig) -> Settings:
-    """Read together with loss_functions."""
+    """Check keys that `_losses` reads."""
     listed = source.get("loss_functions") or []
     if value and not any(entry.get("function", "").startswith("hs_") for entry in listed):
         raise NotHere("has no effect: loss_functions compares no hidden states.")
@@ -71,7 +71,7 @@ def _kind(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _url(value: Any, source: ForeignConfig) -> Settings:
-    """DistillKit itself adds the version of the protocol."""
+    """Add the version of the protocol, as DistillKit itself does."""
     return {"teacher_server_base_url": value.rstrip("/").removesuffix("/v1") + "/v1"}
 
 
@@ -94,7 +94,7 @@ def _top_k(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _evaluation(value: Any, source: ForeignConfig) -> Settings:
-    """The split of the same dataset that is held out."""
+    """Return the held-out split of the same dataset."""
     name = source.reading.rpartition(".")[0]
     for key in ("repo_id", "disk_path"):
         if source.get(f"{name}.{key}") != source.get(f"dataset.train_dataset.{key}"):
@@ -103,7 +103,7 @@ def _evaluation(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _options(key: str) -> Any:
-    """Keywords of `from_pretrained`."""
+    """Read keywords of `from_pretrained`."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
         return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in (value or {}).items()}}

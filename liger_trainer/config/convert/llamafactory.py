@@ -1,4 +1,4 @@
-"""LLaMA-Factory: supervised fine-tuning, full and LoRA, also of quantized weights."""
+"""LLaMA-Factory: supervised fine-tuning, full or LoRA, also of quantized weights."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _stage(value: Any, source: ForeignConfig) -> Settings:
 def _method(value: Any, source: ForeignConfig) -> Settings:
     if value not in ("lora", "full"):
         raise NotHere("expected lora or full; choose what is trained with lora_target_modules.")
-    return {}  # what it means is among the defaults
+    return {}  # _defaults sets what it means
 
 
 def _names(value: Any) -> list[str]:
@@ -32,7 +32,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _datasets(value: Any, source: ForeignConfig) -> Settings:
-    """By name, as dataset_info.json describes them, if it is where the configuration says."""
+    """Read datasets by name, as dataset_info.json describes them if it is where the configuration says."""
     folder = Path(source.get("dataset_dir", "data"))
     found = [path for path in (Path(source.label).parent / folder / _TABLE, folder / _TABLE) if path.is_file()]
     known = json.loads(found[0].read_text(encoding="utf-8")) if found else {}
@@ -51,7 +51,7 @@ def _datasets(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _columns(name: str, about: dict[str, Any], source: ForeignConfig) -> None:
-    """Note the columns that are not found by their names, and what is learned of Alpaca's there alone."""
+    """Note columns that won't be found by name, and which parts of Alpaca rows only LLaMA-Factory learns."""
     columns = about.get("columns", {})
     if about.get("formatting", "alpaca") != "alpaca":
         chat_column(columns.get("messages"), name, source)
@@ -64,7 +64,7 @@ def _columns(name: str, about: dict[str, Any], source: ForeignConfig) -> None:
 
 
 def _supervised(chats: bool, source: ForeignConfig) -> Settings:
-    """All answers; with mask_history the last, with train_on_prompt everything."""
+    """Supervise all answers; with mask_history only the last, with train_on_prompt everything."""
     if source.get("mask_history"):
         return {"last_turn_only": True}
     if source.get("train_on_prompt"):
@@ -109,7 +109,7 @@ def _shared_packing(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _defaults(source: ForeignConfig) -> Settings:
-    """Where LLaMA-Factory's silence means something else than TRL's."""
+    """Set LLaMA-Factory's defaults where they differ from TRL's."""
     here: Settings = {"recipe": "sft", "learning_rate": 5e-5, "max_length": 2048}
     if source.get("bf16") or source.get("pure_bf16"):
         here["dtype"] = "bfloat16"

@@ -1,4 +1,4 @@
-"""What several tools have in common: where rows come from, and the words for optimizers and schedules."""
+"""What several tools share: where rows come from, and the names of optimizers and schedules."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +15,12 @@ CHAT_COLUMNS = ("messages", "conversations")
 
 
 def when_true(**settings: Any) -> Callable[[Any, ForeignConfig], Settings]:
-    """For a switch: these settings where it is on, none where it is off."""
+    """Read a switch: return these settings if it is on, none if it is off."""
     return lambda value, source: settings if value else {}
 
 
 def chat_column(name: Any, where: str, source: ForeignConfig) -> None:
-    """Note a column of chats that is not found by its name."""
+    """Note a column of chats that won't be found by its name."""
     if name not in (None, *CHAT_COLUMNS):
         source.note(
             f"{where}: the column {name} must be called messages, or conversations where it has from and value."
@@ -28,8 +28,8 @@ def chat_column(name: Any, where: str, source: ForeignConfig) -> None:
 
 
 def datasets_of(entries: list[dict[str, Any]], source: ForeignConfig) -> Settings:
-    """One dataset as dataset_name; several, or a part of a split, as a mixture. An entry has a path, and may have a
-    name and a split."""
+    """Return one dataset as dataset_name; several, or a part of a split, as a mixture. An entry has a path, and may
+    have a name and a split."""
     entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
     if len(entries) == 1 and "[" not in entries[0].get("split", ""):
         here = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
@@ -45,7 +45,7 @@ def _in_mixture(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer(value: Any, source: ForeignConfig) -> Settings:
-    """The name of an optimizer in TRL's words."""
+    """Translate the name of an optimizer to TRL's."""
     from ..schema import shipped_schema
 
     name = str(value).rpartition(".")[2]
@@ -58,7 +58,7 @@ def optimizer(value: Any, source: ForeignConfig) -> Settings:
 
 
 def share_or_number(value: Any, source: ForeignConfig) -> Settings:
-    """A validation size: a share of the rows, a number of rows, or none."""
+    """Read a validation size: a share of the rows, a number of rows, or none."""
     if not value:
         source.note("every run is evaluated: a share of the rows, holdout_fraction, is held out.")
         return {}
@@ -68,7 +68,7 @@ def share_or_number(value: Any, source: ForeignConfig) -> Settings:
 
 
 def adapter_modules(value: Any, source: ForeignConfig) -> Settings:
-    """Target modules as a list; "all" means all linear layers."""
+    """Return target modules as a list; "all" means all linear layers."""
     names = value.split(",") if isinstance(value, str) else list(value)
     names = [name.strip() for name in names]
     return {"lora_target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}

@@ -1,4 +1,4 @@
-"""torchtune: recipes for one device and several, full and LoRA, fine-tuning and knowledge distillation."""
+"""torchtune: recipes for one device or several, full and LoRA, fine-tuning and knowledge distillation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def _model(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _precision(value: Any, source: ForeignConfig) -> Settings:
-    """torchtune keeps the weights themselves in this type."""
+    """Read the dtype; torchtune keeps the weights themselves in it."""
     if value not in ("bf16", "fp16", "fp32"):
         raise NotHere("expected bf16, fp16 or fp32.")
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value]
@@ -75,7 +75,7 @@ def _schedule(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _distillation(value: Any, source: ForeignConfig) -> Settings:
-    """(1 - kd_ratio) cross-entropy + kd_ratio divergence."""
+    """Read (1 - kd_ratio) cross-entropy + kd_ratio divergence."""
     name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.get("kd_ratio", 0.5)
     symmetric = source.get("kd_loss.sym_kd_ratio", 0.5)
     weights = {
@@ -102,7 +102,7 @@ def _dataset(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _supervised(name: str, source: ForeignConfig) -> Settings:
-    """The prompt of Alpaca is learned unless said otherwise; that of the others is not."""
+    """Supervise Alpaca's prompt unless train_on_input says otherwise, but not that of other datasets."""
     on_prompt = source.get("dataset.train_on_input", name in _ALPACA)
     if name in _TEXTS:
         return {"dataset_text_field": source.get("dataset.column", _TEXTS[name])}
@@ -157,7 +157,7 @@ def _said_elsewhere(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _defaults(source: ForeignConfig) -> Settings:
-    """Where torchtune's silence means something else than TRL's."""
+    """Set torchtune's defaults where they differ from TRL's."""
     return {
         "recipe": "distill" if "teacher_checkpointer.checkpoint_dir" in source.values else "sft",
         "gradient_checkpointing": False,

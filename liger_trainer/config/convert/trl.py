@@ -6,7 +6,7 @@ from . import ForeignConfig, Settings, Tool
 
 
 def _defaults(source: ForeignConfig) -> Settings:
-    """Where TRL's trainers of distillation start from other values than ours; SFT has the same."""
+    """Set the defaults of TRL's distillation trainers where they differ from ours; SFT has the same."""
     if source.get("teacher_model_name_or_path") is None:
         return {"recipe": "sft"}
     if "lmbda" in source.values or "seq_kd" in source.values:  # GKDConfig
@@ -15,10 +15,10 @@ def _defaults(source: ForeignConfig) -> Settings:
             "beta": 0.5,
             "lmbda": 0.5,
             "temperature": 0.9,
-            "kd_temperature": 1.0,  # its temperature is that of sampling alone
+            "kd_temperature": 1.0,  # its temperature is only for sampling
             "max_completion_length": 128,
             "disable_dropout": True,
-            "last_turn_only": True,  # its collator learns the last message of a chat alone
+            "last_turn_only": True,  # its collator learns only the last message of a chat
             "truncation_mode": "keep_end",
         }
     return {
