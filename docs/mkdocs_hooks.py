@@ -29,7 +29,7 @@ FROM_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-TRAINERS = ("LigerTrainer", "LigerDistillTrainer", "LigerDistillConfig", "DistillationCallback")
+TRAINERS = ("LigerTrainer", "LigerConfig", "LigerDistillTrainer", "LigerDistillConfig", "DistillationCallback")
 PATCHING = ("patch", "PatchOptions", "Patched", "enable", "disable", "AutoLigerKernelForCausalLM")
 _COPY = tempfile.TemporaryDirectory(prefix="liger-trainer-docs-")
 _LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")

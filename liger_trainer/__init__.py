@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .trainers.distill_callback import DistillationCallback
     from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
+    from .trainers.sft_config import LigerConfig
     from .trainers.sft_trainer import LigerTrainer
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "AutoLigerKernelForCausalLM": "patching.auto_model",
     "CrossEntropyOutput": "modules.losses",
     "DistillationCallback": "trainers.distill_callback",
+    "LigerConfig": "trainers.sft_config",
     "LigerCrossEntropyLoss": "modules.losses",
     "LigerDistillConfig": "trainers.distill_config",
     "LigerDistillTrainer": "trainers.distill_trainer",
@@ -84,6 +86,7 @@ __all__ = [
     "AutoLigerKernelForCausalLM",
     "CrossEntropyOutput",
     "DistillationCallback",
+    "LigerConfig",
     "LigerCrossEntropyLoss",
     "LigerDistillConfig",
     "LigerDistillTrainer",

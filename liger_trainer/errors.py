@@ -37,10 +37,28 @@ class TeacherServerError(LigerTrainerError):
     exit_code = 7
 
 
+class StorageError(LigerTrainerError):
+    """Something cannot be written: the disk is full, read-only or over its quota."""
+
+    exit_code = 8
+
+
 class CorruptError(LigerTrainerError):
     """A checkpoint or a cache is damaged: a file is missing, cut off or not what it was when it was written."""
 
     exit_code = 6
+
+
+class Interrupted(LigerTrainerError):
+    """Training was stopped by the user or the system, after a checkpoint was saved."""
+
+    exit_code = 130
+
+
+class OutOfTimeError(Interrupted):
+    """Training was stopped after `max_hours`, after a checkpoint was saved. The exit code is that of `timeout`."""
+
+    exit_code = 124
 
 
 class MaterializedLogitsWarning(UserWarning):

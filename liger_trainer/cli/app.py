@@ -4,7 +4,8 @@ import sys
 
 import typer
 
-from ..errors import ConfigError, LigerTrainerError
+from ..common.console import is_main_process
+from ..errors import ConfigError, Interrupted, LigerTrainerError
 from . import (
     cache,
     check,
@@ -62,5 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError(f"only {' and '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
         app(args=ours, obj=launcher, standalone_mode=True)
     except LigerTrainerError as error:
-        print(f"liger-trainer: {error}", file=sys.stderr)
+        if is_main_process() or not isinstance(error, Interrupted):  # which all processes raise
+            print(f"liger-trainer: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

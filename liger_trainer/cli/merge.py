@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import staged_folder
+from ..common.storage import writing_to
 from ..errors import ConfigError, CorruptError
 from ._shared import Force, RunDir, quieten_deprecations
 
@@ -38,7 +39,7 @@ def merge(
     quieten_deprecations()
     model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
     try:
-        with staged_folder(out) as staged:
+        with writing_to(out), staged_folder(out) as staged:
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
             files = sorted(path.name for path in staged.iterdir())

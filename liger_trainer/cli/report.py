@@ -26,13 +26,15 @@ def report(
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT
+    from ..common.storage import writing_to
     from ..run.reports.html import write_report
     from ..run.reports.read_run import read_runs
 
     runs = read_runs(run_dirs)
     target = output.expanduser() if output else runs[0].path / REPORT if len(runs) == 1 else Path(REPORT)
     try:
-        write_report(runs, target)
+        with writing_to(target):
+            write_report(runs, target)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error}") from None
     typer.echo(f"Wrote {target}")

@@ -28,13 +28,13 @@ def resume(
     run_dir: RunDir,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Continue from this checkpoint instead of the newest.")
+        str | None, typer.Option(metavar="NAME", help="Continue from this checkpoint instead of the newest whole one.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Continue even if data, tokenizer, model or teacher have changed since.")
     ] = False,
 ) -> None:
-    """Continue an interrupted run from its newest checkpoint, with the settings that it was started with."""
+    """Continue an interrupted run from its newest whole checkpoint, with the settings it was started with."""
     from ..run.checkpoints import resumption
 
     config, settings = resumption(run_dir, checkpoint, overrides or [], force)
@@ -47,6 +47,18 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
     Raises:
         ConfigError, DataError, DoesNotFitError, Interrupted: as in the recipes.
     """
+    from ..common.signals import handling, interrupt
+    from ..run.launch import as_rank
+
+    try:
+        with as_rank(), handling(interrupt):
+            _start(config, overrides, command, launcher)
+    except KeyboardInterrupt:  # outside training, or a second one: `train_loop.train` saves a checkpoint first
+        typer.echo("liger-trainer: interrupted; what the output_dir holds is kept.", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
     from ..config.run_config import load_run_config
     from ..config.trackers import not_installed
     from ..run.launch import is_launched, launch, launcher_arguments
@@ -66,12 +78,8 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 def _run_recipe(config: "RunConfig") -> None:
     _quieten()
-    try:
-        with out_of_memory(TAKES_LESS):
-            importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
-    except KeyboardInterrupt:  # outside training, where `training.train` saves a checkpoint first
-        typer.echo(f"liger-trainer: interrupted; what is in {config['output_dir']} is kept.", err=True)
-        raise typer.Exit(128 + signal.SIGINT) from None
+    with out_of_memory(TAKES_LESS):
+        importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
 
 
 def _quieten() -> None:

@@ -26,10 +26,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Make a rename in the folder outlast a power cut."""
     folder = os.open(path, os.O_RDONLY)
     try:

@@ -194,5 +194,3 @@ def _recipe_defaults(
         yield "bf16", False
     if "num_sample_completions" not in settings and is_sharded(values):
         yield "num_sample_completions", 0
-    if "logging_nan_inf_filter" not in settings:
-        yield "logging_nan_inf_filter", False  # a NaN loss is shown as NaN, not as 0.0

@@ -16,6 +16,7 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
+from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
 from .run_options import RunOptions
 from .schema import Key
@@ -54,11 +55,18 @@ FORMER = {
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps",
 }
+# Optimizers of transformers that change weights while gradients are still being computed.
+UPDATING_IN_BACKWARD = (
+    "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+    "apollo_adamw_layerwise",
+)  # fmt: skip
+
 # What TRL and transformers once read and no longer do: left out, with a notice.
 GONE = {
     "dataset_batch_size": "rows are tokenized in batches of datasets' own size",
     "include_tokens_per_second": "tokens per second are always counted",
     "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets that of tensorboard",
+    "logging_nan_inf_filter": "a loss is logged as it is; `on_non_finite` says what is done about one that is NaN",
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
@@ -139,6 +147,11 @@ _OF_TRL = (
         "without packing it does not enforce max_length; set `max_length: null`.",
     ),
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
+    Conflict(
+        "optim",
+        equals("on_non_finite", "skip_step") & equals("optim", *UPDATING_IN_BACKWARD),
+        "{value} updates weights in its backward, so no step can be left out; set `on_non_finite: stop`.",
+    ),
     # transformers refuses these too, but only when it builds its arguments, after seconds of imports
     Conflict(
         "dataloader_prefetch_factor",
@@ -232,7 +245,7 @@ _OF_A_FILE = (
         "and name its directory.",
     ),
 )
-_DECLARED = (RunOptions, LossConfig, SamplingConfig, TeacherConfig)
+_DECLARED = (RunOptions, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 

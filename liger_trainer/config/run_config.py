@@ -103,7 +103,7 @@ class RunConfig:
             raise ConfigError(f"{self.source}: {who} refuses these settings: {error}") from error
 
     def training_args(self) -> "SFTConfig":
-        """SFTConfig or LigerDistillConfig, from the keys that were set.
+        """LigerConfig or LigerDistillConfig, from the keys that were set.
 
         `model_init_kwargs` and `resume_from_checkpoint` are left out: models are loaded by `liger_trainer.run.models`,
         and the recipe hands the checkpoint to `train()`.
@@ -114,11 +114,13 @@ class RunConfig:
         if self.recipe == "distill":
             from ..trainers.distill_config import LigerDistillConfig as training_class
         else:
-            from trl import SFTConfig as training_class
+            from ..trainers.sft_config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
-        args = self.on_this_machine()._build(training_class, ("training", "distillation", "sampling"), elsewhere)
+        sections = ("rows", "training", "distillation", "sampling")
+        args = self.on_this_machine()._build(training_class, sections, elsewhere)
         if self.recipe == "distill":
-            args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe; here of the teacher
+            for key in ("allow_missing_weights", "on_non_finite"):  # keys of every recipe
+                setattr(args, key, self[key])
         return args
 
     def model_args(self) -> "ModelConfig":

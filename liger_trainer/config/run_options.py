@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.non_finite import HELP, POLICIES, STOP
 from ..common.options import given, on, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 
@@ -47,6 +48,7 @@ class RunOptions:
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
+    on_non_finite: str = option(STOP, HELP, choices=POLICIES)
     holdout_fraction: float = option(
         0.05,
         "Share of the training rows held out when the dataset has no split dataset_test_split.",
@@ -74,6 +76,12 @@ class RunOptions:
         False,
         "Resume from a checkpoint though data, tokenizer, model or teacher are not those that it was saved with.",
         needs=given("resume_from_checkpoint", words="`resume_from_checkpoint: true`"),
+    )
+    max_hours: float | None = option(
+        None,
+        "Stop after the step in which the run has taken so many hours: save a checkpoint, say how to go on, and end "
+        "with exit code 124. Each start counts anew.",
+        gt=0,
     )
     env: dict[str, Any] | None = option(None, "Environment variables of the run, set before anything is imported.")
 

@@ -21,6 +21,7 @@ SECTIONS = {
     "model": "TRL's ModelConfig",
     "dataset": "TRL's ScriptArguments",
     "mixture": "TRL's DatasetMixtureConfig",
+    "rows": "what is learned of rows",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",
     "distillation": "LigerDistillConfig",
     "sampling": "completions that are sampled in training",

@@ -22,12 +22,13 @@ from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
+from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import SamplingConfig
-from .conflicts import CONFLICTS
+from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
-OWN = ("run", "launch", "distillation", "sampling")  # their descriptions are ours to ship
+OWN = ("run", "launch", "rows", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -128,6 +129,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "model": ModelConfig,
         "dataset": ScriptArguments,
         "mixture": DatasetMixtureConfig,
+        "rows": RowsConfig,
         "training": SFTConfig,
         "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,
@@ -140,7 +142,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
     for section in SECTIONS:
         if section in classes:
             hints = get_type_hints(classes[section])
-            new = [item for item in dataclasses.fields(classes[section]) if item.name not in seen]
+            new = [item for item in dataclasses.fields(classes[section]) if item.name not in {*seen, *GONE}]
             new = [item for item in new if item.name not in apart.get(section, ())]
             seen.update(item.name for item in new)
             fields[section] = [(item, hints[item.name]) for item in new]

@@ -1,20 +1,13 @@
-"""Callbacks of a run: a progress bar, two reasons to stop, and tokens per second with peak memory in every log."""
+"""Callbacks of a run: a progress bar, and tokens per second with peak memory in every log."""
 
-import math
 import resource
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
-from ..errors import NonFiniteError
 from ..trainers.token_metrics import tokens_before
-from .checkpoints import checkpoints_in, step_of
 
 SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
 
@@ -27,62 +20,6 @@ class ProgressBar(ProgressCallback):
             shown = {name: f"{logs[name]:.4g}" for name in SHOWN if isinstance(logs.get(name), float)}
             if shown:
                 self.training_bar.set_postfix(shown)
-
-
-class StopOnSignal(TrainerCallback):
-    """Ends training after the current step, with a checkpoint, on SIGINT or SIGTERM; at once on a second signal.
-
-    With several processes the signals keep their usual meaning: ranks could stop at different steps, and those that go
-    on would wait for the others.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the two signals; put the earlier handlers back at the end."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in before:
-            signal.signal(number, self._receive)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _receive(self, number, frame):
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = number
-        print("\nStopping after this step and saving a checkpoint; again to stop at once.", file=sys.stderr)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.received is not None:
-            control.should_save = control.should_training_stop = True
-        return control
-
-
-class StopOnNonFinite(TrainerCallback):
-    """Ends the run at a logged loss that is NaN or infinite, before a checkpoint of such weights is saved."""
-
-    def __init__(self) -> None:
-        self.last_finite = 0
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        loss = (logs or {}).get("loss")
-        if not isinstance(loss, float):
-            return
-        if math.isfinite(loss):
-            self.last_finite = state.global_step
-            return
-        finite = [path for path in checkpoints_in(Path(args.output_dir)) if step_of(path) <= self.last_finite]
-        advice = f"liger-trainer resume {args.output_dir} --checkpoint {finite[-1].name}" if finite else ""
-        raise NonFiniteError(
-            f"the loss up to step {state.global_step} is {loss}; it was finite up to step {self.last_finite}. Training "
-            f"stopped. {f'The last checkpoint before: {advice}' if finite else 'No checkpoint was saved before.'} "
-            "A smaller learning_rate, warmup_steps or max_grad_norm may help; so may bf16 instead of fp16."
-        )
 
 
 class Pace(TrainerCallback):

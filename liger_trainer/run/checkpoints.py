@@ -1,85 +1,14 @@
-"""Find the checkpoints of a run, check that they are complete, and resume from one. Imports no torch."""
+"""What `liger-trainer resume` goes on with. Imports no torch."""
 
-import json
-import re
-import zipfile
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
-from ..common.files import CONFIG, METRICS, STATE
+from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
+from ..common.files import CONFIG, METRICS
 from ..config.settings import COMMAND_LINE
-from ..errors import ConfigError, CorruptError
+from ..errors import ConfigError
 
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
-_WEIGHTS = (
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "adapter_model.bin",
-    "*.index.json",
-    "pytorch_model_fsdp_*",
-    "global_step*",
-)
-
-
-def checkpoints_in(run_dir: Path) -> list[Path]:
-    """Return the checkpoint-N directories of a run, oldest first."""
-    found = [
-        path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
-    ]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was saved."""
-    return int(checkpoint.name.partition("-")[2])
-
-
-def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, judging by names, sizes and headers; None if nothing is.
-
-    Reads no weights: a safetensors file says how long it must be, torch's files are zip archives that end in a
-    directory, and an index names its shards.
-    """
-    return next(_damages(checkpoint), None)
-
-
-def _damages(checkpoint: Path) -> Iterator[str]:
-    if not (checkpoint / STATE).is_file():
-        yield f"{STATE} is missing, which is written last"
-    if not any(next(checkpoint.glob(pattern), None) for pattern in _WEIGHTS):
-        yield "it holds no weights"
-    for path in sorted(checkpoint.glob("*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            yield f"{path.name} cannot be read: {error}"
-            continue
-        if path.name.endswith(".index.json"):
-            shards = sorted(set(content.get("weight_map", {}).values()))
-            yield from (f"{name} is missing" for name in shards if not (checkpoint / name).is_file())
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        yield from _safetensors_damage(path)
-    for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]):
-        if not zipfile.is_zipfile(path):
-            yield f"{path.name} is cut off or no file of torch"
-
-
-def _safetensors_damage(path: Path) -> Iterator[str]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            yield f"{path.name} is cut off: {size} bytes"
-            return
-        try:
-            tensors = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield f"{path.name} has no safetensors header"
-            return
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        yield f"{path.name} has {size} bytes instead of {expected}"
 
 
 def resumption(
@@ -87,41 +16,41 @@ def resumption(
 ) -> tuple[str, list[str]]:
     """Return the configuration and the settings that continue the run in `run_dir`.
 
+    Names, sizes and headers are checked now, and every byte when the run has been loaded: the newest checkpoint that is
+    whole is chosen then. A run that was stopped before its first checkpoint starts anew.
+
     Args:
         run_dir: the output_dir of the run.
-        checkpoint: name of the checkpoint to resume from; None is the newest.
+        checkpoint: name of the checkpoint to resume from; None is the newest that is whole.
         overrides: settings that replace those of the run.
         force: whether to resume though data or models have changed.
 
     Raises:
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.
-        CorruptError: the checkpoint is damaged; the newest whole one is named.
+        CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
     config = run_dir / CONFIG
     if not config.is_file():
-        raise ConfigError(f"{run_dir} holds no {CONFIG}; expected the output_dir of a run.")
+        raise ConfigError(
+            f"{run_dir} holds no {CONFIG}, which is written when training starts; expected the output_dir of a run."
+        )
     if (run_dir / METRICS).is_file():
         if not overrides:
             advice = f"to train on, say for how long: liger-trainer resume {run_dir} max_steps=..."
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
-    chosen = _chosen(run_dir, checkpoint)
-    forced = ["force_resume=true"] if force else []
-    return str(config), [f"output_dir={run_dir}", *overrides, f"resume_from_checkpoint={chosen}", *forced]
+    settings = [f"output_dir={run_dir}", *overrides]
+    if checkpoint is None and newest_whole(run_dir, contents=False) is None:
+        print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
+        return str(config), settings
+    chosen = "true" if checkpoint is None else _checked(run_dir, checkpoint)
+    return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
 
 
-def _chosen(run_dir: Path, name: str | None) -> Path:
-    found = checkpoints_in(run_dir)
-    names = ", ".join(path.name for path in found)
-    if not found:
-        raise ConfigError(f"no checkpoint in {run_dir}; was the run started with save_strategy: no?")
-    if name is not None and name not in [path.name for path in found]:
-        raise ConfigError(f"{COMMAND_LINE}: --checkpoint: expected one of {names}, got {name!r}.")
-    chosen = found[-1] if name is None else run_dir / name
-    reason = damage(chosen)
-    if reason is None:
-        return chosen
-    whole = [path.name for path in found if path != chosen and damage(path) is None]
-    again = f"To go on from the newest whole one: liger-trainer resume {run_dir} --checkpoint {{}}"
-    advice = again.format(whole[-1]) if whole else "No other checkpoint is whole."
-    raise CorruptError(f"{chosen} is damaged: {reason}. {advice}")
+def _checked(run_dir: Path, name: str) -> Path:
+    names = [path.name for path in checkpoints_in(run_dir)]
+    if name not in names:
+        expected = f"expected one of {', '.join(names)}" if names else f"there is none in {run_dir}"
+        raise ConfigError(f"{COMMAND_LINE}: --checkpoint: {expected}, got {name!r}.")
+    refuse_damaged(run_dir / name)
+    return run_dir / name

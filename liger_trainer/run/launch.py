@@ -1,18 +1,30 @@
-"""Start a run again through accelerate's launcher, for several processes."""
+"""Start a run again through accelerate's launcher, for several processes, and end all of them together."""
 
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
+from ..common.signals import handling
 from ..common.value_rules import did_you_mean
-from ..errors import ConfigError
+from ..errors import ConfigError, Interrupted, LigerTrainerError
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-LAUNCHED = "LIGER_TRAINER_LAUNCHED"
+LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of `Ranks`
+EXIT_CODE = "exit_code"
+WATCH_EVERY = 1.0  # seconds
 
 
 def launcher_arguments(config: "RunConfig") -> list[str]:
@@ -50,18 +62,107 @@ def is_launched() -> bool:
     return any(name in os.environ for name in (LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"))
 
 
-def launch(launcher: list[str], arguments: list[str]) -> None:
-    """Become `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS`, and do not return.
+def launch(launcher: list[str], arguments: list[str]) -> NoReturn:
+    """Run `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS` and pass signals on to its processes, the ranks.
 
-    The exit code is the launcher's: 1 for whatever ended one of its processes.
+    Signals go to the ranks alone: torchrun's agent would kill them 30 seconds after one, though they still save.
 
     Raises:
         ConfigError: this process was started by a launcher itself.
+        SystemExit: always, with the exit code of the first rank that ended with an error, or that of the launcher.
     """
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")
-    os.environ[LAUNCHED] = "1"
-    sys.stdout.flush()
-    sys.stderr.flush()
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", "liger_trainer", *arguments]
-    os.execv(sys.executable, command)
+    with TemporaryDirectory(prefix="liger-trainer-") as folder:
+        ranks = Ranks(Path(folder))
+        environment = {**os.environ, LAUNCHED: f"{os.getpid()}:{folder}"}
+        with handling(lambda number, frame: ranks.send(number)):
+            ranks.launcher = subprocess.Popen(command, env=environment, start_new_session=True)  # without our terminal
+            code = ranks.wait()
+    sys.exit(code)
+
+
+class Ranks:
+    """The processes that train on this machine: each leaves a file with its id in a folder that all know."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.launcher = folder, None
+        self.launcher: subprocess.Popen | None
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the ranks that live."""
+        found = []
+        for path in self.folder.glob("rank-*"):
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(path.name.partition("-")[2])))
+        return found
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks; while none has started, to the launcher, which then ends."""
+        ranks = self.processes()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if not ranks:
+            (self.folder / EXIT_CODE).write_text(str(128 + signal.SIGINT))
+            if self.launcher is not None:
+                self.launcher.terminate()
+
+    def wait(self) -> int:
+        """Wait for the launcher and for ranks that outlive it; return the exit code of the run."""
+        assert self.launcher is not None
+        code = self.launcher.wait()
+        psutil.wait_procs(self.processes())  # they save, and a scheduler ends them with this process
+        noted = self.folder / EXIT_CODE
+        return int(noted.read_text()) if noted.is_file() else code if code >= 0 else 128 - code
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    """In a process of a launcher: stop with a checkpoint when the launcher dies, and tell ours how this one ends."""
+    if not is_launched():
+        yield
+        return
+    pid, _, folder = os.environ.get(LAUNCHED, "").partition(":")
+    if folder:
+        with suppress(FileNotFoundError):  # the launcher has gone already
+            Path(folder, f"rank-{os.getpid()}").touch()
+    _stop_without([os.getppid(), *([int(pid)] if pid else [])])
+    try:
+        yield
+    except LigerTrainerError as error:
+        _note(folder, error.exit_code)
+        if folder and isinstance(error, Interrupted):
+            error.exit_code = 0  # all ranks agreed: accelerate need not report a failure
+        raise
+    except KeyboardInterrupt:
+        _note(folder, 128 + signal.SIGINT)
+        raise
+
+
+def _note(folder: str, code: int) -> None:
+    """Note the exit code for our launcher. The first one counts: the launcher ends the other ranks for it."""
+    if folder:
+        with suppress(FileExistsError, FileNotFoundError), open(Path(folder, EXIT_CODE), "x") as file:
+            file.write(str(code))
+
+
+def _stop_without(pids: list[int]) -> None:
+    """Send this process SIGTERM when one of `pids` has ended: nobody would end it otherwise."""
+    try:
+        watched = [psutil.Process(pid) for pid in pids]
+    except psutil.NoSuchProcess:
+        watched = None
+
+    def lives(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def watch() -> None:
+        while watched is not None and all(map(lives, watched)):
+            time.sleep(WATCH_EVERY)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="liger-trainer-parent").start()

@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
+from ..common.checkpoints import checkpoints_in
+from ..common.console import is_main_process
 from ..common.files import CONFIG, METRICS, REPORT, write_atomically
-from ..errors import LigerTrainerError, NonFiniteError
-from .checkpoints import checkpoints_in
+from ..common.folder_lock import refuse_if_held
+from ..common.storage import writing_to
+from ..errors import LigerTrainerError, NonFiniteError, StorageError
 from .environment import device_facts, versions
 
 if TYPE_CHECKING:
@@ -34,7 +37,8 @@ def check_output_dir(config: "RunConfig") -> Path:
 
     Raises:
         ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
-            `overwrite_output_dir` is not set; it is the directory of an input model; or it cannot be written.
+            `overwrite_output_dir` is not set; another process trains in it; it is the directory of an input model; or
+            it cannot be written.
     """
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
@@ -51,6 +55,8 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
+    if is_main_process():  # which takes the lock for all
+        refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)
     return output_dir
 
@@ -78,6 +84,11 @@ def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
     They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
     """
     return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
+
+
+def again(output_dir: Path) -> str:
+    """Say how a run is gone on with, for an error that ends it."""
+    return f"To go on from the newest checkpoint: {shlex.join(['liger-trainer', 'resume', str(output_dir)])}"
 
 
 def start_output(trainer: Trainer, config: "RunConfig") -> None:
@@ -167,14 +178,21 @@ def _circumstances(config: "RunConfig") -> dict[str, Any]:
 
 
 def _report(output_dir: Path) -> None:
-    """Write report.html. An error in it is printed: the run is done, and everything else is saved."""
+    """Write report.html. An error in it is printed: the run is done, and everything else is saved.
+
+    Raises:
+        StorageError: the disk is full, read-only or over its quota.
+    """
     from .reports.html import write_report
     from .reports.read_run import read_run
 
+    advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
-        write_report([read_run(output_dir)], output_dir / REPORT)
+        with writing_to(output_dir / REPORT, f"All else of the run is saved; {advice}"):
+            write_report([read_run(output_dir)], output_dir / REPORT)
+    except StorageError:
+        raise
     except Exception as error:
-        advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
         print(f"liger-trainer: no report was written: {type(error).__name__}: {error}; {advice}", file=sys.stderr)
 
 

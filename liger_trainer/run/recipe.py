@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from trl import get_peft_config
 
+from ..common.storage import writing_to
 from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
 from .metric_rows import MetricRow, shown_rows
 from .models import ModelFiles, load_student, open_model
-from .output_dir import check_output_dir, finish, save_student
+from .output_dir import again, check_output_dir, finish, save_student
 from .results import RunResults, patch_facts, print_results, print_rows, run_console
 from .samples import Prompt, compare, measure
-from .train_loop import Clock, checkpoint_of, train
+from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -31,8 +32,6 @@ class Preparation:
     console: Console
     clock: Clock
     output_dir: Path
-    checkpoint: str | None
-    """the directory to resume from"""
     data: RunData
     student: ModelFiles
 
@@ -41,12 +40,14 @@ def prepare(config: "RunConfig") -> Preparation:
     """Check the output directory, load the rows and open the student's files.
 
     Raises:
-        ConfigError: the output directory is taken, or there is no such model, dataset or checkpoint.
+        ConfigError: the output directory is taken or in use, or there is no such model, dataset or checkpoint.
         DataError: the dataset is wrong.
     """
-    output_dir, checkpoint = check_output_dir(config), checkpoint_of(config)
+    clock = Clock()
+    output_dir = check_output_dir(config)
+    check_checkpoint(config)
     data, student = load_run_datasets(config), open_model(config, "model_name_or_path")
-    return Preparation(config, run_console(), Clock(), output_dir, checkpoint, data, student)
+    return Preparation(config, run_console(), clock, output_dir, data, student)
 
 
 def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
@@ -66,6 +67,7 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
             eval_dataset=run.data.test,
             processing_class=run.student.tokenizer,
             peft_config=get_peft_config(config.model_args()),
+            on_non_finite=config["on_non_finite"],
             **teacher,
         )
     print_rows(run.console, trainer.row_facts)
@@ -81,18 +83,34 @@ def train_and_save(
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
+    Meanwhile no other process may train in it.
+
     Args:
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
+        ConfigError: another process trains in the output directory.
+        StorageError: the disk is full, read-only or over its quota.
     """
+    with trainer.folder_locked():
+        return _train_and_save(run, trainer, prompts, rows, teacher_texts)
+
+
+def _train_and_save(
+    run: Preparation,
+    trainer: LigerTrainer,
+    prompts: list[Prompt],
+    rows: tuple[MetricRow, ...],
+    teacher_texts: list[str] | None,
+) -> Path:
     config, clock = run.config, run.clock
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
-    before, training = train(trainer, config, run.checkpoint, measure_now, clock)
-    with clock("save"):
-        save_student(trainer, config, run.output_dir)
+    with writing_to(run.output_dir, again(run.output_dir)):
+        before, training = train(trainer, config, measure_now, clock)
+        with clock("save"):
+            save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
     results = RunResults(
@@ -108,6 +126,7 @@ def train_and_save(
         seconds=clock.seconds,
         log_history=trainer.state.log_history,
     )
-    finish(trainer, config, run.output_dir, results)
+    with writing_to(run.output_dir, again(run.output_dir)):
+        finish(trainer, config, run.output_dir, results)
     print_results(run.console, results, shown_rows(rows, [before.metrics]), run.output_dir)
     return run.output_dir

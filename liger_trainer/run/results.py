@@ -36,6 +36,8 @@ class TrainingFacts:
     parameters: int
     resumed_at: int = 0
     """the step that a run was resumed at; seconds and tokens_per_second count from there, tokens from the start"""
+    skipped_steps: int = 0
+    """steps that were left out for numbers that were not finite (`on_non_finite: skip_step`)"""
 
 
 @dataclass(frozen=True)

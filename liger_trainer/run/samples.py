@@ -14,13 +14,13 @@ from rich.text import Text
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from ..losses.model_parts import device_of
+from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
 from .metric_rows import MetricRow
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-ANSWERS = ("assistant", "model")  # roles
 TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 

@@ -3,41 +3,41 @@
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..common.files import METRICS, write_atomically
-from ..errors import ConfigError, LigerTrainerError
+from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
+from ..common.files import METRICS
+from ..common.signals import handling
+from ..errors import ConfigError
+from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
 from ..trainers.token_metrics import tokens_before
-from .callbacks import Pace, ProgressBar, StopOnNonFinite, StopOnSignal, peak_memory_mib
-from .checkpoints import BEFORE, checkpoints_in
+from .callbacks import Pace, ProgressBar, peak_memory_mib
+from .checkpoints import BEFORE
 from .output_dir import start_output
 from .results import TrainingFacts
 from .samples import Measurement
+from .stopping import StopEarly
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 
-class Interrupted(LigerTrainerError):
-    """Training was stopped by the user or the system, after a checkpoint was saved."""
-
-    exit_code = 130
-
-
 @dataclass
 class Clock:
-    """Seconds of each named part of a run."""
+    """Seconds of each named part of a run, and when it began by `time.monotonic()`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Clock:
 
 
 class MeasureFirst(TrainerCallback):
-    """Measures the student before the first step, prepares the output directory, and stores the result with each
+    """Measures the student before the first step, prepares the output directory, and has the result stored in each
     checkpoint.
 
     It waits until training is set up: an evaluation before `Trainer.train()` marks the model as prepared, and then
@@ -58,40 +58,49 @@ class MeasureFirst(TrainerCallback):
         self,
         trainer: LigerTrainer,
         config: "RunConfig",
-        checkpoint: str | None,
         measure: Callable[[], Measurement],
         clock: Clock,
     ) -> None:
-        self.trainer, self.config, self.checkpoint = trainer, config, checkpoint
-        self.measure, self.clock = measure, clock
-        self.stored = Path(checkpoint, BEFORE) if checkpoint else None
+        self.trainer, self.config, self.measure, self.clock = trainer, config, measure, clock
         self.result: Measurement | None = None
         self.began_at = self.tokens_before = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        _check_steps_left(args, state, self.checkpoint)
+        _check_steps_left(args, state, self.trainer.resumed_from)
         self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
-            if self.stored is not None and self.stored.is_file():
-                self.result = Measurement(**json.loads(self.stored.read_text(encoding="utf-8")))
-            else:
-                self.result = self.measure()
+            self.result = self._stored() or self.measure()
+        self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
         _check_best_metric(self.config, self.result.metrics)
         start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.ended = time.perf_counter()
 
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and self.result is not None:
-            folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            write_atomically(folder / BEFORE, json.dumps(asdict(self.result)))
+    def _stored(self) -> Measurement | None:
+        """Return the measurement that the checkpoint holds, if training goes on from one."""
+        checkpoint = self.trainer.resumed_from
+        if checkpoint is None:
+            return None
+        text = decided_by_first(self.trainer.is_world_process_zero(), lambda: _text_of(checkpoint / BEFORE))
+        if text is None:
+            if self.trainer.is_world_process_zero():
+                warnings.warn(
+                    f"{checkpoint} has no {BEFORE}, the measurement before training, as no run saved it: what "
+                    f"{METRICS} and the report call before is the student after step {self.began_at}.",
+                    stacklevel=2,
+                )
+            return None
+        return Measurement(**json.loads(text))
+
+
+def _text_of(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def train(
     trainer: LigerTrainer,
     config: "RunConfig",
-    checkpoint: str | None,
     measure: Callable[[], Measurement],
     clock: Clock,
 ) -> tuple[Measurement, TrainingFacts]:
@@ -100,50 +109,50 @@ def train(
     Raises:
         ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
             with other data or models; metric_for_best_model is none of the metrics.
-        Interrupted: a signal came; the checkpoint to go on from is named.
-        NonFiniteError: a logged loss is NaN or infinite.
+        Interrupted: a signal came, or `max_hours` are over; the checkpoint to go on from is named.
+        NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
-    stop, first = StopOnSignal(), MeasureFirst(trainer, config, checkpoint, measure, clock)
+    stop, first = StopEarly(config["max_hours"], clock.began), MeasureFirst(trainer, config, measure, clock)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
-    trainer.add_callback(StopOnNonFinite())
     trainer.add_callback(first)
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ProgressBar)
     _check_optimizer(trainer, config)
-    with stop.listening() if trainer.args.world_size == 1 else nullcontext():
-        trainer.train(resume_from_checkpoint=checkpoint, force_resume=config["force_resume"])
+    with handling(stop.receive):
+        trainer.train(resume_from_checkpoint=config["resume_from_checkpoint"], force_resume=config["force_resume"])
+        trainer.accelerator.wait_for_everyone()  # the first process may still be writing; a launcher ends all with one
     seconds = time.perf_counter() - first.ended
     clock.seconds["train"] = round(seconds, 2)
-    if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
-        raise _interrupted(trainer)
+    if stop.reason and trainer.state.global_step < trainer.state.max_steps:
+        raise stop.error(_how_to_go_on(trainer))
     assert first.result is not None
     return first.result, _facts(trainer, seconds, first)
 
 
-def _interrupted(trainer: LigerTrainer) -> Interrupted:
+def _how_to_go_on(trainer: LigerTrainer) -> str:
     """Say what was saved. Checkpoints of later steps may be there, from before the run went back to an earlier one."""
     state, run_dir = trainer.state, Path(str(trainer.args.output_dir))
     saved = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     newer = [] if checkpoints_in(run_dir)[-1:] == [saved] else ["--checkpoint", saved.name]
-    return Interrupted(
+    return (
         f"Stopped at step {state.global_step} of {state.max_steps}; saved {saved}. "
         f"To go on: liger-trainer {shlex.join(['resume', str(run_dir), *newer])}"
     )
 
 
-def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: str | None) -> None:
-    """Refuse a checkpoint of the last step: Trainer would take one more step than `max_steps`.
+def _check_steps_left(args: TrainingArguments, state: TrainerState, checkpoint: Path | None) -> None:
+    """Refuse to train a finished run on for no steps, and a checkpoint that is beyond the last one.
 
-    After the last epoch it takes none, so a run that was killed when it had trained is finished.
+    A run that was killed between its last step and the end of it has something left: saving and measuring.
     """
     finished = Path(str(args.output_dir), METRICS).is_file()
-    if checkpoint and state.global_step >= state.max_steps and (finished or state.epoch < state.num_train_epochs):
+    if checkpoint and (state.global_step > state.max_steps or (finished and state.global_step == state.max_steps)):
         raise ConfigError(
             f"{checkpoint} is after step {state.global_step} of {state.max_steps}: nothing is left to train. To train "
             "on, say for how long: max_steps=... or num_train_epochs=...; to measure what is there: "
-            f"liger-trainer eval {shlex.quote(checkpoint)}"
+            f"liger-trainer eval {shlex.quote(str(checkpoint))}"
         )
 
 
@@ -163,23 +172,23 @@ def _check_best_metric(config: "RunConfig", metrics: Mapping[str, float]) -> Non
         raise config.error("metric_for_best_model", f"expected one of {', '.join(sorted(metrics))}, got {name!r}.")
 
 
-def checkpoint_of(config: "RunConfig") -> str | None:
-    """Return the checkpoint directory that `resume_from_checkpoint` means; true is the newest one in output_dir.
+def check_checkpoint(config: "RunConfig") -> None:
+    """Look at what `resume_from_checkpoint` names, by names, sizes and headers: before anything is loaded. The trainer
+    reads every byte.
 
     Raises:
         ConfigError: there is none.
+        CorruptError: it is damaged; where the newest is meant, all are.
     """
     wanted = config["resume_from_checkpoint"]
-    if not wanted:
-        return None
     if wanted is True:
         output_dir = Path(config["output_dir"]).expanduser()
-        wanted = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        if wanted is None:
+        if newest_whole(output_dir, contents=False) is None:
             raise config.error("resume_from_checkpoint", f"no checkpoint in {output_dir}.")
-    if not Path(wanted).is_dir():
+    elif wanted and not Path(wanted).is_dir():
         raise config.error("resume_from_checkpoint", f"no such directory: {wanted}")
-    return wanted
+    elif wanted:
+        refuse_damaged(Path(wanted))
 
 
 def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> TrainingFacts:
@@ -200,4 +209,5 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> Traini
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameters=sum(p.numel() for p in parameters),
         resumed_at=first.began_at,
+        skipped_steps=trainer.finite.skipped,
     )

@@ -40,6 +40,28 @@ _OTHERS = (
 )  # fmt: skip
 _TRANSDUCERS = ("ForCTC", "ForRNNT", "ForTDT")  # they generate, but align their labels with frames of speech
 
+# Classes that no test compares with stock transformers, and why; one test fails if another joins them.
+_DEFAULTS = "no small configuration is known: parts of it must fit each other"
+_SIZE = "its default configuration stays too large when it is shrunk"
+_TIMM = "compared only where timm is installed; equal then"
+NOT_COMPARED = {
+    **dict.fromkeys(("BarkCausalModel", "BarkCoarseModel", "BarkSemanticModel"), "transformers has no training for it"),
+    "Dots3NoteForConditionalGeneration": _DEFAULTS,
+    "FastVlmForConditionalGeneration": _TIMM,
+    "FunAsrNanoForConditionalGeneration": _DEFAULTS,
+    "GradiumPhononTTSForConditionalGeneration": _DEFAULTS,
+    "Granite4VisionForConditionalGeneration": _DEFAULTS,
+    "InklingForConditionalGeneration": "compared only where scipy is installed; equal then",
+    "MuseSparkForConditionalGeneration": _SIZE,
+    "Nemotron3_5TranscribeForConditionalGeneration": _SIZE,
+    "PerceptionLMForConditionalGeneration": _TIMM,
+    "Pix2StructForConditionalGeneration": "its own forward fails on a batch: its mask does not broadcast over heads",
+    "PocketTTSForConditionalGeneration": _DEFAULTS,
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "its constructor reads attributes that its configuration lacks",
+    "RagTokenForGeneration": _SIZE,
+    "VibeVoiceForConditionalGeneration": _SIZE,
+}
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -201,12 +223,20 @@ def markdown(diagnoses: Iterable[Diagnosis]) -> str:
         lines += ["", "## Not built", "", "What cannot be built from its default configuration.", ""]
         lines += ["| family or class | why |", "|---|---|"]
         lines += [f"| {d.name} | {_cell(d.problem)} |" for d in diagnoses if d.report is None]
+    unproved = [f"| {d.name} | {NOT_COMPARED[d.name]} |" for d in diagnoses if d.name in NOT_COMPARED]
+    if unproved:
+        lines += ["", "## Not compared", "", _OF_UNPROVED, "", "| class | why |", "|---|---|", *unproved]
     return "\n".join(lines) + "\n"
 
 
 _OF_OTHERS = (
     "Encoder-decoders, speech, images and text: what writes token after token and learns from labels, and is none of "
     "the above. The\nfused loss has the targets that the model's forward makes of its labels, shifted there or not."
+)
+
+_OF_UNPROVED = (
+    "The rest of the other classes are built small, and their loss and gradients are compared with stock transformers, "
+    "fused or left alone."
 )
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
+from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..common.weights import with_adapter
 from ..config.run_config import load_run_config
 from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
-from ..run.checkpoints import checkpoints_in
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
 from ..run.metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (

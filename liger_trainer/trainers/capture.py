@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..common.files import sha256, write_atomically
+from ..common.storage import writing_to
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.cache.reader import TeacherReader
@@ -108,6 +109,7 @@ def capture(
         ConfigError: the directory cannot be written to, holds a finished cache, one with other settings, another
             capture at work, or other files; several processes; the teacher lacks tokens of the vocabulary.
         CorruptError: what an earlier capture left is damaged.
+        StorageError: the disk is full, read-only or over its quota; the shards before are kept.
     """
     if args.teacher_cache_dir is None:
         raise ConfigError("teacher_cache_dir says where the cache is written; it is not set.")
@@ -127,7 +129,9 @@ def capture(
     try:
         before = _earlier(path)
         rows = prepare_rows(args, tokenizer, train, test)
-        return _Capture.of(path, teacher, args, rows, before).run(progress or (lambda *_: None))
+        at_work = _Capture.of(path, teacher, args, rows, before)
+        with writing_to(path, "The same command goes on with the capture."):
+            return at_work.run(progress or (lambda *_: None))
     finally:
         lock.release()
 

@@ -3,6 +3,7 @@
 ShareGPT's `conversations` become `messages`, with the roles user and assistant for its human and gpt: every token is
 learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `instruction` and `input` become
 `prompt`, its `output` becomes `completion`: the completion alone is learned, unless `completion_only_loss` is false.
+Stanford Alpaca's prompt may be written around instruction and input (`RowsConfig.alpaca_prompt`).
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
-from trl.data_utils import get_dataset_column_names
+from trl.data_utils import get_dataset_column_names, is_conversational
 
 from ..errors import ConfigError, DataError
 
@@ -24,12 +25,27 @@ _READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 NO_ROLE = "no-such-role"
 
 
-def in_messages(dataset: Any, text_field: str = "text") -> Any:
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+
+
+def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "instruction") -> Any:
     """Return rows of ShareGPT as messages, of Alpaca as prompt and completion, and rows of other forms as they are.
 
     Args:
         dataset: a Dataset or an IterableDataset.
         text_field: a column of plain text, which is read instead of `instruction` and `output` where there is one.
+        alpaca_prompt: see `RowsConfig`.
+
+    Raises:
+        DataError: a row of Alpaca is to be plain text, and has a system prompt or a history.
     """
     if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return dataset
@@ -39,7 +55,8 @@ def in_messages(dataset: Any, text_field: str = "text") -> Any:
     if "conversations" in columns:
         return dataset.map(_messages, remove_columns=sorted(columns & {"conversations", "system"}))
     if columns >= {*ALPACA} and text_field not in columns:
-        return dataset.map(_prompt_and_completion, remove_columns=sorted(columns & {*ALPACA, *ALPACA_OPTIONAL}))
+        read = sorted(columns & {*ALPACA, *ALPACA_OPTIONAL})
+        return dataset.map(_prompt_and_completion, fn_kwargs={"form": alpaca_prompt}, remove_columns=read)
     return dataset
 
 
@@ -50,12 +67,12 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
     """
     if arguments.get("formatting_func") is not None:
         return {}
-    text_field = getattr(args, "dataset_text_field", "text")
+    text_field, prompt = getattr(args, "dataset_text_field", "text"), getattr(args, "alpaca_prompt", "instruction")
 
     def read(dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: read(part) for name, part in dataset.items()}
-        return in_messages(dataset, text_field)
+        return in_messages(dataset, text_field, prompt)
 
     return {
         name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
@@ -107,12 +124,34 @@ def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _prompt_and_completion(row: dict[str, Any]) -> dict[str, Any]:
+def _prompt_and_completion(row: dict[str, Any], form: str) -> dict[str, Any]:
+    if form == "instruction":
+        asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    else:
+        asked = (_WITH_INPUT if row.get("input") else _WITHOUT_INPUT).format_map(row)
+    if form == "stanford_text":
+        if row.get("system") or row.get("history"):
+            raise DataError(
+                "alpaca_prompt: stanford_text has no place for the system prompt or the history of a row; take "
+                f"stanford. The row's instruction is: {row['instruction']!r:.80}"
+            )
+        return {"prompt": asked + "\n", "completion": row["output"]}
     prompt = [_message("system", row["system"])] if row.get("system") else []
     for question, answer in row.get("history") or []:
         prompt += [_message("user", question), _message("assistant", answer)]
-    asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
     return {"prompt": [*prompt, _message("user", asked)], "completion": [_message("assistant", row["output"])]}
+
+
+def check_part(part: str, dataset: Any, completion_only: bool | None) -> None:
+    """Raise ConfigError where `supervised_part` cannot mark what it says in these rows."""
+    row = next(iter(dataset))
+    if not is_conversational(row):
+        raise ConfigError(f"supervised_part: needs rows of chat messages; the rows have {', '.join(row)}.")
+    if part == "message" and "completion" in row and completion_only is not False:
+        raise ConfigError(
+            "supervised_part: message: the header of a completion ends its prompt, which is not learned. Set "
+            "completion_only_loss to false too: the answers, with their headers, are still all that is learned."
+        )
 
 
 def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Callable[[int], str]) -> None:

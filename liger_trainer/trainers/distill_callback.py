@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from trl.trainer.utils import create_model_from_path
 
 from ..common.console import announce
+from ..common.non_finite import STOP, check_policy
+from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
@@ -24,6 +26,8 @@ from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.placement import teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .evaluation_rows import tokens_that_count
+from .finite_guard import FiniteGuard
+from .finite_weights import gradients, largest
 from .loss_schedule import LossSchedule
 from .token_metrics import TokenMetrics, per_token_values
 
@@ -41,15 +45,19 @@ class DistillationCallback(TrainerCallback):
             `LigerDistillConfig`, but no adaptive `taid`, and no hidden-state losses that learn projectors.
         teacher_model_init_kwargs: keywords for the `from_pretrained` of a teacher that is loaded, such as dtype
             (default: that of the run) and revision.
+        on_non_finite: as in `LigerDistillConfig`.
 
     Attributes:
         distillation: the loss.
+        finite: the guard that watches for numbers that are not finite, once training has begun. Pass callbacks that ask
+            for checkpoints before this one, so that it sees them.
         teacher: the teacher, once training has begun.
 
     Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.
+        NonFiniteError: in training, as `LigerTrainer` does.
         ConfigError: when training begins, arguments that a callback cannot serve (`refuse` lists them), a teacher that
             shares the student's weights, different vocabularies; in the first step, a trainer that computes its loss
             outside of the model.
@@ -59,7 +67,7 @@ class DistillationCallback(TrainerCallback):
         self, teacher: PreTrainedModel | str, *, losses: list[dict[str, Any]] | None = None, beta: float = 0.0,
         temperature: float = 1.0, scale_loss_by_temperature_squared: bool = True,
         teacher_model_init_kwargs: dict[str, Any] | None = None, skew_alpha: float = SKEW_ALPHA,
-        schedules: dict[str, Any] | None = None, taid: dict[str, Any] | None = None,
+        schedules: dict[str, Any] | None = None, taid: dict[str, Any] | None = None, on_non_finite: str = STOP,
     ):  # fmt: skip
         self._plan = plan_of({"losses": losses, "beta": beta, "temperature": temperature, "skew_alpha": skew_alpha,
                               "schedules": schedules, "taid": taid})  # fmt: skip
@@ -80,6 +88,8 @@ class DistillationCallback(TrainerCallback):
                 "teacher_model_init_kwargs is about a teacher that is loaded by its name, but a model was given. Load "
                 "it that way, or pass its name."
             )
+        self._on_non_finite = check_policy(on_non_finite)
+        self.finite: FiniteGuard | None = None
         self._schedule = LossSchedule(self._plan)
         self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
         self._loss: _DistillationLoss | None = None
@@ -94,6 +104,8 @@ class DistillationCallback(TrainerCallback):
         self.undo()  # after a training that was interrupted, or begun anew with a smaller batch
         self._accelerator = Accelerator()  # shares the state of the trainer's
         refuse(args, self._accelerator.distributed_type)
+        finite = FiniteGuard(self._accelerator, self._on_non_finite)
+        finite.on_train_begin(args, state, control, model=model, **kwargs)
         student = base_of(self._accelerator.unwrap_model(model))
         self.teacher = self._load_teacher(args, student)
         vocab_size = _vocabulary(student, self.teacher, processing_class)
@@ -108,7 +120,11 @@ class DistillationCallback(TrainerCallback):
             options = LossOptions(distillation=self.distillation)
             self._loss = _DistillationLoss(student, options, self._ask_teacher, self._record, hidden)
             undo.callback(self._loss.undo)
+            filtered = Replacements()  # the filter puts the mean of the losses before in place of one that is NaN
+            filtered.set(args, "logging_nan_inf_filter", False)
+            undo.callback(filtered.undo)
             self._undo = undo.pop_all()
+        self.finite = finite
         self._set_loss({})
         self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
 
@@ -122,7 +138,27 @@ class DistillationCallback(TrainerCallback):
         self.distillation = replace(self.distillation, **changes)
         self._schedule.set_loss(self._loss, LossOptions(distillation=self.distillation))
 
+    def on_pre_optimizer_step(self, args, state, control, model: Any = None, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.saw_norm(largest(gradients(model), args.device))  # a callback is not shown the trainer's norm
+        self.finite.on_pre_optimizer_step(args, state, control, **kwargs)
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.on_optimizer_step(args, state, control, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.on_step_end(args, state, control)
+        self.finite.remember(state)
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.on_epoch_end(args, state, control)
+
     def on_train_end(self, args, state, control, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.on_train_end(args, state, control)
         self.undo()
 
     def undo(self) -> None:
@@ -137,7 +173,9 @@ class DistillationCallback(TrainerCallback):
             return
         averages = self._metrics[mode].flush(lambda sums: self._accelerator.reduce(sums, "sum"))
         averages = {f"{prefix}{name}": value for name, value in averages.items()}
-        averages |= self._schedule.logged if mode == "train" else {}
+        averages |= (
+            {**self._schedule.logged, **(self.finite.logged() if self.finite else {})} if mode == "train" else {}
+        )
         for entry in (logs, state.log_history[-1]):
             entry.update(averages)
 
@@ -174,11 +212,14 @@ class DistillationCallback(TrainerCallback):
         with self._accelerator.autocast():
             return teacher_logits(self.teacher, self.teacher, *args, **{**inputs, "use_cache": False})
 
-    def _record(self, mode: str, outputs: TokenLossOutput) -> None:
+    def _record(self, mode: str, outputs: TokenLossOutput, inputs: dict[str, Any]) -> None:
         counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
         values = per_token_values(outputs).items()
         sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
         self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))
+        if mode == "train" and self.finite is not None:
+            self.finite.saw_teacher(sums)
+            self.finite.saw_loss(outputs.loss, inputs)
 
 
 class _DistillationLoss(FusedLoss):
@@ -186,10 +227,11 @@ class _DistillationLoss(FusedLoss):
 
     def __init__(
         self, model: Any, options: LossOptions, ask_teacher: Callable[..., Logits],
-        record: Callable[[str, TokenLossOutput], None], hidden: HiddenLosses | None,
+        record: Callable[[str, TokenLossOutput, dict[str, Any]], None], hidden: HiddenLosses | None,
     ):  # fmt: skip
         super().__init__(model, options)
         self._ask_teacher, self._record, self._hidden = ask_teacher, record, hidden
+        self._inputs: dict[str, Any] = {}  # of the pass at hand
 
     def forward(self, model, *args, labels=None, shift_labels=None, fused_lm_head=False, skip_logits=None, **kwargs):
         num_items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
@@ -208,6 +250,7 @@ class _DistillationLoss(FusedLoss):
             )
         with contextlib.nullcontext() if self._hidden is None else self._hidden.of_teacher() as hidden_pass:
             logits = self._ask_teacher(*args, **kwargs)
+        self._inputs = kwargs
         outputs = super().forward(
             model, *args, labels=labels, shift_labels=shift_labels, teacher_logits=logits, hidden_pass=hidden_pass,
             fused_lm_head=fused_lm_head, skip_logits=skip_logits, **num_items, **kwargs,
@@ -219,7 +262,7 @@ class _DistillationLoss(FusedLoss):
         return outputs
 
     def seen(self, model: Any, outputs: Any, loss: LossOfOneForward) -> None:
-        self._record("train" if model.training else "eval", loss.token_output(outputs))
+        self._record("train" if model.training else "eval", loss.token_output(outputs), self._inputs)
 
 
 def refuse(args: TrainingArguments, distributed: DistributedType) -> None:

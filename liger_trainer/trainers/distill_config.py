@@ -5,27 +5,30 @@ from dataclasses import dataclass, fields, replace
 
 from trl import SFTConfig
 
+from ..common.non_finite import HELP, POLICIES, STOP, check_policy
 from ..common.options import OptionValues, check_options, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.config import LossConfig
 from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
+from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
 
 
 @dataclass
-class LigerDistillConfig(TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
+class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
         teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
         losses, beta, temperature, schedules, ...: what is minimised; see `LossConfig`.
+        supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         disable_dropout: switch the student's dropout off.
-        logging_nan_inf_filter: transformers', which shows a loss that is NaN as 0.0. Here off by default.
+        on_non_finite: what is done about numbers in training that are NaN or infinite: "stop" or "skip_step".
 
     Raises:
         ValueError: a value out of range, or options that do not go together.
@@ -37,16 +40,17 @@ class LigerDistillConfig(TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
 
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
     disable_dropout: bool = option(False, "Switch the student's dropout off.")
-    logging_nan_inf_filter: bool = option(False, "Log a loss that is NaN as 0.0.")
+    on_non_finite: str = option(STOP, HELP, choices=POLICIES)
 
     def __post_init__(self):
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
+        check_policy(self.on_non_finite)
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
-        check_options(self, LossConfig, SamplingConfig, TeacherConfig)
+        check_options(self, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):

@@ -5,19 +5,23 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
+from jinja2 import TemplateError
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from .chat_rows import check_chats, datasets_in_messages
+from .chat_rows import check_chats, check_part, datasets_in_messages
 from .distill_config import LigerDistillConfig
 from .evaluation_rows import EvaluationOfEachRow
+from .message_marks import marked_template, template_for_training
 from .rows import RowFacts, count_rows
 from .token_ids import LargestIds, check_ids
 
@@ -35,13 +39,48 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         self.largest_ids: dict[str, LargestIds] = {}
         call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
         check_names(call.arguments.get("eval_dataset"))
-        call.arguments.update(datasets_in_messages(call.arguments, call.arguments.get("args")))
-        super().__init__(*call.args, **call.kwargs)
+        config: Any = call.arguments.get("args")
+        call.arguments.update(datasets_in_messages(call.arguments, config))
+        self._part: str | None = getattr(config, "supervised_part", None)
+        self._answers_only = self._part is not None and config.assistant_only_loss
+        if self._part is not None:
+            check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
+        if self._answers_only:  # SFTTrainer would refuse a template without marks
+            config.assistant_only_loss = False
+        try:
+            super().__init__(*call.args, **call.kwargs)
+        finally:
+            if self._answers_only:
+                config.assistant_only_loss = True
+
+    @contextmanager
+    def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
+        """Have TRL learn what `supervised_part` says, by a chat template for this preparation alone."""
+        if self._part is None or "input_ids" in get_dataset_column_names(dataset):  # tokens come again to be packed
+            yield
+            return
+        check_part(self._part, dataset, self.completion_only_loss)
+        before = self.chat_template, args.assistant_only_loss
+        template = marked_template(template_for_training(tokenizer), self._part, self._answers_only)
+        self.chat_template, args.assistant_only_loss = template, True
+        try:
+            yield
+        finally:
+            self.chat_template, args.assistant_only_loss = before
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest."""
-        if formatting_func is None:
-            self.check_chats(dataset, processing_class, dataset_name)
+        with self._marked_parts(dataset, processing_class, args):
+            if formatting_func is None:
+                self.check_chats(dataset, processing_class, dataset_name)
+            try:
+                return self._prepared(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            except TemplateError as error:
+                raise DataError(
+                    f"The chat template refuses a row of the {dataset_name} dataset: {error.message}."
+                ) from error
+
+    def _prepared(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepare = super()._prepare_dataset
         if not isinstance(dataset, Dataset):
             return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
-from transformers.trainer_utils import get_last_checkpoint
 
+from ..common.checkpoints import TRAINER_STATE
 from ..common.files import CONFIG, STATE
 from ..errors import ConfigError
 from ..patching.patcher import base_of
@@ -30,7 +29,7 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
-from .token_metrics import TRAINER_STATE
+from .ranks import decided_by_first
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # beside num_tokens in trainer_state.json
@@ -69,21 +68,17 @@ class ResumeCheck:
         self._student = student_fingerprints(trainer.model)
         self._known: dict[str, Any] | None = None
 
-    def begin(self, checkpoint: str | bool | None, force: bool) -> None:
-        """Compare a checkpoint with what this trainer has. True is the newest checkpoint.
+    def begin(self, checkpoint: str | None, force: bool) -> None:
+        """Compare a checkpoint with what this trainer has.
 
         Raises:
             ConfigError: something differs, and `force` is not set.
         """
         self._known = None  # an earlier training of this trainer may have had other rows
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(self._trainer.args.output_dir))
-        if not checkpoint:
+        if checkpoint is None:
             return
         main = self._trainer.is_world_process_zero()
-        [differences] = broadcast_object_list([self._compare(Path(checkpoint)) if main else None])
-        if isinstance(differences, Exception):
-            raise differences
+        differences = decided_by_first(main, lambda: self._differences(Path(checkpoint)))
         if differences and not force:
             raise ConfigError(_refusal(Path(checkpoint), differences))
         if differences and main:
@@ -123,13 +118,6 @@ class ResumeCheck:
             columns = [name for name in columns if name in (self._trainer._signature_columns or ())]
         fingerprint = rows_fingerprint(rows.select_columns(columns))
         return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
-
-    def _compare(self, checkpoint: Path) -> list[str] | Exception:
-        """Return the differences, or the error for all processes to raise."""
-        try:
-            return self._differences(checkpoint)
-        except (OSError, ValueError) as error:
-            return error
 
     def _differences(self, checkpoint: Path) -> list[str]:
         """Return the differences in words, one for each part."""

@@ -4,7 +4,9 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import inspect
+import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,17 +14,20 @@ from torch import Tensor
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..common.console import announce
+from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import base_of, patched_record
-from .prepare_rows import RowPreparingTrainer, check_names
+from .checkpointing import CheckpointingTrainer
+from .finite_guard import FiniteGuard
+from .prepare_rows import check_names
 from .resume_check import ResumeCheck
 from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
 
-class LigerTrainer(RowPreparingTrainer):
+class LigerTrainer(CheckpointingTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -33,7 +38,12 @@ class LigerTrainer(RowPreparingTrainer):
     The model's layers are patched whether `use_liger_kernel` is set or not, and `liger_kernel_config` says which; a
     model that was patched before keeps its layers. Adapters on `lm_head`, which TRL refuses, are part of the loss.
 
+    Args, besides SFTTrainer's:
+        on_non_finite: what is done about a loss, gradient norm, weight or teacher that is NaN or infinite: "stop", or
+            "skip_step", which leaves such steps out. Default: `args.on_non_finite`, else "stop".
+
     Attributes:
+        finite: the guard that watches for them; `trainer.finite.skipped` counts the steps left out.
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
@@ -45,11 +55,12 @@ class LigerTrainer(RowPreparingTrainer):
             `liger_kernel_config`; an evaluation dataset that is named "train".
         DataError: no row of a dataset has a supervised token; a row has a token id that the model does not have, or a
             role that the chat template does not know.
+        NonFiniteError: in training, numbers that are not finite; on all ranks, before a checkpoint of them is written.
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
         config = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args")
         options = take_liger_options(config)
         with warnings.catch_warnings(), loading_and_adapters(config):
@@ -58,6 +69,10 @@ class LigerTrainer(RowPreparingTrainer):
             super().__init__(*args, **kwargs)
         self.check_rows()
         self._resume_check = ResumeCheck(self)
+        # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
+        self.args.logging_nan_inf_filter = False
+        self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
+        self.add_callback(self.finite)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
@@ -80,14 +95,19 @@ class LigerTrainer(RowPreparingTrainer):
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
         """Train as `trl.SFTTrainer` does.
 
-        A checkpoint whose training started with other data, another tokenizer, student or teacher is refused with a
-        ConfigError that says what differs; with `force_resume` it is only a warning.
+        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
+        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
+        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
+        it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
-        self._resume_check.begin(resume_from_checkpoint, force_resume)
-        self._undo_evaluation_wrap()
-        return super().train(
-            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-        )
+        saves = self.args.save_strategy != "no"
+        with self.folder_locked(trial) if saves else nullcontext():
+            checkpoint = self.choose_checkpoint(resume_from_checkpoint)
+            self._resume_check.begin(checkpoint, force_resume)
+            self._undo_evaluation_wrap()
+            return super().train(
+                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
 
     def _undo_evaluation_wrap(self) -> None:
         prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
@@ -124,6 +144,16 @@ class LigerTrainer(RowPreparingTrainer):
             return loss
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.saw_loss(loss, inputs)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.saw_norm(norm)
+        return norm
 
     def use_own_loss(self) -> None:
         """Put this trainer's loss back on the model where another trainer of the same model has replaced it."""
@@ -176,6 +206,7 @@ class LigerTrainer(RowPreparingTrainer):
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
         read = _num_tokens(inputs).to(outputs.label_mask.device)  # a model spread over devices ends on another
+        self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
         self.add_metrics("train", dict(zip(sums, totals, strict=True)), tokens)
@@ -218,6 +249,10 @@ class LigerTrainer(RowPreparingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.logs_training(logs) else "eval"
+        if "loss" in logs:
+            logs.update(self.finite.logged())
+            if not math.isfinite(logs["loss"]):  # a step was left out; Trainer would start the next sum from NaN - NaN
+                self._tr_loss.zero_()
         logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
 
@@ -250,6 +285,9 @@ class LigerTrainer(RowPreparingTrainer):
         self._total_train_tokens = tokens
 
     def _save_checkpoint(self, model, trial):
+        # a callback behind the guard may have asked for it
+        self.finite.check(self.state, and_moments=True)
+        self.finite.remember(self.state)
         remember_tokens(self.state, self.tokens_trained)
         self._resume_check.remember()
         super()._save_checkpoint(model, trial)

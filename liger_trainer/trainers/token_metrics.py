@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
+from ..common.checkpoints import TRAINER_STATE
 from ..losses.token_output import TokenLossOutput
-
-TRAINER_STATE = "LigerTrainer"  # among the states in trainer_state.json
 
 
 class TokenMetrics:

@@ -176,19 +176,19 @@ def test_env_names_versions_and_what_is_missing(call, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would become the process, instead of becoming it."""
+    """The command of the launcher that would be started, or the recipe that would be run."""
     commands: list[list[str]] = []
 
     class Replaced(Exception):
         pass
 
-    def execv(path, arguments):
-        commands.append(arguments[1:])
+    def popen(command, **options):
+        commands.append(command[1:])
         raise Replaced
 
     for name in (launching.LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launching.os, "execv", execv)
+    monkeypatch.setattr(launching.subprocess, "Popen", popen)
     monkeypatch.setattr(run, "_run_recipe", lambda config: commands.append([config.recipe]))
 
     def start(*arguments: str) -> list[str]:
@@ -197,7 +197,6 @@ def launched(monkeypatch):
             cli.main(list(arguments))
         except (Replaced, SystemExit):
             pass
-        monkeypatch.delenv(launching.LAUNCHED, raising=False)
         return commands[0] if commands else []
 
     return start

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from held_folders import held_by_a_child
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.cli import main
+from liger_trainer.common.checkpoints import TRAINER_STATE, checkpoints_in, damage
+from liger_trainer.common.files import STATE
+from liger_trainer.common.manifest import MANIFEST
 from liger_trainer.errors import ConfigError, CorruptError
-from liger_trainer.run.checkpoints import checkpoints_in, damage, resumption
+from liger_trainer.run.checkpoints import BEFORE, resumption
 
 # as for `trl sft --config sft.yaml`, written over the years: names that TRL and transformers have given up among them
 TRL_SFT = """
@@ -242,28 +246,91 @@ def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folde
     assert metrics(copy)["training"]["steps"] == 5
 
 
-def test_resume_names_what_is_damaged_and_what_is_whole(copy, cli):
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def strip_manifest(checkpoint: Path) -> None:
+    """Make a checkpoint one of an earlier version."""
+    (checkpoint / MANIFEST).unlink()
+    state = json.loads((checkpoint / STATE).read_text())
+    del state["stateful_callbacks"][TRAINER_STATE]["manifest"]
+    (checkpoint / STATE).write_text(json.dumps(state))
+
+
+def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_passes_over(trained, copy, cli):
+    flip(copy / "checkpoint-4" / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is passed over: adapter_model.safetensors is not what was wri"):
+        code, _, err = cli("resume", str(copy))
+    assert code == 0, err
+    assert metrics(copy)["training"]["resumed_at"] == 2 and metrics(copy)["before"] == metrics(trained)["before"]
+    name = "adapter_model.safetensors"
+    assert (copy / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_resume_refuses_a_damaged_checkpoint_that_is_asked_for(copy, cli):
     weights = copy / "checkpoint-4" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-3])
-    code, _, err = cli("resume", str(copy))
-    assert code == 6 and "checkpoint-4 is damaged: adapter_model.safetensors has" in err
-    assert f"liger-trainer resume {copy} --checkpoint checkpoint-2" in err
+    whole = weights.read_bytes()
+    flip(weights)
+    code, _, err = cli("resume", str(copy), "--checkpoint", "checkpoint-4")
+    assert code == 6 and "checkpoint-4 is damaged: adapter_model.safetensors is not what was written" in err
+    assert f"The newest whole one: {copy / 'checkpoint-2'}" in err
+    weights.write_bytes(whole[:-3])
+    with pytest.raises(CorruptError, match=f"has {len(whole) - 3} bytes instead of"):  # before anything is loaded
+        resumption(copy, "checkpoint-4", [])
     _, settings = resumption(copy, "checkpoint-2", ["seed=1"])
     assert settings == [f"output_dir={copy}", "seed=1", f"resume_from_checkpoint={copy / 'checkpoint-2'}"]
     shutil.rmtree(copy / "checkpoint-2")
-    with pytest.raises(CorruptError, match="No other checkpoint is whole"):
+    with pytest.raises(CorruptError, match="no checkpoint in .* is whole:\n  checkpoint-4: adapter"):
         resumption(copy, None, [])
     with pytest.raises(ConfigError, match="expected one of checkpoint-4, got 'checkpoint-9'"):
         resumption(copy, "checkpoint-9", [])
-    shutil.rmtree(copy / "checkpoint-4")
-    with pytest.raises(ConfigError, match="no checkpoint in .*save_strategy"):
-        resumption(copy, None, [])
     with pytest.raises(ConfigError, match="holds no config.yaml"):
         resumption(copy / "nowhere", None, [])
 
 
-def test_every_kind_of_damage_is_seen(copy):
+def test_resume_finishes_what_was_killed_after_the_last_step(trained, copy, cli):
+    """Between the last checkpoint and metrics.json: nothing is left to train, but to save and to measure."""
+    (copy / "adapter_model.safetensors").unlink()
+    code, _, err = cli("resume", str(copy))
+    assert code == 0, err
+    resumed, whole = metrics(copy), metrics(trained)
+    assert resumed["before"] == whole["before"] and resumed["after"]["loss"] == whole["after"]["loss"]
+    assert (resumed["training"]["steps"], resumed["training"]["resumed_at"]) == (4, 4)
+    name = "adapter_model.safetensors"
+    assert (copy / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_resume_starts_a_run_that_was_killed_before_its_first_checkpoint(trained, copy, cli):
+    for checkpoint in checkpoints_in(copy):
+        shutil.rmtree(checkpoint)
+    code, _, err = cli("resume", str(copy), "--force")
+    assert code == 0 and "no checkpoint in" in err and "starts from the beginning" in err
+    assert (copy / "adapter_model.safetensors").read_bytes() == (trained / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_folder_in_which_a_run_trains_is_refused_to_another(copy, cli):
+    with held_by_a_child(copy) as child:
+        for command in (("resume", str(copy)), ("run", "sft.yaml", f"output_dir={copy}", "overwrite_output_dir=true")):
+            code, _, err = cli(*command)
+            assert code == 2 and f"{copy} is in use by process {child} on " in err
+
+
+def test_a_missing_measurement_before_training_is_said(copy, cli):
     checkpoint = copy / "checkpoint-4"
+    assert BEFORE in json.loads((checkpoint / MANIFEST).read_text())["files"]
+    strip_manifest(checkpoint)
+    (checkpoint / BEFORE).unlink()
+    with pytest.warns(UserWarning, match=f"has no {BEFORE}.*before is the student after step 4"):
+        assert cli("resume", str(copy))[0] == 0
+
+
+def test_every_kind_of_damage_is_seen(copy):
+    """Without a manifest, by names, sizes and headers."""
+    checkpoint = copy / "checkpoint-4"
+    strip_manifest(checkpoint)
     assert damage(checkpoint) is None
     for name, harm, told in (
         ("trainer_state.json", lambda path: path.unlink(), "trainer_state.json is missing"),
@@ -272,6 +339,8 @@ def test_every_kind_of_damage_is_seen(copy):
         ("adapter_model.safetensors", lambda path: path.write_bytes(b""), "is cut off: 0 bytes"),
         ("adapter_model.safetensors", lambda path: path.write_bytes(b"\x05" + bytes(12)), "has no safetensors header"),
         ("adapter_model.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x"), "instead of"),
+        ("optimizer.pt", lambda path: path.unlink(), "optimizer.pt is missing"),
+        ("rng_state.pth", lambda path: path.unlink(), "rng_state.pth is missing"),
         ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:-30]), "optimizer.pt is cut off"),
     ):
         before = (checkpoint / name).read_bytes()

@@ -37,6 +37,11 @@ pytestmark = [
 ]
 
 
+def slow(*names):
+    """Cases that add a family or an argument to what another one proves; each takes seconds to compile."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     torch.compiler.reset()
@@ -60,7 +65,7 @@ def assert_same(got, want, rtol=1e-5):
     assert_same_gradients(named_gradients(*got), named_gradients(*want), rtol=rtol)
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["qwen3", *slow("llama_tied", "gemma2", "granite", "cohere")])
 def test_one_graph_with_the_plain_models_gradients(family):
     plain, model, patched = pair(family)
     assert patched.fused is not None and len(patched.report.swapped) >= 3
@@ -78,7 +83,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["shifted labels", *slow("divisor", "divisor as a number", "without labels")])
 def test_arguments(call):
     plain, model, _ = pair()
     batch = CALLS[call](masked_batch())
@@ -246,8 +251,10 @@ def sft(cls):
 
 @pytest.mark.parametrize(
     ("plain", "ours", "flag"),
-    [(stock_trainer, stock_trainer, {"use_liger_kernel": True}), (sft(SFTTrainer), sft(LigerTrainer), {})],
-    ids=["stock flag", "LigerTrainer"],
+    [
+        pytest.param(stock_trainer, stock_trainer, {"use_liger_kernel": True}, id="stock flag", marks=pytest.mark.slow),
+        pytest.param(sft(SFTTrainer), sft(LigerTrainer), {}, id="LigerTrainer"),
+    ],
 )
 def test_trainers(plain, ours, flag):
     want, plain_breaks = run(plain, **RUN)
@@ -260,6 +267,7 @@ def test_trainers(plain, ours, flag):
     assert our_breaks <= plain_breaks
 
 
+@pytest.mark.slow
 def test_distillation_trainer():
     def make(model, **options):
         return LigerDistillTrainer(

@@ -17,17 +17,23 @@ from typing import Any
 
 import pytest
 import torch
+from planted import PLACES, Plant
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
 import liger_trainer
 from liger_trainer.cli import main
+from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run import train_loop
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
+from liger_trainer.run.reports.read_run import read_run
+from liger_trainer.run.reports.tables import training_facts
 from liger_trainer.run.samples import held_out_prompts
+from liger_trainer.trainers.finite_weights import is_finite
+from liger_trainer.trainers.sft_trainer import LigerTrainer
 
 SETTINGS = """
 model_name_or_path: student
@@ -279,7 +285,12 @@ def test_no_supervised_token_at_all(run):
         (SETTINGS, ["chat_template_path=missing.jinja"], 2, "chat_template_path: no such file"),
         (SETTINGS, ["output_dir=student"], 2, "output_dir: student is also model_name_or_path"),
         (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: rows.jsonl is no directory that can be written to"),
-        (SETTINGS, ["load_best_model_at_end=true", "eval_strategy=epoch"], 2, "SFTConfig refuses these settings"),
+        (
+            SETTINGS,
+            ["load_best_model_at_end=true", "eval_strategy=epoch"],
+            2,
+            "needs checkpoints where evaluations are",
+        ),
         (SETTINGS, ["resume_from_checkpoint=true"], 2, "resume_from_checkpoint: no checkpoint in out"),
         (SETTINGS, ["resume_from_checkpoint=checkpoint-9"], 2, "resume_from_checkpoint: no such directory"),
         (SETTINGS + TEACHER, ["losses=[{type: klx}]"], 2, "losses: [0].type: expected one of forward_kl"),
@@ -378,7 +389,7 @@ def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(global_step=2, max_steps=6), args=SimpleNamespace(output_dir=tmp_path)
     )
-    message = str(train_loop._interrupted(trainer))
+    message = train_loop._how_to_go_on(trainer)
     assert message.endswith(f"resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in message
 
 
@@ -447,17 +458,40 @@ def test_what_peft_refuses_is_a_message(run):
     assert code == 2 and "LigerTrainer refuses these settings" in err and "Traceback" not in err
 
 
-def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
-    """Exit code 5 at the first log that shows it; before a checkpoint is saved over the good ones."""
+def test_a_training_that_diverges_ends_with_the_checkpoint_before(run, tmp_path):
     diverging = ("learning_rate=1e30", "max_grad_norm=0", "max_steps=4", "save_strategy=steps", "save_steps=1")
-    code, _, err = run(SETTINGS, *diverging)
+    code, _, err = run(SETTINGS, *diverging, "logging_strategy=no")
     assert code == 5 and "Traceback" not in err
-    stopped = re.search(r"loss up to step (\d) is nan; it was finite up to step (\d)", err)
-    assert stopped and int(stopped[1]) == int(stopped[2]) + 1
-    assert f"liger-trainer resume out --checkpoint checkpoint-{stopped[2]}\n"[:-1] in err
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{stopped[2]}"
+    step = int(re.search(r"In step (\d) the", err)[1])
+    assert f"liger-trainer resume out --checkpoint checkpoint-{step - 1}\n" in err
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{step - 1}"
     assert not (tmp_path / "out" / "metrics.json").exists()
 
-    code, _, err = run(SETTINGS, *diverging[:3], "logging_strategy=no", "output_dir=unseen")
-    assert code == 5 and "the trained model's loss" in err
-    assert metrics(tmp_path / "unseen")["after"]["loss"] == "nan"
+
+@pytest.mark.parametrize("place", PLACES)
+def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_path, monkeypatch, capsys, place):
+    """With `logging_steps=500`, where nothing is logged before the end."""
+    train = LigerTrainer.train
+    monkeypatch.setattr(LigerTrainer, "train", lambda self, **how: (Plant(self, place, 4), train(self, **how))[1])
+    short = ("max_steps=5", "logging_steps=500", "save_strategy=steps", "save_steps=1", "eval_strategy=no")
+    code, _, err = run(SETTINGS + TEACHER, *short)
+    assert code == 5 and "Traceback" not in err and "In step 4 " in err
+    saved = checkpoints_in(tmp_path / "out")
+    assert [path.name for path in saved] == [f"checkpoint-{step}" for step in (1, 2, 3)] and all(map(is_finite, saved))
+    monkeypatch.setattr(LigerTrainer, "train", train)
+    with pytest.raises(SystemExit) as stopped:
+        main(re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
+    assert not stopped.value.code, capsys.readouterr().err
+    assert metrics(tmp_path / "out")["training"]["resumed_at"] == 3
+
+
+def test_the_report_counts_steps_that_are_left_out(run, tmp_path, monkeypatch):
+    train = LigerTrainer.train
+    monkeypatch.setattr(LigerTrainer, "train", lambda self, **how: (Plant(self, "loss", 2), train(self, **how))[1])
+    with pytest.warns(UserWarning, match="In step 2 .* left out"):
+        code, _, err = run(SETTINGS, "on_non_finite=skip_step", "logging_nan_inf_filter=true")
+    assert code == 0 and "logging_nan_inf_filter: left out: a loss is logged as it is" in err
+    written = metrics(tmp_path / "out")
+    assert written["training"]["skipped_steps"] == 1
+    assert [entry["skipped_steps"] for entry in written["log_history"] if "skipped_steps" in entry][-1] == 1
+    assert training_facts(read_run(tmp_path / "out"))["skipped steps"] == "1"

@@ -96,6 +96,8 @@ PARTICULAR = {
         "char_vocab_size": VOCAB, "t2u_max_position_embeddings": 64, "max_source_positions": 64,
     }),
     "speech_to_text": {"conv_channels": 64, "max_target_positions": 64, "input_channels": 1},
+    "timm_wrapper": {"architecture": "vit_tiny_patch16_224", "hidden_size": 48, "model_args": {
+        "embed_dim": 48, "depth": 1, "num_heads": 3, "img_size": 32}},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": [1] * 7},
     "whisper": {"max_source_positions": 32, "max_target_positions": 64},
 }  # fmt: skip

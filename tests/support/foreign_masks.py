@@ -46,14 +46,11 @@ class Case:
     Attributes:
         config: its YAML, as far as it is about the rows, whose file is called ROWS.
         rows: in that file.
-        compared: "all"; or what is compared where the tool writes or supervises other text around the same messages:
-            "content", all but the header of each message; "answers", whether the prompt is supervised, and the answer.
         about: the entry of LLaMA-Factory's dataset_info.json.
     """
 
     config: str
     rows: list[dict]
-    compared: str = "all"
     about: dict | None = None
 
 
@@ -92,25 +89,23 @@ _FROM_VALUE = "field_messages: conversations, message_property_mappings: {role: 
 
 CASES: dict[str, dict[str, Case]] = {
     "torchtune": {
-        # the header of an answer is supervised there, and the end of the text written once more
         "sharegpt": Case(
             _torchtune("chat_dataset, conversation_column: conversations, conversation_style: sharegpt"),
-            SHAREGPT, "content"),
+            SHAREGPT),
         "messages": Case(
-            _torchtune("chat_dataset, conversation_column: messages, conversation_style: openai"), MESSAGES, "content"),
+            _torchtune("chat_dataset, conversation_column: messages, conversation_style: openai"), MESSAGES),
         "train_on_input": Case(
             _torchtune("chat_dataset, conversation_column: messages, conversation_style: openai, train_on_input: true"),
             MESSAGES),
-        # its own prompt around the instruction
-        "alpaca": Case(_torchtune("alpaca_dataset"), ALPACA, "answers"),
-        "alpaca, answers alone": Case(_torchtune("alpaca_dataset, train_on_input: false"), ALPACA, "answers"),
+        "alpaca": Case(_torchtune("alpaca_dataset"), ALPACA),
+        "alpaca, answers alone": Case(_torchtune("alpaca_dataset, train_on_input: false"), ALPACA),
     },
     "axolotl": {
         "messages": Case(_axolotl("type: chat_template"), MESSAGES),
         "sharegpt": Case(_axolotl(f"type: chat_template, {_FROM_VALUE}"), SHAREGPT),
-        "train_on_inputs": Case(_axolotl("type: chat_template", "train_on_inputs: true\n"), MESSAGES, "content"),
-        "alpaca": Case(_axolotl("type: alpaca"), ALPACA, "answers"),
-        "alpaca, train_on_inputs": Case(_axolotl("type: alpaca", "train_on_inputs: true\n"), ALPACA, "answers"),
+        "train_on_inputs": Case(_axolotl("type: chat_template", "train_on_inputs: true\n"), MESSAGES),
+        "alpaca": Case(_axolotl("type: alpaca"), ALPACA),
+        "alpaca, train_on_inputs": Case(_axolotl("type: alpaca", "train_on_inputs: true\n"), ALPACA),
         "text": Case(_axolotl("type: completion"), TEXT),
     },
     "llamafactory": {

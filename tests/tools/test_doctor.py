@@ -124,7 +124,14 @@ def test_every_family(capsys, monkeypatch):
     assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
     assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)
     assert re.search(r"\| GptOssExperts \| its gate is not .* \| gpt_oss \|", out)
+    assert "Not compared" not in out
     assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder.*\| ChameleonFor", out, re.DOTALL)
+
+
+def test_classes_that_no_test_compares_are_listed_with_the_reason():
+    diagnosis = doctor.Diagnosis("rag", "RagTokenForGeneration", problem="no default")
+    assert "## Not compared\n" in (page := doctor.markdown([diagnosis]))
+    assert f"| RagTokenForGeneration | {doctor.NOT_COMPARED['RagTokenForGeneration']} |" in page
 
 
 def test_the_documented_table_is_the_commands():
@@ -135,6 +142,8 @@ def test_the_documented_table_is_the_commands():
     for family in FAMILIES:
         row = doctor.cells(doctor.diagnose(doctor.config_of(family)))
         assert f"\n| {family} | {' | '.join(row.values())} |\n" in text
+    for name, why in doctor.NOT_COMPARED.items():
+        assert f"\n| {name} | {why} |\n" in text
     for name in CLASSES:
         row = doctor.cells(doctor.diagnose(getattr(transformers, name).config_class()))
         assert f"\n| {name} | {' | '.join(row.values())} |\n" in text

@@ -246,7 +246,7 @@ def test_a_directory_of_something_else(tmp_path):
     "options, message",
     [
         ({"cache_entries": VOCAB + 1}, "no more than the vocabulary's 64 tokens; got 65"),
-        ({"cache_entries": 2000}, "holds 1 to 1024 entries"),
+        ({"cache_entries": 2000}, "expected a number of at most 1024"),
         ({"cache_entries": 60, "cache_tail_draws": 5}, r"the vocabulary's 64 tokens; got 60 \+ 5"),
         ({"teacher": "model", "teacher_cache_dir": None}, "teacher_cache_dir says where"),
     ],

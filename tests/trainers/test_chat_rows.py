@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 from tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer, train_args
 from trl import SFTConfig, chat_template_utils
 
-from liger_trainer import LigerDistillConfig, LigerTrainer
+from liger_trainer import LigerConfig, LigerDistillConfig, LigerTrainer
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
@@ -104,6 +104,43 @@ def test_the_last_turn_alone(run):
         assert document[0].text.count("<assistant>") == 2
     with pytest.raises(ConfigError, match="last_turn_only: needs rows of chat messages; the rows have plain text"):
         run([{"text": "w1 w2"}] * 4, "last_turn_only=true")
+
+
+STANFORD = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+
+
+def test_stanfords_prompt_as_a_message_and_as_text(run):
+    rows = [{"instruction": "Add.", "input": "2 and 2", "output": "4"}, {"instruction": "Hello", "output": "Hi."}] * 2
+    with_input = ", paired with an input that provides further context"
+    asked = {
+        "Add.": STANFORD.format(with_input) + "\n\n### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:",
+        "Hello": STANFORD.format("") + "\n\n### Instruction:\nHello\n\n### Response:",
+    }
+    answers = {"Add.": "4", "Hello": "Hi."}
+    text, chat = run(rows, "alpaca_prompt=stanford_text")[1].train, run(rows, "alpaca_prompt=stanford")[1].train
+    assert {(row["prompt"], row["completion"]) for row in text} == {(asked[i] + "\n", answers[i]) for i in asked}
+    assert {(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in chat} == {
+        (asked[i], answers[i]) for i in asked
+    }
+    args = train_args(LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
+    trainer = LigerTrainer(
+        tiny_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
+    )
+    tokenizer = tiny_tokenizer()
+    assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["Add."] + "\n4<eos>")["input_ids"]
+    assert trainer.train_dataset[0]["labels"][-3:] == [-100, *tokenizer("4 <eos>")["input_ids"]]
+
+
+def test_where_stanfords_prompt_does_not_fit(run):
+    alpaca = {"instruction": "w1", "output": "w2"}
+    with pytest.raises(DataError, match="stanford_text has no place for the system prompt or the history of a row"):
+        run([{**alpaca, "system": "w3"}] * 4, "alpaca_prompt=stanford_text")
+    with pytest.raises(ConfigError, match="alpaca_prompt: needs the columns instruction and output;"):
+        run(OF_MESSAGES, "alpaca_prompt=stanford")
+    for options in (["supervised_part=content"], ["supervised_part=content", "alpaca_prompt=stanford_text"]):
+        rows = [alpaca] * 4 if len(options) > 1 else [{"text": "w1 w2"}] * 4
+        with pytest.raises(ConfigError, match="supervised_part: needs rows of chat messages"):
+            run(rows, *options)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])

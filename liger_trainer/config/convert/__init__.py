@@ -143,8 +143,13 @@ def supervised(settings: Settings) -> str:
     if sampled == 1:
         return "Supervised: the completions that the student samples."
     last, answers = settings.get("last_turn_only"), settings.get("assistant_only_loss")
-    of_chats = "the last message" if last else "the assistant's messages" if answers else "every token"
-    of_pairs = "every token" if settings.get("completion_only_loss") is False else "the completion"
+    part = settings.get("supervised_part")
+    with_part = {"message": " with their headers", "content": " without their headers"}.get(part or "", "")
+    whole = f"the messages{with_part}" if part else "every token"
+    answered = f"the assistant's messages{with_part}"
+    of_chats = "the last message" if last else answered if answers else whole
+    every = settings.get("completion_only_loss") is False
+    of_pairs = (answered if answers else whole) if every else "the completion"
     also = " Of completions that are sampled, every token." if sampled or settings.get("seq_kd") else ""
     return f"Supervised: of chats {of_chats}, of prompt and completion {of_pairs}, of text every token.{also}"
 

@@ -6,7 +6,6 @@ from typing import Any
 from . import ForeignConfig, NotHere, Settings, Tool
 from .rows import (
     OTHER_ROWS,
-    OWN_PROMPT,
     adapter_modules,
     chat_column,
     datasets_of,
@@ -56,7 +55,7 @@ def _kind(entry: dict[str, Any]) -> str:
 
 
 def _supervised(entry: dict[str, Any], source: ForeignConfig) -> Settings:
-    """Supervise the assistant's turns of a chat and the output of Alpaca; with train_on_inputs also the prompts."""
+    """Supervise the answers of a chat and the output of Alpaca; with train_on_inputs prompts too, but no header."""
     kind, on_prompt = _kind(entry), source.get("train_on_inputs")
     if kind == "text":
         return {"dataset_text_field": entry["field"]} if entry.get("field") else {}
@@ -65,19 +64,16 @@ def _supervised(entry: dict[str, Any], source: ForeignConfig) -> Settings:
         for key, like_here in _WHAT_IS_LEARNED.items():
             if entry.get(key) not in like_here:
                 source.note(f"{entry['path']}: {key}: {entry[key]!r} changes what is learned there, and nothing here.")
-        return {} if on_prompt else {"assistant_only_loss": True}
+        return {"supervised_part": "content"} if on_prompt else {"assistant_only_loss": True}
     if kind == "other":
         source.note(f"{entry['path']}: {OTHER_ROWS}")
-    return {"completion_only_loss": False} if on_prompt else {}
+    prompt = {"alpaca_prompt": "stanford_text"} if kind == "alpaca" else {}
+    return {**prompt, **({"completion_only_loss": False} if on_prompt else {})}
 
 
 def _differences(source: ForeignConfig) -> Iterator[str]:
     listed = source.get("datasets")
     kinds = {_kind(entry) for entry in (listed if isinstance(listed, list) else []) if isinstance(entry, dict)}
-    if "chat" in kinds and source.get("train_on_inputs"):
-        yield "axolotl leaves the headers of messages out, such as <|im_start|>user; here they are supervised too."
-    if "alpaca" in kinds:
-        yield f"axolotl {OWN_PROMPT}"
     if "text" in kinds:
         yield "Of a text longer than max_length the rest is cut off; axolotl makes further rows of it."
     if kinds - {"text"} and source.get("excess_length_strategy", "drop") == "drop":

@@ -11,7 +11,6 @@ OTHER_ROWS = (
     "rows of this form are not read: give them a prompt and a completion, or messages, and name that file in "
     "dataset_name."
 )
-OWN_PROMPT = "writes a prompt of its own around an instruction; here it is the user's message, in the chat template."
 CHAT_COLUMNS = ("messages", "conversations")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ForeignConfig, NotHere, Settings, Tool
-from .rows import BUILDERS, OTHER_ROWS, OWN_PROMPT, chat_column, optimizer
+from .rows import BUILDERS, OTHER_ROWS, chat_column, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -25,6 +25,7 @@ _TEXTS = {
     "wikitext_dataset": "page",
     "cnn_dailymail_articles_dataset": "article",
 }
+_ANSWERS: Settings = {"assistant_only_loss": True, "supervised_part": "message"}  # torchtune masks whole messages
 _NO_FILES = "transformers finds the files of a model by its directory."
 
 
@@ -107,20 +108,19 @@ def _supervised(name: str, source: ForeignConfig) -> Settings:
         return {"dataset_text_field": source.get("dataset.column", _TEXTS[name])}
     if name in _CHATS:
         chat_column(source.get("dataset.conversation_column"), "dataset", source)
-        return {} if on_prompt else {"assistant_only_loss": True}
+        return {} if on_prompt else _ANSWERS
     if name not in _ALPACA:
         source.note(OTHER_ROWS)
-    return {"completion_only_loss": False} if on_prompt else {}
+        return {"completion_only_loss": False} if on_prompt else {}
+    return {"alpaca_prompt": "stanford", "completion_only_loss": False, **({} if on_prompt else _ANSWERS)}
 
 
 def _differences(source: ForeignConfig) -> Iterator[str]:
     name = _component(source.get("dataset._component_", ""))
     if not name or name in _TEXTS:
         return
-    if not source.get("dataset.train_on_input", name in _ALPACA):
+    if name not in (*_CHATS, *_ALPACA) and not source.get("dataset.train_on_input"):
         yield "torchtune supervises the header before an answer too, such as <|im_start|>assistant; here it is context."
-    if name in _ALPACA:
-        yield f"torchtune {OWN_PROMPT}"
     yield "The chat template is that of the model's tokenizer; it may begin with a system prompt, torchtune's do not."
 
 

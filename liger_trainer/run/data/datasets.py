@@ -187,7 +187,11 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
     chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
-    for key in ("assistant_only_loss", "last_turn_only"):
+    if config.given("alpaca_prompt") and form != "alpaca":
+        raise config.error("alpaca_prompt", f"needs the columns instruction and output; the rows have {form}.")
+    if config["alpaca_prompt"] == "stanford_text":
+        chat = False
+    for key in ("assistant_only_loss", "supervised_part", "last_turn_only"):
         if config[key] and not chat:
             raise config.error(key, f"needs rows of chat messages; the rows have plain {form}.")
 
@@ -196,7 +200,7 @@ def _as_the_trainer_reads(
     config: "RunConfig", train: "Dataset", test: "Dataset", form: str
 ) -> tuple["Dataset", "Dataset", str]:
     """Convert rows of ShareGPT and Alpaca to messages, or to prompt and completion; return their new form too."""
-    train, test = in_messages(train), in_messages(test)
+    train, test = (in_messages(rows, alpaca_prompt=config["alpaca_prompt"]) for rows in (train, test))
     if config["last_turn_only"]:
         train, test = split_last(train), split_last(test)
     if form not in CHAT_FORMS:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...common.files import write_atomically
 from .curves import SERIES, Drawing, draw, reading
 from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
@@ -63,8 +64,8 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
     if drawings:
         plots.mkdir(exist_ok=True)
     for drawing in drawings:
-        (plots / f"{drawing.name}.png").write_bytes(drawing.png)
-    output.write_text(page, encoding="utf-8")
+        write_atomically(plots / f"{drawing.name}.png", drawing.png)
+    write_atomically(output, page)
     return output
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ...common.checkpoints import checkpoints_in
 from ...common.files import CONFIG, METRICS, STATE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE, checkpoints_in
+from ..checkpoints import BEFORE
 
 
 class _Record(BaseModel):

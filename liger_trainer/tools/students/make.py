@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from ...common.files import staged_folder
+from ...common.storage import writing_to
 from ...config.conflicts import is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
@@ -74,7 +75,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
     files = open_model(config, "model_name_or_path")
     check_student(config, files, data)
     _check_sizes(config, files)
-    with staged_folder(output_dir) as staged:
+    with writing_to(output_dir), staged_folder(output_dir) as staged:
         args = _arguments(config, staged)
         with config.refusals("init-student"):
             original = load_original(config, files)

@@ -1,0 +1,196 @@
+"""Tiny runs of the command line, forked from this process, which has imported everything."""
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import torch
+from tiny import tiny_model, tiny_tokenizer
+from transformers.utils import logging
+
+from liger_trainer.cli import main
+from liger_trainer.common.files import CONFIG, METRICS, sha256
+from liger_trainer.recipes import distill, sft
+from liger_trainer.run import output_dir
+
+RECIPES = (distill, sft)  # imported now, for every run
+STEPS, ROWS = 12, 40
+SETTINGS = {
+    "model_name_or_path": "student", "dataset_name": "rows.jsonl", "max_steps": STEPS, "save_strategy": "steps",
+    "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4, "logging_steps": 1, "gradient_checkpointing": False, "max_length": 32,
+    "holdout_fraction": 0.2, "num_sample_completions": 2, "max_new_tokens": 4, "use_cpu": True, "report_to": "none",
+}  # fmt: skip
+LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "lora_target_modules": ["q_proj", "v_proj"]}
+KD = {
+    "teacher_model_name_or_path": "teacher", "schedules": {"temperature": {"from": 4.0, "to": 1.0}},
+    "load_best_model_at_end": True,
+}  # fmt: skip
+ON_POLICY = {"teacher_model_name_or_path": "teacher", "lmbda": 0.5, "max_completion_length": 6}
+KINDS = {
+    "sft": ("fine-tuning", {}, 1),
+    "lora": ("LoRA with dropout", LORA, 1),
+    "kd": ("distillation with a schedule, best model at the end", KD, 1),
+    "on-policy": ("on-policy distillation", ON_POLICY, 1),
+    "ranks": ("fine-tuning on two processes", {"ddp_backend": "gloo", "per_device_train_batch_size": 2}, 2),
+}
+
+
+@dataclass
+class Run:
+    """A command that was started: its processes, and what it has printed."""
+
+    pids: list[int]
+    log: Path
+    codes: list[int | None] = field(default_factory=list)
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process, as when the machine's memory or power ends."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self) -> bool:
+        """Return whether all processes ended well; one that was killed ends the others, as a launcher does."""
+        statuses = {}
+        while len(statuses) < len(self.pids):
+            pid, status = os.waitpid(next(pid for pid in self.pids if pid not in statuses), 0)
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+            if statuses[pid] != 0:
+                self.kill()
+        self.codes = list(statuses.values())
+        return all(code == 0 for code in self.codes)
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
+
+
+class Bench:
+    """A folder with models, rows and a configuration of each kind, in which runs are started."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._undisturbed = folder, {}
+        self.calls = mmap.mmap(-1, 8)  # shared with the runs: calls that make something durable
+        torch.set_num_threads(1)
+        output_dir._report = lambda output_dir: None  # its figures take seven times as long as all the rest
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()
+        for seed, name in enumerate(("student", "teacher")):
+            tiny_model("llama_tied", seed=seed).save_pretrained(folder / name)
+            tiny_tokenizer().save_pretrained(folder / name)
+        rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2} w{i % 7}"} for i in range(ROWS)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, (_, settings, _) in KINDS.items():
+            (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
+
+    def start(self, command: Sequence[str], kind: str, before: Callable[[], None] = lambda: None) -> Run:
+        """Start `liger-trainer COMMAND`. Each process calls `before` first."""
+        ranks, log = KINDS[kind][2], self.folder / "log"
+        log.unlink(missing_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environments = [
+            {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(ranks)
+        ] if ranks > 1 else [{}]  # fmt: skip
+        return Run([self._fork(command, log, environment, before) for environment in environments], log)
+
+    def _fork(self, command: Sequence[str], log: Path, environment: dict, before: Callable[[], None]) -> int:
+        sys.stdout.flush()
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(self.folder)
+            os.environ.update({name: str(value) for name, value in environment.items()})
+            before()
+            main(list(command))
+            code = 0
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def undisturbed(self, kind: str) -> "Undisturbed":
+        """Return the run that nobody disturbs, made once for each kind."""
+        if kind not in self._undisturbed:
+            out = self.folder / f"undisturbed-{kind}"
+            run = self.start(["run", f"{kind}.yaml", f"output_dir={out}"], kind, self.counting(out))
+            begun = wait_for(out / CONFIG, run)
+            start = time.perf_counter()
+            assert run.wait() and begun, run.printed
+            seconds = time.perf_counter() - start
+            calls = int.from_bytes(self.calls[:8], "little")
+            self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, calls)
+        return self._undisturbed[kind]
+
+    def counting(self, out: Path, last: int = 0) -> Callable[[], None]:
+        """Return what makes a run count its calls of fsync and replace once training begins, and die at one of them."""
+        self.calls[:8] = bytes(8)
+
+        def counted(function):
+            def call(*arguments, **options):
+                if (out / CONFIG).exists() and os.environ.get("RANK", "0") == "0":
+                    number = int.from_bytes(self.calls[:8], "little") + 1
+                    self.calls[:8] = number.to_bytes(8, "little")
+                    if number == last:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return call
+
+        def patch() -> None:
+            os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+
+        return patch
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """`seconds` and `calls` count from the moment that a run can be resumed at all."""
+
+    folder: Path
+    outcome: dict
+    seconds: float
+    calls: int
+
+
+def wait_for(path: Path, run: Run) -> bool:
+    """Return whether a file appeared before the run ended."""
+    while not path.exists():
+        if os.waitid(os.P_PID, run.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return path.exists()
+        time.sleep(0.002)
+    return True
+
+
+def outcome(out: Path) -> dict:
+    """Return what must not depend on disturbances: the weights, and the numbers before and after training."""
+    if not (out / METRICS).is_file():
+        return {"unfinished": f"{out} holds no {METRICS}"}
+    metrics = json.loads((out / METRICS).read_text())
+    numbers = {part: {name: metrics[part][name] for name in ("loss", "num_tokens") if name in metrics[part]}
+               for part in ("before", "after")}  # fmt: skip
+    return {"weights": {path.name: sha256(path) for path in sorted(out.glob("*.safetensors"))}, **numbers}
+
+
+def remove(out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)

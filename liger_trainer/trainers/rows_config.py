@@ -1,0 +1,46 @@
+"""The fields of LigerConfig and LigerDistillConfig about rows: which tokens are learned, and Alpaca's prompt."""
+
+from dataclasses import dataclass
+
+from ..common.options import equals, on, option
+from ..teachers.config import SAMPLES
+
+ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
+
+
+@dataclass
+class RowsConfig:
+    """What is learned of rows, beside TRL's `assistant_only_loss` and `completion_only_loss`.
+
+    Args:
+        supervised_part: what is learned of each message, or of each answer with `assistant_only_loss`: "message", all
+            of it with its header, or "content", from its content to the end of its turn. Any chat template will do, if
+            it renders a message alike whatever follows. Default: every token, or what the template marks as generated.
+        alpaca_prompt: what becomes of a row of Alpaca. "instruction": the user's message is the instruction, with the
+            input on the next line. "stanford": it is Stanford Alpaca's prompt around the two. "stanford_text": that
+            prompt and the output are plain text, without a chat template.
+    """
+
+    supervised_part: str | None = option(
+        None,
+        "Learn of each message (with assistant_only_loss, of each answer) all with its header, or from the content to "
+        "the end of the turn; works with chat templates that mark nothing.",
+        choices=["message", "content"],
+        conflicts=[
+            (
+                equals("supervised_part", "message") & ~on("assistant_only_loss"),
+                "without `assistant_only_loss: true` the whole of every message is learned anyway.",
+            ),
+            (
+                on("supervised_part") & SAMPLES,
+                "does not go with completions that are sampled, which begin behind the header of an answer; leave it "
+                "out.",
+            ),
+        ],
+    )
+    alpaca_prompt: str = option(
+        "instruction",
+        "Of Alpaca's rows the user's message is the instruction and the input, or Stanford Alpaca's prompt around "
+        "them; or that prompt is plain text.",
+        choices=ALPACA_PROMPTS,
+    )

@@ -1,0 +1,63 @@
+"""NaN in the loss of the second of two processes, by DDP and FSDP2: what each of them does."""
+
+import contextlib
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from engines.fsdp2_on_cpu import fsdp2
+from planted import Plant
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from torch.distributed.tensor import DTensor
+from trl import SFTConfig
+
+from liger_trainer import LigerTrainer
+from liger_trainer.errors import NonFiniteError
+from liger_trainer.trainers.finite_weights import trained
+
+ENGINES = {"ddp": contextlib.nullcontext, "fsdp2": fsdp2}
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch")
+
+
+def outcome(policy: str, optim: str) -> dict:
+    args = train_args(
+        SFTConfig, max_steps=4, optim=optim, max_grad_norm=1.0, logging_steps=500, gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = LigerTrainer(
+        tiny_model(), args, train_dataset=completions(), processing_class=tiny_tokenizer(), on_non_finite=policy
+    )
+    if args.process_index == 1:
+        Plant(trainer, "loss", 2)
+    message = ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            trainer.train()
+        except NonFiniteError as error:
+            message = str(error)
+    weights = trained(trainer.model, trainer.optimizer).values()
+    assert trainer.train_dataset is not None
+    return {
+        "message": message, "step": trainer.state.global_step, "skipped": trainer.finite.skipped,
+        "sharded": any(isinstance(weight, DTensor) for weight in weights),
+        "finite": all(bool(torch.isfinite(w.full_tensor() if isinstance(w, DTensor) else w).all()) for w in weights),
+        "warnings": [str(warning.message) for warning in told if "left out" in str(warning.message)],
+    }  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    results = {}
+    for engine, context in ENGINES.items():
+        for policy in ("stop", "skip_step"):
+            for optim in OPTIMIZERS:
+                with context():
+                    results[f"{engine} {policy} {optim}"] = outcome(policy, optim)
+    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,233 @@
+"""Checkpoints of the trainers: there as a whole or not at all, and damage is found before training goes on from it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held_folders import held_by_a_child
+from processes import run_on
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.common.checkpoints import STAGING, checkpoints_in, damage
+from liger_trainer.common.files import STATE
+from liger_trainer.common.manifest import MANIFEST
+from liger_trainer.errors import ConfigError, CorruptError
+
+
+def make(folder: Path, steps: int = 4, cls: Any = LigerTrainer, **options) -> Any:
+    args = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "output_dir": str(folder), **options}
+    teacher, config = {}, SFTConfig
+    if cls is LigerDistillTrainer:
+        teacher, config, args["teacher"] = {"teacher_model": tiny_model(seed=3)}, LigerDistillConfig, "model"
+    return cls(
+        tiny_model(), args=train_args(config, **args), train_dataset=completions(), eval_dataset=completions(4, seed=1),
+        processing_class=tiny_tokenizer(), **teacher,
+    )  # fmt: skip
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints_in(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Four checkpoints of a training that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    make(folder).train()
+    return folder
+
+
+@pytest.fixture
+def out(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "out"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "flipped": flip,
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": Path.unlink,
+}
+
+
+def test_every_file_is_in_the_manifest_and_nothing_else_is_left(whole):
+    assert names(whole) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert not (whole / STAGING).exists()
+    for checkpoint in checkpoints_in(whole):
+        listed = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        assert sorted([*listed, MANIFEST]) == sorted(path.name for path in checkpoint.iterdir())
+        assert damage(checkpoint, contents=True) is None
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_to_any_file_is_found(out, how):
+    checkpoint = out / "checkpoint-4"
+    for path in sorted(checkpoint.iterdir()):
+        before = path.read_bytes()
+        DAMAGES[how](path)
+        assert path.name in (damage(checkpoint, contents=True) or ""), path.name
+        path.write_bytes(before)
+    assert damage(checkpoint, contents=True) is None
+
+
+@pytest.mark.parametrize(("name", "how"), [("optimizer.pt", "deleted"), ("model.safetensors", "flipped")])
+def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(out, whole, name, how):
+    DAMAGES[how](out / "checkpoint-4" / name)
+    DAMAGES[how](out / "checkpoint-3" / name)
+    with pytest.warns(UserWarning, match=f"checkpoint-4 is passed over: {name} is") as caught:
+        trainer = make(out)
+        trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-3 is passed over" in str([w.message for w in caught])
+    assert trainer.resumed_from == out / "checkpoint-2"
+    assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
+    DAMAGES[how](out / "checkpoint-4" / name)
+    with pytest.raises(CorruptError, match=f"checkpoint-4 is damaged: {name} is .*whole one: .*checkpoint-3"):
+        make(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+
+
+def test_where_none_is_whole_all_reasons_are_said(out):
+    for checkpoint in checkpoints_in(out):
+        (checkpoint / "scheduler.pt").unlink()
+    with pytest.raises(CorruptError, match=r"(?s)checkpoint-4: scheduler.pt is missing\n.*checkpoint-1: scheduler.pt"):
+        make(out).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        make(out / "empty").train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_of_another_trainer_are_taken_with_a_note(tmp_path):
+    make(tmp_path, cls=SFTTrainer, steps=2).train()
+    with pytest.warns(UserWarning, match="checkpoint-2 has no manifest"):
+        make(tmp_path, steps=3).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
+    with pytest.raises(CorruptError, match=r"scheduler.pt is missing"):
+        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-3" / MANIFEST).unlink()
+    assert "manifest.json is missing, which it was saved with" in str(damage(tmp_path / "checkpoint-3"))
+
+
+def test_a_training_that_is_done_makes_no_further_step(out, whole):
+    trainer = make(out)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model(str(out))
+    assert trainer.state.global_step == 4 and weights(out) == weights(whole / "checkpoint-4")
+
+
+class Dies(TrainerCallback):
+    """Ends training while files of the third checkpoint are written, as a full disk would."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            self.trainer._save_rng_state = full
+
+
+def test_what_is_not_whole_has_no_name_and_costs_no_older_one(tmp_path, whole):
+    trainer = make(tmp_path, save_total_limit=1)
+    trainer.add_callback(Dies(trainer))
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert names(tmp_path) == ["checkpoint-2"] and not (tmp_path / STAGING / "checkpoint-3").exists()
+    make(tmp_path, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-4"]
+    assert weights(tmp_path / "checkpoint-4") == weights(whole / "checkpoint-4")
+
+
+def test_older_ones_stay_until_the_new_one_is_read_back(tmp_path, monkeypatch):
+    from liger_trainer.common import checkpoints
+
+    write = checkpoints.write_manifest
+
+    def broken(folder):
+        write(folder)
+        if folder.name == "checkpoint-3":
+            flip(folder / "optimizer.pt")
+
+    monkeypatch.setattr(checkpoints, "write_manifest", broken)
+    with pytest.raises(CorruptError, match=r"checkpoint-3 was saved, but optimizer.pt is not what was written"):
+        make(tmp_path, save_total_limit=2).train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("cls", [LigerTrainer, LigerDistillTrainer])
+def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path, cls):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1,
+               "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2}  # fmt: skip
+    trainer = make(tmp_path, cls=cls, **options)
+    seen = []
+
+    class Seen(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen.append(Path(str(args.output_dir), f"checkpoint-{state.global_step}", MANIFEST).is_file())
+
+    trainer.add_callback(Seen())
+    trainer.train()  # the loss falls, so that the first checkpoint is the best by this measure
+    best = tmp_path / "checkpoint-1"
+    assert trainer.state.best_model_checkpoint == str(best) and names(tmp_path) == ["checkpoint-1"]
+    assert json.loads((best / STATE).read_text())["best_model_checkpoint"] == str(best)
+    trainer.save_model(str(tmp_path))
+    assert weights(tmp_path) == weights(best) and seen == [True] * 4
+    flip(best / "model.safetensors")
+    with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
+        trainer._load_best_model()
+
+
+def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(SFTTrainer, "init_hf_repo", lambda *_, **__: None)
+    monkeypatch.setattr(
+        SFTTrainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, damage(Path(folder), True)))
+    )
+    make(tmp_path, steps=2, push_to_hub=True, hub_strategy="checkpoint").train()
+    assert pushed == [(str(tmp_path / f"checkpoint-{step}"), None) for step in (1, 2)]
+
+
+def test_the_model_alone_can_be_saved_and_is_said_to_be_alone(tmp_path):
+    make(tmp_path, steps=2, save_only_model=True).train()
+    with pytest.warns(UserWarning, match="holds the model alone: optimizer and schedule start anew"):
+        make(tmp_path, steps=3, save_only_model=True).train(resume_from_checkpoint=True)
+
+
+def test_a_run_that_went_back_replaces_the_checkpoints_that_it_comes_by(out, whole):
+    make(out, save_total_limit=2).train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    assert names(out) == ["checkpoint-3", "checkpoint-4"]
+    assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
+
+
+def test_no_second_process_trains_in_the_folder(out):
+    with held_by_a_child(out) as child, pytest.raises(ConfigError, match=f"in use by process {child}"):
+        make(out).train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match=f"locked by process {child} .* taken over"):
+        make(out).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_save_one_checkpoint_and_go_on_from_the_same(tmp_path, sharded):
+    run_on(2, "engines/damaged_checkpoints.py", tmp_path, int(sharded))
+    for rank in (0, 1):
+        assert "checkpoint-2 is damaged" in (tmp_path / f"refused{rank}").read_text()
+        assert (tmp_path / f"resumed{rank}").read_text() == "checkpoint-1"
+    files = json.loads((tmp_path / "out" / "checkpoint-3" / MANIFEST).read_text())["files"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    assert not sharded or {f"optimizer_0/__{rank}_0.distcp" for rank in (0, 1)} <= set(files)
+    assert not (tmp_path / "out" / STAGING).exists()
