@@ -110,7 +110,7 @@ def _gatherable(targets: Targets) -> Tensor:
 
 @triton.jit
 def _rounded(z, inv_temperature):
-    """z / temperature through powers of two, like `_statistics`: then a label that is the maximum equals it exactly."""
+    """Return z / temperature by powers of two, like `_statistics`: a label that is the maximum equals it exactly."""
     return z * (inv_temperature * 1.4426950408889634) * 0.6931471805599453
 
 
