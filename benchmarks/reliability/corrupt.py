@@ -51,7 +51,12 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
         (result["damage"], str(result["files"]), f"{result['named']} of {result['files']}",
          f"{result['same']} of {result['files']}") for result in results
     ]  # fmt: skip
-    return [f"The newest checkpoint of a {KINDS[KIND][0]}; then `liger-trainer resume DIR`.", "", *table(titles, rows)]
+    return [
+        f"The newest checkpoint of a run ({KINDS[KIND][0]}),",
+        "and then `liger-trainer resume DIR`.",
+        "",
+        *table(titles, rows),
+    ]
 
 
 def _damage(bench: Bench, interrupted: Path, names: list[str], damage: str, want: dict) -> dict[str, Any]:

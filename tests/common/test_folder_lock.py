@@ -46,17 +46,23 @@ def test_the_folder_stays_with_what_is_in_it(tmp_path):
 
 
 def test_a_child_does_not_hold_the_lock_of_its_parent_on(tmp_path):
-    with folder_lock(tmp_path, print):
-        worker = os.fork()
-        if worker == 0:
+    ready, say = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with folder_lock(tmp_path, print):
+            worker = os.fork()
+            if worker != 0:
+                os.write(say, b"%d\n" % worker)
             time.sleep(60)
-            os._exit(0)
+        os._exit(0)
+    worker = int(os.read(ready, 20))
     try:
-        with folder_lock(tmp_path, pytest.fail):
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with folder_lock(tmp_path, print):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.common.checkpoints import STAGING, checkpoints_in, damage
+from liger_trainer.common.checkpoints import STAGING, checkpoints_in, damage, rotate
 from liger_trainer.common.files import STATE
 from liger_trainer.common.manifest import MANIFEST
 from liger_trainer.errors import ConfigError, CorruptError
@@ -212,6 +212,11 @@ def test_a_run_that_went_back_replaces_the_checkpoints_that_it_comes_by(out, who
     make(out, save_total_limit=2).train(resume_from_checkpoint=str(out / "checkpoint-1"))
     assert names(out) == ["checkpoint-3", "checkpoint-4"]
     assert weights(out / "checkpoint-4") == weights(whole / "checkpoint-4")
+
+
+def test_steps_that_a_run_went_back_from_go_first(out):
+    rotate(out / "checkpoint-2", limit=2, best=None)
+    assert names(out) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_no_second_process_trains_in_the_folder(out):
