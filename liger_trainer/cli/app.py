@@ -5,6 +5,7 @@ import sys
 import typer
 
 from ..errors import ConfigError, LigerTrainerError
+from ..secrets import redacted_output
 from . import (
     cache,
     check,
@@ -54,7 +55,11 @@ LAUNCHING = ("run", "resume")
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: an error that a user can cause is a message and its exit code (`liger_trainer.errors`)."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with redacted_output():
+        _main(sys.argv[1:] if arguments is None else list(arguments))
+
+
+def _main(arguments: list[str]) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:

@@ -3,10 +3,12 @@
 import importlib
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..secrets import redact
 from ._shared import Config, Overrides, RunDir, out_of_memory, quieten_deprecations, show_notices
 
 if TYPE_CHECKING:
@@ -66,12 +68,15 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 def _run_recipe(config: "RunConfig") -> None:
     _quieten()
+    words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
             importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     except KeyboardInterrupt:  # outside training; there, `training.train` saves a checkpoint first
         typer.echo(f"liger-trainer: interrupted; what is in {config['output_dir']} is kept.", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
+    finally:
+        sys.argv = words
 
 
 def _quieten() -> None:

@@ -57,6 +57,8 @@ SEAMS = (
     Seam(_SFT, "SFTTrainer.aux_loss_enabled", "whether a mixture of experts adds its auxiliary loss"),
     Seam(_SFT, "SFTTrainer.router_aux_loss_coef", "the weight of that loss"),
     Seam(_SFT, "SFTTrainer._save_checkpoint", "token count and fingerprints go into the state", ("model", "trial")),
+    Seam(_TRAINER, "Trainer._save", "arguments are saved without secrets", ("output_dir", "state_dict")),
+    Seam(_TRAINER, "Trainer._push_from_checkpoint", "arguments are saved without secrets", ("checkpoint_folder",)),
     Seam(_TRAINER, "Trainer._save_optimizer_and_scheduler", "projectors and TAID's state are saved", ("output_dir",)),
     Seam(_TRAINER, "Trainer._load_optimizer_and_scheduler", "projectors and TAID's state are loaded", ("checkpoint",)),
     Seam(_TRAINER, "Trainer._load_best_model", "the projectors of the best checkpoint are loaded", ()),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...secrets import redact
 from .curves import SERIES, Drawing, draw, reading
 from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
@@ -64,7 +65,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
         plots.mkdir(exist_ok=True)
     for drawing in drawings:
         (plots / f"{drawing.name}.png").write_bytes(drawing.png)
-    output.write_text(page, encoding="utf-8")
+    output.write_text(redact(page), encoding="utf-8")
     return output
 
 
