@@ -231,6 +231,21 @@ class LigerDistillTrainer(LigerTrainer):
             inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
+    def train(self, *args, **kwargs):
+        output = super().train(*args, **kwargs)
+        self.teaching.settle()
+        return output
+
+    def _save_checkpoint(self, model, trial):
+        self.teaching.settle()
+        super()._save_checkpoint(model, trial)
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
+            self.teaching.settle()
+        return metrics
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._source = inputs.pop(SOURCE, None)
         return super().compute_loss(model, inputs, *args, **kwargs)
