@@ -11,13 +11,14 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
+from .giving_up import save_and_advise
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
 from .prepare_rows import kept_length, rows_for_reading
@@ -232,7 +233,10 @@ class LigerDistillTrainer(LigerTrainer):
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def train(self, *args, **kwargs):
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        except TeacherServerError as error:
+            raise TeacherServerError(f"{error} {save_and_advise(self)}") from error
         self.teaching.settle()
         return output
 
