@@ -1,10 +1,15 @@
 """Errors a user can cause. Each carries the exit code of the command line."""
 
+from .secrets import redact
+
 
 class LigerTrainerError(Exception):
-    """Base of the errors that are reported as a message, without a stack trace."""
+    """Base of the errors that are reported as a message, without a stack trace. The message holds no secret."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(str(message)))
 
 
 class ConfigError(LigerTrainerError):

@@ -6,6 +6,7 @@ import typer
 
 from ..common.console import is_main_process
 from ..errors import ConfigError, Interrupted, LigerTrainerError
+from ..secrets import redacted_output
 from . import (
     cache,
     check,
@@ -55,7 +56,11 @@ LAUNCHING = ("run", "resume")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Turn an error that users can cause into a message and its exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with redacted_output():
+        _main(sys.argv[1:] if arguments is None else list(arguments))
+
+
+def _main(arguments: list[str]) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:

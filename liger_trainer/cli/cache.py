@@ -53,7 +53,7 @@ def capture(config: Config, overrides: Overrides = None) -> None:
         with out_of_memory(TAKES_LESS):
             index = _capture(settings)
     except KeyboardInterrupt:
-        typer.echo("liger-trainer: interrupted; the same command continues from the last whole shard.", err=True)
+        typer.echo("liger-trainer: interrupted; what was read is kept, and the same command goes on.", err=True)
         raise typer.Exit(130) from None
     _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
 
@@ -118,7 +118,7 @@ def _print(path: Path, index: "CacheIndex") -> None:
     from rich.table import Table
 
     settings, prints, form = index.settings, index.fingerprints, index.settings.format
-    done, size = sum(s.tokens for s in index.shards), sum(s.bytes for s in index.shards)
+    done, size = index.tokens_read, sum(s.bytes for s in (*index.shards, *index.parts))
     rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
     kinds = {
         "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,11 +106,12 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     if dtype and not (isinstance(target, torch.dtype) and target.is_floating_point):
         raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, got {dtype!r}.")
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
-        model = load_whole(AutoModelForCausalLM.from_pretrained, path, revision=revision, dtype=torch.float32)
-    except OSError as error:
+        load = partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=False)
+        model = load_whole(load, path, revision=revision, dtype=torch.float32)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
     try:
         merged: Any = with_adapter(model, run_dir).merge_and_unload(safe_merge=True)
@@ -118,6 +120,6 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
         raise ConfigError(f"{run_dir} cannot be merged into {name}: {error}") from error
     has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(str(run_dir) if has_tokenizer else path)
+    tokenizer = AutoTokenizer.from_pretrained(str(run_dir) if has_tokenizer else path, trust_remote_code=False)
     merged.config.use_cache = True
     return merged.to(target or config.dtype or torch.float32), tokenizer

@@ -3,10 +3,12 @@
 import importlib
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..secrets import redact
 from ._shared import Config, Overrides, RunDir, out_of_memory, quieten_deprecations, show_notices
 
 if TYPE_CHECKING:
@@ -78,8 +80,12 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
 
 def _run_recipe(config: "RunConfig") -> None:
     _quieten()
-    with out_of_memory(TAKES_LESS):
-        importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
+    words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
+    try:
+        with out_of_memory(TAKES_LESS):
+            importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
+    finally:
+        sys.argv = words
 
 
 def _quieten() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
+from ..secrets import SECRET
 from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
 from .overrides import parse_overrides
 from .places import missing_paths, variables_that_run_code
@@ -57,6 +58,7 @@ def check(
     problems += _unknown(given, schema, recipe)
     problems += _wrong_types(known, keys)
     problems += _missing(given, recipe, label)
+    problems += _left_out(given)
 
     wrong = {problem.key for problem in problems}
     settings = {key: Setting(read(setting.value, keys[key].rule), setting.where) for key, setting in known.items()}
@@ -144,6 +146,14 @@ def _wrong_types(settings: Mapping[str, Setting], keys: Mapping[str, Any]) -> It
         for path, message in complaints(read(setting.value, rule), rule):
             steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
             yield Finding(setting.place(path), key, f"{steps}: {message}" if steps else message)
+
+
+def _left_out(given: Mapping[str, Setting]) -> Iterator[Finding]:
+    """Settings that a run wrote down without the secret in them."""
+    for key, setting in given.items():
+        if SECRET in repr(setting.value):
+            message = f"a secret was left out here ({SECRET}); give it again on the command line: {key}=..."
+            yield Finding(setting.where, key, message)
 
 
 def _no_loss(values: Mapping[str, Any], settings: Mapping[str, Setting], label: str) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ neither torch nor TRL.
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import ConfigError
+from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
 from .places import ALLOW_ENV
@@ -25,8 +25,6 @@ from .settings import Finding, Setting, in_order
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig
-
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.I)
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,13 @@ class RunConfig:
         return self["keep_every_nth_layer"] is not None or self["keep_layers"] is not None
 
     def shown(self, key: str) -> Any:
-        """A value as it may be printed and written: in types that YAML knows, without tokens and passwords."""
-        value = self.values[key]
-        if key == "hub_token" and value:
+        """A value as it may be printed and written: in types that YAML knows, without secrets."""
+        value = _plain(self.values[key])
+        if isinstance(value, str) and names_a_secret(key):
             return None
-        if isinstance(value, dict) and key == "env":
-            value = {name: item for name, item in value.items() if not _SECRET.search(str(name))}
-        if isinstance(value, dict) and key.endswith("_init_kwargs"):
-            value = {name: item for name, item in value.items() if name != "token"}
-        return _plain(value)
+        if isinstance(value, dict) and key == "env":  # a variable with half of its value would be wrong
+            value = {name: item for name, item in value.items() if redact(str(item)) == str(item)}
+        return redacted(value)
 
     def changes(self) -> dict[str, tuple[Any, str]]:
         """The settings that differ from the defaults of TRL and ours: key -> (value, where it was set)."""
@@ -198,6 +194,8 @@ def check_text(
     checked = check(text, label, settings, shipped if same or not exact else _installed_schema(), allow_env, paths)
     if checked.problems and not same and not exact:
         checked = check(text, label, settings, _installed_schema(), allow_env, paths)
+    for key, setting in checked.settings.items():
+        remember_settings(key, setting.value)
     if checked.problems:
         raise _report(label, checked.problems)
     for variable, value in (checked.values["env"] or {}).items():

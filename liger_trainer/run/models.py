@@ -134,7 +134,8 @@ def _template_text(config: "RunConfig") -> str | None:
     if path.endswith((".jinja", ".j2")):
         return Path(path).read_text(encoding="utf-8")
     try:
-        return AutoTokenizer.from_pretrained(path).get_chat_template()
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config["trust_remote_code"])
+        return tokenizer.get_chat_template()
     except (OSError, ValueError) as error:
         raise config.error("chat_template_path", f"{path}: no chat template can be read there: {error}") from None
 

@@ -25,6 +25,7 @@ from ..common.files import CONFIG, METRICS, REPORT, write_atomically
 from ..common.folder_lock import refuse_if_held
 from ..common.storage import writing_to
 from ..errors import LigerTrainerError, NonFiniteError, StorageError
+from ..secrets import redact, redacted
 from .environment import device_facts, versions
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     _write_card(trainer, config, output_dir, results)
     refused = _push(trainer, config) if config["push_to_hub"] else None
     if trainer.is_world_process_zero():
-        content = _for_json({**asdict(results), **_circumstances(config)})
+        content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
     trainer.accelerator.end_training()
@@ -161,7 +162,7 @@ def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results
 
     def write(*_: Any, **__: Any) -> None:
         if trainer.is_world_process_zero():
-            write_atomically(output_dir / NAME, str(model_card(config, results, model)))
+            write_atomically(output_dir / NAME, redact(str(model_card(config, results, model))))
 
     trainer.create_model_card = write
     write()

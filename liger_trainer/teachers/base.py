@@ -97,6 +97,10 @@ class Teacher(ABC):
     def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
+    def settle(self) -> None:
+        """Return once all that it has answered is known to be sound, or raise. Called before anything is saved."""
+        return None
+
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
         """Yield models that can generate as the teacher within the context, by the teachers' names; "" for a single

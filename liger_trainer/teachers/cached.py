@@ -14,6 +14,7 @@ from ..common.files import sha256
 from ..errors import ConfigError
 from ..losses.sparse import SparseAnswer
 from .base import DistillHost, Teacher
+from .cache.background_check import BackgroundCheck
 from .cache.store import TeacherCache
 from .collators import DocumentCollator
 from .config import TeacherConfig
@@ -43,6 +44,8 @@ class CachedTeacher(Teacher):
         self.cache.check_settings(args.max_length, args.loss_temperature)
         if teacher is not None:
             self._check_teacher(teacher, args)
+        verified = args.verify_teacher_cache
+        self._check = None if verified else BackgroundCheck(self.cache.path, self.cache.index)
 
     def fingerprints(self) -> dict[str, Any]:
         index = self.cache.index
@@ -76,8 +79,19 @@ class CachedTeacher(Teacher):
     def collator(self, collator: Any) -> "CacheCollator":
         return CacheCollator(collator, self.cache)
 
+    def settle(self) -> None:
+        """Wait until every shard is compared with its checksum.
+
+        Raises:
+            CorruptError: one is damaged.
+        """
+        if self._check is not None:
+            self._check.wait()
+
     def answer(self, inputs: dict[str, Any]) -> SparseAnswer:
         """Decode the records of a batch, which are taken out of `inputs`, on their device."""
+        if self._check is not None:
+            self._check.raise_if_damaged()
         form = self.cache.format
         return SparseAnswer(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)
 

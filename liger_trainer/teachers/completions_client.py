@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 
 from ..errors import ConfigError, NonFiniteError, TeacherServerError
+from ..secrets import SECRET, redact
 
 logger = logging.getLogger(__name__)
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense
@@ -172,8 +173,8 @@ class CompletionsServer:
         """Shorten what a server said, and hide the key: some servers quote it."""
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
         if self.options.api_key:
-            text = text.replace(self.options.api_key, "***")
-        text = text.strip()
+            text = text.replace(self.options.api_key, SECRET)
+        text = redact(text).strip()
         return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
     def _top_tokens(self, places: list[dict[int, float]], question: Question) -> TopTokens:

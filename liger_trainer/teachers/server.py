@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..losses.sparse import SparseAnswer, TokenTargets
+from ..secrets import remember, remember_settings
 from .base import DistillHost, Teacher
 from .completions_client import CompletionsServer, Question, ServerOptions, TopTokens
 from .config import TeacherConfig
@@ -33,6 +34,7 @@ class ServerTeacher(Teacher):
 
     def __init__(self, args: TeacherConfig):
         assert args.teacher_server_base_url is not None and args.teacher_server_model is not None
+        remember_settings("teacher_server_base_url", args.teacher_server_base_url)
         self.server = CompletionsServer(
             ServerOptions(
                 url=args.teacher_server_base_url,
@@ -125,6 +127,7 @@ def _api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable, "").strip()  # a key read from a file often ends with a newline
     if not key:
         raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
+    remember(key)
     return key
 
 

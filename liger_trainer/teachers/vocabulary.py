@@ -162,6 +162,7 @@ def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any
         revision: of a hub id.
         **options: for `AutoTokenizer.from_pretrained`, such as trust_remote_code.
     """
+    options.setdefault("trust_remote_code", False)
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     if not name:
         return None

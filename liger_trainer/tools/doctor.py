@@ -90,7 +90,7 @@ def config_of(model: str) -> Any:
         except Exception as error:  # each family has its own checks
             raise ConfigError(f"{model} has no default configuration: {_words(error)}") from None
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, and those of the hub's client
         close = difflib.get_close_matches(model, list(CONFIG_MAPPING), 3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""

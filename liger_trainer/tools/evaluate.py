@@ -114,7 +114,7 @@ def evaluate(subject: Subject) -> Evaluation:
         config = _for_evaluation(subject.config.on_this_machine(), folder)
         data = load_run_datasets(config)
         base = open_model(config, "model_name_or_path")
-        files = base if subject.weights is None else _saved_files(base, subject.weights)
+        files = base if subject.weights is None else _saved_files(base, subject.weights, config["trust_remote_code"])
         check_student(config, files, data)
         teachers = open_teachers(config) if config.recipe == "distill" else {}
         for entry_config, teacher in teachers.values():
@@ -151,13 +151,15 @@ def _for_evaluation(config: "RunConfig", folder: str) -> "RunConfig":
     return dataclasses.replace(config, values={**config.values, **here}, settings=settings)
 
 
-def _saved_files(base: ModelFiles, weights: Path) -> ModelFiles:
+def _saved_files(base: ModelFiles, weights: Path, trust: bool) -> ModelFiles:
     """Read configuration and tokenizer from beside the weights, if they are there."""
     try:
         has_config = (weights / "config.json").is_file()
-        model_config = AutoConfig.from_pretrained(weights) if has_config else base.config
+        model_config = AutoConfig.from_pretrained(weights, trust_remote_code=trust) if has_config else base.config
         has_tokenizer = any((weights / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer = AutoTokenizer.from_pretrained(weights) if has_tokenizer else base.tokenizer
+        tokenizer = base.tokenizer
+        if has_tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise CorruptError(f"{weights} cannot be read as a model directory: {error}") from None
     return ModelFiles(base.key, str(weights), None, model_config, tokenizer)

@@ -1,10 +1,12 @@
 """Capture a teacher cache: the teacher reads the rows that training will see, and its records of each token are saved.
 
 Rows are taken in the order of their keys and cut into shards of about one size. A shard depends on its rows alone, so
-a capture that was killed goes on with the first shard that is not in the index, and ends with the same files.
+a capture that was killed goes on with the first shard that is not in the index, and ends with the same files. What it
+has read of a shard is written down each minute and when the capture is interrupted, and is not read again.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ from ..teachers.cache.store import (
     check_shards,
     pack_shard,
     read_index,
+    unpack_shard,
     write_index,
 )
 from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
@@ -44,6 +47,8 @@ from .prepare_rows import PreparedRows, prepare_rows
 from .token_ids import check_ids
 
 LOCK, MIB = ".lock", 2**20
+SECONDS_OF_A_PART = 60.0
+"""What a killed capture has to read again, at most."""
 Progress = Callable[[int, int], None]
 """Called with the number of tokens read so far and the number of all."""
 
@@ -153,7 +158,16 @@ def _earlier(path: Path) -> CacheIndex | None:
         )
     for _ in check_shards(path, index, contents=True):
         pass
+    _remove_parts(path, index)
     return index
+
+
+def _remove_parts(path: Path, index: CacheIndex) -> None:
+    """Remove the parts of shards that are whole."""
+    needed = {part.name for part in index.parts}
+    for file in path.glob("shard-*-part-*.safetensors"):
+        if file.name not in needed:
+            file.unlink()
 
 
 @dataclass
@@ -214,25 +228,51 @@ class _Capture:
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
         for number in range(len(self.index.shards), self.plan.shards):
-            shard = self._write_shard(number, progress)
-            self._update(shards=(*self.index.shards, shard))
+            rows = self._read_shard(number, progress)
+            shard = self._write(f"shard-{number:05}.safetensors", rows)
+            self._update(shards=(*self.index.shards, shard), parts=())
+            _remove_parts(self.path, self.index)
         self._update(finished=True)
         return self.index
 
-    def _write_shard(self, number: int, progress: Progress) -> Shard:
-        records: dict[int, Tensor] = {}
-        done = sum(shard.tokens for shard in self.index.shards)
-        progress(done, self.index.tokens)
-        for batch in self.plan.batches(number, self.batch_size):
-            read = self.reader.read([self.plan.keys[i] for i in batch], [self.plan.row(i) for i in batch])
-            records.update(zip(batch.tolist(), read, strict=True))
-            done += sum(map(len, read))
+    def _read_shard(self, number: int, progress: Progress) -> dict[bytes, Tensor]:
+        """Return the records of a shard's rows by their keys. What parts of it hold is not read again."""
+        rows: dict[bytes, Tensor] = {}
+        for part in self.index.parts:
+            rows.update(unpack_shard(self.path / part.name))
+        done, fresh, written = self.index.tokens_read, dict[bytes, Tensor](), time.monotonic()
+        try:
             progress(done, self.index.tokens)
-        rows = sorted(records)
-        name = f"shard-{number:05}.safetensors"
-        content = pack_shard([self.plan.keys[row] for row in rows], [records[row] for row in rows])
+            for batch in self.plan.batches(number, self.batch_size):
+                keys = [self.plan.keys[i] for i in batch]
+                if all(key in rows for key in keys):
+                    continue
+                read = dict(zip(keys, self.reader.read(keys, [self.plan.row(i) for i in batch]), strict=True))
+                fresh.update(read)
+                done += sum(len(records) for key, records in read.items() if key not in rows)
+                progress(done, self.index.tokens)
+                if time.monotonic() - written >= SECONDS_OF_A_PART:
+                    rows |= self._keep(number, fresh)
+                    fresh, written = {}, time.monotonic()
+        except BaseException as error:
+            if not isinstance(error, OSError):  # the disk may be full
+                self._keep(number, fresh)
+            raise
+        return rows | fresh
+
+    def _keep(self, number: int, rows: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
+        """Write rows of a shard down before it is whole, and return them."""
+        if rows:
+            part = self._write(f"shard-{number:05}-part-{len(self.index.parts):05}.safetensors", rows)
+            self._update(parts=(*self.index.parts, part))
+        return rows
+
+    def _write(self, name: str, rows: dict[bytes, Tensor]) -> Shard:
+        """Write rows to a file, in the order of their keys."""
+        keys = sorted(rows)
+        content = pack_shard(keys, [rows[key] for key in keys])
         write_atomically(self.path / name, content)
-        tokens = sum(map(len, records.values()))
+        tokens = sum(map(len, rows.values()))
         return Shard(name=name, rows=len(rows), tokens=tokens, bytes=len(content), sha256=sha256(content))
 
     def _update(self, **changes: Any) -> None:

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
 from trl.data_utils import get_dataset_column_names, is_conversational
 
+from ..common.limits import LimitExceeded, limited
 from ..errors import ConfigError, DataError
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -23,6 +24,8 @@ ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
 _READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 NO_ROLE = "no-such-role"
+RENDER_SECONDS, RENDER_MIB = 10.0, 2048.0
+"""A row takes milliseconds. A template that takes more has no end, or makes a text that nobody can read."""
 
 
 _WITH_INPUT = (
@@ -163,7 +166,7 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
         place: names row i in an error.
 
     Raises:
-        ConfigError: the template is not one.
+        ConfigError: the template is not one, or does not come to an end.
         DataError: a role that the template does not know, which it would write as text; or a row that it refuses.
     """
     if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
@@ -180,7 +183,13 @@ def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Calla
         if roles in seen:
             continue
         seen.add(roles)
-        problem = _problem(row, messages, tokenizer, template)
+        try:
+            problem = _problem(row, messages, tokenizer, template)
+        except LimitExceeded as error:
+            raise ConfigError(
+                f"{place(index)}: the chat template does not come to an end: rendering the row {error}. Set "
+                "chat_template_path to another template."
+            ) from None
         if problem:
             raise DataError(f"{place(index)}: {problem}")
 
@@ -197,9 +206,10 @@ def _problem(row: Any, messages: list[dict[str, Any]], tokenizer: Any, template:
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         options = row.get("chat_template_kwargs") or {}
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False, **options
-        )  # fmt: skip
+        with limited(RENDER_SECONDS, RENDER_MIB):
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, **options
+            )  # fmt: skip
 
     unknown = next((role for role in _special_roles(messages) if not _knows(role, messages, rendered)), None)
     if unknown is not None:
@@ -212,7 +222,7 @@ def _problem(row: Any, messages: list[dict[str, Any]], tokenizer: Any, template:
         rendered(messages)
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from None
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, RecursionError, MemoryError) as error:  # Jinja's sandbox, among others
         return f"the chat template refuses the row: {error}"
     return None
 
@@ -226,10 +236,12 @@ def _knows(role: str, messages: list[dict[str, Any]], rendered: Callable[[list[d
     renamed = [{**message, "role": NO_ROLE} if message["role"] == role else message for message in messages]
     try:
         text = rendered(messages)
-    except TemplateError:  # the row is refused in the template's own words
+    except (TemplateError, ArithmeticError, RecursionError, MemoryError):  # the row is refused, in other words
         return True
     try:
         without = rendered(renamed)
+    except LimitExceeded:
+        raise
     except Exception:  # however it fails, the template tells the two apart
         return True
     # Templates may write a role in capitals.

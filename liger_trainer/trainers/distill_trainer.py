@@ -11,13 +11,14 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
+from .giving_up import save_and_advise
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
 from .prepare_rows import kept_length, rows_for_reading
@@ -230,6 +231,24 @@ class LigerDistillTrainer(LigerTrainer):
             self._evaluated += 1
             inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
         return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        try:
+            output = super().train(*args, **kwargs)
+        except TeacherServerError as error:
+            raise TeacherServerError(f"{error} {save_and_advise(self)}") from error
+        self.teaching.settle()
+        return output
+
+    def _save_checkpoint(self, model, trial):
+        self.teaching.settle()
+        super()._save_checkpoint(model, trial)
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
+            self.teaching.settle()
+        return metrics
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._source = inputs.pop(SOURCE, None)

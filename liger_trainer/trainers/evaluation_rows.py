@@ -20,7 +20,8 @@ from accelerate.utils import recursively_apply
 from datasets import Dataset as HubDataset
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
-from trl.trainer.sft_trainer import SFTTrainer
+
+from .discreet import DiscreetTrainer
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
 
@@ -154,7 +155,7 @@ def _tokens_behind_one_another(loader: Any, shard: BatchSamplerShard) -> int | N
     return sum(len(rows[place]["input_ids"]) for place in range(first, min(first + size, len(rows))))
 
 
-class EvaluationOfEachRow(SFTTrainer):
+class EvaluationOfEachRow(DiscreetTrainer):
     """SFTTrainer whose evaluations count each row once, on any number of processes. See the top of this file.
 
     Attributes:

@@ -80,8 +80,8 @@ def main(folder: Path, kind: str, moments: int) -> int:
     took, rng, killed = time.perf_counter() - start, random.Random(3), 0
     path = str(folder / "killed")
     timed = [(None, rng.uniform(0.1, 0.5) * took) for _ in range(moments // 5)]
-    # six calls a shard, before and after each
-    counted = [(calls, None) for calls in rng.sample(range(1, 13), moments - len(timed))]
+    # six calls a shard or a part, before and after each
+    counted = [(calls, None) for calls in rng.sample(range(1, 25), moments - len(timed))]
     for calls, seconds in timed + counted:
         if not is_finished(path):
             killed += not attempt(path, kind, calls, seconds)
@@ -95,7 +95,7 @@ def is_finished(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    cache_capture.MIB = BYTES_OF_A_SHARD
+    cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = BYTES_OF_A_SHARD, 0.0  # a part after each batch
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     print(f"killed {main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))} times")

@@ -3,15 +3,18 @@
 import json
 import random
 import shutil
+import threading
 
 import pytest
 import torch
 from caches import config, end_of, flip, other_tokenizer, trainer_of
 from tiny import tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
 
 from liger_trainer.cli import main
 from liger_trainer.common.files import sha256
 from liger_trainer.errors import ConfigError, CorruptError
+from liger_trainer.teachers.cache import store
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache
 from liger_trainer.teachers.fingerprints import files_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from liger_trainer.teachers.row_keys import row_key
@@ -48,6 +51,42 @@ def test_one_flipped_bit_is_found(cache, capsys):
         trainer_of(config(cache, verify_teacher_cache=True))
 
 
+def damaged_trainer(cache, **options):
+    file = cache / "shard-00002.safetensors"
+    flip(file, file.stat().st_size - 40, 5)  # in its records
+    return trainer_of(config(cache, cache_entries=8, **options))
+
+
+def test_a_flipped_bit_ends_a_training_before_anything_is_saved(cache, tmp_path):
+    out = tmp_path / "out"
+    trainer = damaged_trainer(cache, output_dir=str(out), max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(CorruptError, match=r"shard-00002.safetensors is damaged: .* then start the same run again"):
+        trainer.train()
+    assert not list(out.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_checkpoints_and_the_end_wait_for_the_check(cache, tmp_path, monkeypatch, saves):
+    """The thread that compares is held up until two steps are taken; nothing waits for it before."""
+    stepped, compare = threading.Event(), store.sha256
+    monkeypatch.setattr(
+        store, "sha256", lambda part: compare(part) if isinstance(part, bytes) or stepped.wait(20) else ""
+    )
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                stepped.set()
+
+    options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "save_strategy": saves, "save_steps": 2}
+    trainer = damaged_trainer(cache, **options)
+    trainer.add_callback(Steps())
+    with pytest.raises(CorruptError, match="shard-00002.safetensors is damaged"):
+        trainer.train()
+    assert stepped.is_set() and trainer.state.global_step == 2
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def truncated(cache):
     file = cache / "shard-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -65,6 +104,12 @@ def rewrite_index(cache, change):
 DAMAGES = {
     "truncated": (truncated, "shard-00002.safetensors has .* bytes, and should have"),
     "missing": (lambda cache: (cache / "shard-00003.safetensors").unlink(), "shard-00003.safetensors is missing"),
+    "path": (
+        lambda cache: rewrite_index(
+            cache, lambda content: content["shards"][0].update(name="../x/shard-00000.safetensors")
+        ),
+        r"(?s)is not an index of a teacher cache: .*shards.0.name",
+    ),
     "version": (
         lambda cache: rewrite_index(cache, lambda content: content.update(version=2)),
         "has version 2 of the format; this liger-trainer reads version 1",

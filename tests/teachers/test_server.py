@@ -248,7 +248,7 @@ def test_messages_do_not_show_the_key(status, error):
     quote = Reply(b"no such key: sk-secret", status)
     with served(tiny_model(), lambda a, r: quote) as server:
         url = server.url.replace("http://", "http://user:password@")
-        with pytest.raises(error, match=rf"http://127.* HTTP {status} .*no such key: \*\*\*") as caught:
+        with pytest.raises(error, match=rf"http://127.* HTTP {status} .*no such key: <secret>") as caught:
             CompletionsServer(replace(options_of(server, api_key="sk-secret"), url=url)).ask([QUESTION])
         assert "password" not in str(caught.value)
 
@@ -264,6 +264,36 @@ def test_a_slow_server_and_none_at_all():
         pass
     with pytest.raises(TeacherServerError, match="2 attempts: .*refused"):
         CompletionsServer(options_of(server, retries=1), lambda seconds: None).ask([QUESTION])
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_a_run_whose_server_goes_away_is_saved_and_resumed(tmp_path, by_command):
+    """Between two checkpoints, with two micro-batches a step; it ends with the weights of a run that had its server."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100, "gradient_accumulation_steps": 2,
+               "teacher_server_retries": 0, "teacher_server_concurrency": 1}  # fmt: skip
+    with served(teacher_model()) as server:
+        whole = make(server, data=completions(32), output_dir=str(tmp_path / "whole"), **options)
+        whole.train()
+        before = len(server.requests)
+    left = [before * 5 // 8]  # of the requests, so that it fails in the middle of step 3
+
+    def leaving(answer, request):
+        left[0] -= 1
+        return answer if left[0] >= 0 else 503
+
+    out = tmp_path / "out"
+    with served(teacher_model(), leaving) as server:
+        trainer = make(server, data=completions(32), output_dir=str(out), **options)
+        if by_command:
+            out.mkdir(exist_ok=True)
+            (out / "config.yaml").write_text("")
+        how = f"liger-trainer resume {out}" if by_command else r"train\(resume_from_checkpoint=True\)"
+        with pytest.raises(TeacherServerError, match=rf"HTTP 503.* after step 2; .*/checkpoint-2 is saved.* {how}"):
+            trainer.train()
+        left[0] = 1000
+        again = make(server, data=completions(32), output_dir=str(out), **options)
+        again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True))
 
 
 def test_tokens_beyond_the_students_are_refused_before_training():

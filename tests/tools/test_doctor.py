@@ -47,6 +47,16 @@ def test_a_directory_needs_no_weights_and_gives_the_report_of_the_model(tmp_path
     assert all("forward" not in vars(module) for module in built[0].modules())  # and it is given back as it was
 
 
+def test_code_of_a_model_is_neither_run_nor_offered_to_be_run(tmp_path, monkeypatch):
+    """Without trust_remote_code=False transformers asks on the terminal, and takes y for an answer."""
+    auto_map = {"AutoConfig": "code.Config"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of-its-own", "auto_map": auto_map}))
+    (tmp_path / "code.py").write_text("raise SystemExit('the code of the model was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="custom code"):
+        doctor.config_of(str(tmp_path))
+
+
 def test_options_and_a_model_with_nothing_to_patch():
     options = PatchOptions(**{name: name == "geglu" for name in vars(PatchOptions())})
     report = doctor.diagnose(doctor.config_of("gpt_oss"), options)

@@ -1,6 +1,7 @@
 """Rows of ShareGPT and Alpaca: in preview, training and capture they are the same rows as their messages."""
 
 import json
+import signal
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -14,6 +15,7 @@ from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.tools.preview import preview
+from liger_trainer.trainers import chat_rows
 from liger_trainer.trainers.chat_rows import check_chats, in_messages, split_last
 from liger_trainer.trainers.prepare_rows import prepare_rows
 
@@ -260,6 +262,37 @@ def test_a_row_that_the_template_refuses_is_named():
         check_chats(rows, tiny_tokenizer(), chat_template_utils.gemma_chat_template, "row {}".format)
     with pytest.raises(ConfigError, match="the chat template cannot be read: line 1"):
         check_chats(rows, tiny_tokenizer(), "{% if %}", "row {}".format)
+
+
+_FAR = "{% for i in range(99999) %}{% for j in range(99999) %}"
+_ENDLESS = {
+    "loops in each other": (_FAR + "{% endfor %}{% endfor %}", "took more than 0.3 s"),
+    "a text without end": (_FAR + "{{ messages[0]['content'] * 100000 }}{% endfor %}{% endfor %}", "took more than"),
+}
+
+
+@pytest.mark.parametrize("way", _ENDLESS)
+@pytest.mark.parametrize("role", ["user", "critic"])  # the second is looked for in the template first
+def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
+    monkeypatch.setattr(chat_rows, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(chat_rows, "RENDER_MIB", 100.0)
+    handler, rows = (
+        signal.getsignal(signal.SIGALRM),
+        Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}]),
+    )
+    template, why = _ENDLESS[way]
+    with pytest.raises(ConfigError, match=f"row 0: the chat template does not come to an end: rendering the row {why}"):
+        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_what_jinja_itself_stops_is_a_refusal(template):
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
+    with pytest.raises(DataError, match="row 0: the chat template refuses the row"):
+        check_chats(rows, tiny_tokenizer(), template, "row {}".format)
 
 
 def test_a_template_of_a_file_or_of_another_model_is_the_one_that_is_asked(run, tmp_path):

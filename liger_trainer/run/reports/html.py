@@ -10,6 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ...common.files import write_atomically
+from ...secrets import redact
 from .curves import SERIES, Drawing, draw, reading
 from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
@@ -65,7 +66,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
         plots.mkdir(exist_ok=True)
     for drawing in drawings:
         write_atomically(plots / f"{drawing.name}.png", drawing.png)
-    write_atomically(output, page)
+    write_atomically(output, redact(page))
     return output
 
 

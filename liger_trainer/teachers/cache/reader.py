@@ -78,7 +78,7 @@ class TeacherReader:
         label = log_p.gather(-1, labels[:, None]).squeeze(-1)
         entropy = torch.special.entr(log_p.exp()).sum(-1)
         if not bool(entropy.isfinite().all()):
-            raise LigerTrainerError("The teacher's logits are NaN or infinite. Nothing of this shard was written.")
+            raise LigerTrainerError("The teacher's logits are NaN or infinite. Nothing of this batch was written.")
         if self.temperature != 1.0:
             log_p = (logits / self.temperature).log_softmax(-1)
         if self.form.kind == "topk":

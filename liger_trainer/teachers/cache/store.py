@@ -5,6 +5,8 @@
 
 Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
 last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
+While a capture works on a shard, it writes what it has of it to shard-00000-part-00000.safetensors and so on, of the
+same form, which it removes when the shard is whole.
 """
 
 import json
@@ -12,13 +14,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ...common.files import sha256, write_atomically
@@ -73,7 +76,8 @@ class TeacherName(_Part):
 
 
 class Shard(_Part):
-    name: str
+    name: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,}(-part-\d{5,})?\.safetensors$")]
+    """of a file in the cache's folder, and nowhere else"""
     rows: int
     tokens: int
     bytes: int
@@ -91,6 +95,13 @@ class CacheIndex(_Part):
     rows: int
     tokens: int
     shards: tuple[Shard, ...]
+    parts: tuple[Shard, ...] = ()
+    """what an unfinished capture has of the next shard"""
+
+    @property
+    def tokens_read(self) -> int:
+        """Return how many tokens are written down."""
+        return sum(shard.tokens for shard in (*self.shards, *self.parts))
 
     def differences(self, other: "CacheIndex") -> list[str]:
         """Return why `other` cannot go on where this one ended: "settings.entries: 64 there, 32 now"."""
@@ -134,7 +145,7 @@ def read_index(path: Path) -> CacheIndex:
 
 
 def write_index(path: Path, index: CacheIndex) -> None:
-    content = index.model_dump(mode="json")
+    content = index.model_dump(mode="json", exclude=None if index.parts else {"parts"})
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
     write_atomically(path / INDEX, text)
 
@@ -160,7 +171,7 @@ class TeacherCache:
         self.index = read_index(self.path)
         if not self.index.finished:
             raise ConfigError(
-                f"The capture of {self.path} is not finished: {sum(s.tokens for s in self.index.shards):,} of "
+                f"The capture of {self.path} is not finished: {self.index.tokens_read:,} of "
                 f"{self.index.tokens:,} tokens. Run the same `liger-trainer cache` command again, and it goes on."
             )
         self.format = self.index.settings.format
@@ -291,12 +302,12 @@ class TeacherCache:
 
 
 def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shard]:
-    """Yield each shard of the index after checking that it exists and has its length and, on request, its SHA-256.
+    """Yield each shard and part of the index once it is there, has its length and, on request, its SHA-256.
 
     Raises:
         CorruptError: at the first shard that is missing or damaged.
     """
-    for shard in index.shards:
+    for shard in (*index.shards, *index.parts):
         file = path / shard.name
         if not file.is_file():
             raise CorruptError(f"{file} is missing.")
@@ -310,8 +321,6 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
 
 def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
     """Return the content of a shard file; the rows are in the order of their keys."""
-    from safetensors.torch import save
-
     offsets = np.cumsum([0, *(len(record) for record in records)])
     tensors = {
         "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES).copy()),
@@ -320,3 +329,11 @@ def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:
     }
     # One entry only: safetensors writes several in any order, and the same rows must give the same bytes.
     return save(tensors, metadata={"format": f"liger-trainer teacher cache {VERSION}"})
+
+
+def unpack_shard(file: Path) -> dict[bytes, Tensor]:
+    """Return the records of each row in a shard file, by the row's key."""
+    tensors = load_file(file)
+    ends = tensors["offsets"].tolist()
+    keys = [row.tobytes() for row in tensors["keys"].numpy()]
+    return {key: tensors["records"][start:end] for key, start, end in zip(keys, ends[:-1], ends[1:], strict=True)}

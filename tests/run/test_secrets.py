@@ -1,0 +1,186 @@
+"""Secrets reach no file, no line that is printed and no tracker, whichever way they came; and a run still works."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from served import Reply, served
+from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+from tiny import completions as rows_of_words
+from transformers import TrainerCallback
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer
+from liger_trainer.cli import main
+from liger_trainer.config.run_config import check_text
+from liger_trainer.errors import ConfigError
+
+SETTINGS = """
+model_name_or_path: student
+teacher: server
+teacher_server_model: teacher
+teacher_server_base_url: {url}
+teacher_server_protocol: vllm
+teacher_server_top_k: 8
+teacher_server_retries: 0
+teacher_server_api_key_env: MY_SERVER
+dataset_name: rows.jsonl
+output_dir: out
+run_name: run of canary-by-value
+max_steps: 2
+save_steps: 1
+per_device_train_batch_size: 4
+logging_steps: 1
+gradient_checkpointing: false
+max_length: 32
+holdout_fraction: 0.2
+num_sample_completions: 1
+max_new_tokens: 2
+use_cpu: true
+report_to: tensorboard
+hub_token: canary-hub-token
+model_init_kwargs: '{{"token": "canary-of-model"}}'
+env:
+  MY_AUTH: Bearer canary-by-env
+  DATABASE_URL: postgres://me:canary-in-env-url@db/x
+"""
+ENVIRONMENT = {
+    "HF_TOKEN": "canary-of-environment",
+    "MY_SERVER": "canary-of-server",
+    "OTHER_PASSWORD": "canary-by-value",
+    "QUEUE": "amqp://me:canary-in-url-of-environment@queue",
+}
+# stands in for a tracker that is installed: what transformers hands to TensorBoard goes into a file
+TENSORBOARD = """
+import sys
+class SummaryWriter:
+    def __init__(self, log_dir=None):
+        self.file = open("tracked.txt", "a")
+        print(sys.argv, file=self.file)
+    def add_text(self, name, text):
+        print(name, text, file=self.file, flush=True)
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: print(name, args, kwargs, file=self.file, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model("llama_tied").save_pretrained(folder / "student")
+    tiny_tokenizer().save_pretrained(folder / "student")
+    return folder
+
+
+@pytest.fixture
+def run(models, tmp_path, monkeypatch, capfd):
+    """Run SETTINGS with a server in a folder of its own; return exit code and output."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MY_AUTH", "DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / "tensorboardX").mkdir()
+    (tmp_path / "tensorboardX" / "__init__.py").write_text(TENSORBOARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
+    monkeypatch.setattr(sys, "argv", ["liger-trainer", "run", "run.yaml", "hub_token=canary-hub-token"])
+    (tmp_path / "student").symlink_to(models / "student")
+    rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " w1 w2"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run_main(change=None) -> tuple[int, str]:
+        with served(tiny_model(seed=1), change) as server:
+            url = server.url.replace("http://", "http://me:canary-in-url@")
+            (tmp_path / "run.yaml").write_text(SETTINGS.format(url=url))
+            with pytest.raises(SystemExit) as stopped:
+                main(["run", "run.yaml"])
+        printed = capfd.readouterr()
+        return int(stopped.value.code or 0), printed.out + printed.err
+
+    yield run_main
+    for name in ("MY_AUTH", "DATABASE_URL"):
+        os.environ.pop(name, None)
+
+
+def holding(folder: Path, secret: bytes = b"canary") -> list[str]:
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "run.yaml"]
+    return [str(file.relative_to(folder)) for file in files if secret in file.read_bytes()]
+
+
+def test_a_canary_given_in_nine_ways_is_nowhere(run, tmp_path):
+    code, printed = run()
+    assert code == 0, printed
+    assert "canary" not in printed
+    assert holding(tmp_path) == []
+    files = {file.name for file in (tmp_path / "out").rglob("*")}
+    assert {"config.yaml", "metrics.json", "report.html", "README.md", "training_args.bin"} <= files
+    tracked = (tmp_path / "tracked.txt").read_text()
+    assert "hub_token=<secret>" in tracked and '"teacher_server_base_url": "http://<secret>@127' in tracked
+    args = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert args.max_steps == 2 and args.hub_token is None
+
+
+def test_an_error_quotes_no_canary(run, tmp_path):
+    """A server that quotes the key and the address; an error that nobody expected is in the next test."""
+    quoted = b"no rights: canary-of-server at http://me:canary-in-url@host, MY_AUTH=canary-by-env"
+    code, printed = run(lambda *_: Reply(quoted, 403))
+    assert code == 2 and "no rights" in printed
+    assert "canary" not in printed.replace("MY_AUTH=canary-by-env", "")
+    assert holding(tmp_path) == []
+
+
+def test_a_traceback_quotes_no_canary(run, monkeypatch):
+    def fail(*args):
+        raise RuntimeError(f"for {ENVIRONMENT['OTHER_PASSWORD']}")
+
+    monkeypatch.setattr("liger_trainer.run.recipe.load_student", fail)
+    monkeypatch.setattr("liger_trainer.config.run_config.RunConfig.refusals", lambda *_: pytest.MonkeyPatch.context())
+    code, printed = run()
+    assert code == 1 and "RuntimeError: for <secret>" in printed and "canary" not in printed
+
+
+def test_resuming_asks_for_a_secret_that_was_left_out():
+    config = check_text("model_name_or_path: m\ndataset_name: d\nrun_name: http://me:hunter2@host/x\n", "run.yaml")
+    text = config.to_yaml()
+    assert "hunter2" not in text and "run_name: http://<secret>@host/x" in text
+    with pytest.raises(ConfigError, match=r"config.yaml:\d: run_name: a secret was left out here .* run_name=\.\.\."):
+        check_text(text, "config.yaml")
+    assert check_text(text, "config.yaml", ["run_name=other"])["run_name"] == "other"
+
+
+def test_a_trainer_in_python_saves_and_reports_no_secret(models, tmp_path):
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.sent = args.to_json_string() + repr(args.to_sanitized_dict())
+
+    args = train_args(LigerDistillConfig, output_dir=str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1,
+                      hub_token="canary-1", teacher_model_init_kwargs={"token": "canary-2"})  # fmt: skip
+    tracker = Tracker()
+    trainer = LigerDistillTrainer(tiny_model("llama_tied"), str(models / "student"), args, callbacks=[tracker],
+                                  train_dataset=rows_of_words(), processing_class=tiny_tokenizer())  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    assert "canary" not in tracker.sent and "max_steps" in tracker.sent
+    assert holding(tmp_path) == []
+    assert args.hub_token == "canary-1" and vars(args).keys().isdisjoint({"to_dict", "__getstate__"})
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("https://user:pw@host/a@b?x=1", "https://<secret>@host/a@b?x=1"),
+        ("git+ssh://git@host/x, http://host:80/a@b", "git+ssh://git@host/x, http://host:80/a@b"),
+        ("GET /x?a=1&X-Amz-Signature=abc&sig=d", "GET /x?a=1&X-Amz-Signature=<secret>&sig=<secret>"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer <secret>"),
+        ("hf_" + "a1" * 17, "<secret>"),
+        ("eos_token <eos>, a key of a run, basic authority", "eos_token <eos>, a key of a run, basic authority"),
+    ],
+)  # fmt: skip
+def test_secrets_are_known_by_their_form(text, shown):
+    from liger_trainer.secrets import redact
+
+    assert redact(text) == shown
