@@ -23,6 +23,10 @@ SHOWN = 5  # names of each kind in a message
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
+class DamagedWeightsError(ConfigError):
+    """A file of weights is cut off or damaged."""
+
+
 def load_whole(
     load: Callable[..., Any], name: Any, *args: Any, allow_missing_weights: bool = False, **options: Any
 ) -> Any:
@@ -48,10 +52,10 @@ def load_whole(
     try:
         model, info = load(name, *args, **options, output_loading_info=True, ignore_mismatched_sizes=True)
     except (SafetensorError, EOFError, UnpicklingError) as error:
-        raise ConfigError(_cut_off(name, error)) from error
+        raise DamagedWeightsError(_cut_off(name, error)) from error
     except RuntimeError as error:
         if "PytorchStreamReader" in str(error):  # of a .bin file
-            raise ConfigError(_cut_off(name, error)) from error
+            raise DamagedWeightsError(_cut_off(name, error)) from error
         if "automatic conversion of the weights" not in str(error):
             raise
         raise ConfigError(
