@@ -8,7 +8,10 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+from safetensors import SafetensorError
 
 from ..errors import ConfigError
 
@@ -18,6 +21,10 @@ ALLOW_MISSING_WEIGHTS = (
 SHOWN = 5  # names of each kind in a message
 # causal masks: GPT-2, GPT-Neo and GPT-J once saved them beside their weights
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+
+
+class DamagedWeightsError(ConfigError):
+    """A file of weights is cut off or damaged."""
 
 
 def load_whole(
@@ -39,12 +46,16 @@ def load_whole(
         The model; with `output_loading_info=True` the model and transformers' record of what was loaded.
 
     Raises:
-        ConfigError: the files lack weights of the model, have some of another shape, or have others.
+        ConfigError: the files lack weights of the model, have some of another shape, or have others; or one is damaged.
     """
     any_shape, with_info = options.pop("ignore_mismatched_sizes", False), options.pop("output_loading_info", False)
     try:
         model, info = load(name, *args, **options, output_loading_info=True, ignore_mismatched_sizes=True)
+    except (SafetensorError, EOFError, UnpicklingError) as error:
+        raise DamagedWeightsError(_cut_off(name, error)) from error
     except RuntimeError as error:
+        if "PytorchStreamReader" in str(error):  # of a .bin file
+            raise DamagedWeightsError(_cut_off(name, error)) from error
         if "automatic conversion of the weights" not in str(error):
             raise
         raise ConfigError(
@@ -59,6 +70,11 @@ def load_whole(
             "of another shape is then drawn at random, what is not of the model left out."
         )
     return (model, info) if with_info else model
+
+
+def _cut_off(name: Any, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{name}: a file of its weights is cut off or damaged ({reason}). Get the files anew."
 
 
 def with_adapter(model: Any, directory: Path) -> Any:

@@ -62,6 +62,12 @@ class RunOptions:
         ],
     )
     max_eval_rows: int | None = option(None, "Evaluate on the first so many held-out rows instead of all.", ge=1)
+    bad_rows: str = option(
+        "error",
+        "Wrong rows (no JSON, a missing column, another type, token ids beyond the model's) end the run before it "
+        "trains, each with its file and line; skip: they are left out, counted and listed in metrics.json.",
+        choices=("error", "skip"),
+    )
     last_turn_only: bool = option(
         False, "Learn the last message of a chat alone; all before it is the prompt. No change to rows with a prompt."
     )

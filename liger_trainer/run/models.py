@@ -100,7 +100,8 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     """Check that model, data and settings fit together, as far as it shows without weights.
 
     Raises:
-        ConfigError: chat rows without a chat template, layers that the model does not have, unknown tokens.
+        ConfigError: chat rows without a chat template, layers that the model does not have, unknown tokens, a tokenizer
+            with more tokens than the model.
         DataError: a row with a role that the chat template does not know, or that it refuses.
     """
     template = config["chat_template_path"]
@@ -114,6 +115,15 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         for split, rows in (("train", data.train), ("test", data.test)):
             check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
     vocabulary = files.tokenizer.get_vocab()
+    size = files.config.get_text_config(decoder=True).vocab_size
+    beyond = sorted((number, token) for token, number in vocabulary.items() if number >= size)
+    if beyond:
+        raise config.error(
+            files.key,
+            f"the tokenizer of {files.path} has ids up to {beyond[-1][0]}, but the model has {size} tokens; beyond them"
+            f" are {', '.join(repr(token) for _, token in beyond[:3])}. Use the model's own tokenizer, or resize the "
+            "model's embeddings and save it.",
+        )
     for key in ("eos_token", "pad_token"):
         if config[key] is not None and config[key] not in vocabulary:
             raise config.error(key, f"{config[key]!r} is not in the vocabulary of {files.path}.")

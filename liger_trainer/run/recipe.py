@@ -46,7 +46,8 @@ def prepare(config: "RunConfig") -> Preparation:
     clock = Clock()
     output_dir = check_output_dir(config)
     check_checkpoint(config)
-    data, student = load_run_datasets(config), open_model(config, "model_name_or_path")
+    student = open_model(config, "model_name_or_path")
+    data = load_run_datasets(config, student.config.get_text_config(decoder=True).vocab_size)
     return Preparation(config, run_console(), clock, output_dir, data, student)
 
 

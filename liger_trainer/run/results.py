@@ -91,6 +91,8 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
+        if isinstance(value, dict):
+            value = tuple(f"{why}: {rows}"[:200] for why, rows in value.items())
         shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
         repeated = name in ("test_rows_seen_in_training", "train_rows_repeated", "test_rows_repeated") and value
         data.add_row(name.replace("_", " "), shown, style="yellow" if repeated else None)

@@ -20,7 +20,7 @@ from trl import get_peft_config
 
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
-from ..common.weights import with_adapter
+from ..common.weights import DamagedWeightsError, with_adapter
 from ..config.run_config import load_run_config
 from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
@@ -174,6 +174,10 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
         return load_weights(config, files)
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{subject.weights}: the weights cannot be read: {error}") from None
+    except ConfigError as error:
+        if isinstance(error.__cause__, DamagedWeightsError):  # those that a run wrote
+            raise CorruptError(f"{subject.weights}: the weights cannot be read: {error.__cause__}") from None
+        raise
 
 
 def _trainer(

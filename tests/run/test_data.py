@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from types import SimpleNamespace
 
 import datasets
@@ -133,10 +134,17 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"text": "a"}\n{"text": "b\n{"text"\n', "rows.jsonl:2: not valid JSON: .*\n.*rows.jsonl:3: not valid JSON"),
+        (
+            '{"text": "a"}\n{"text": "b\n{"text"\n',
+            "rows.jsonl:2: not valid JSON: .*rows.jsonl:3: not valid JSON: .*Wrong rows: 2",
+        ),
         (
             '{"text": "a"}\n\n{"text": 3}\n',
-            "rows.jsonl:3: column 'text': expected text as in the rows before, got an integer",
+            "rows.jsonl:3: column 'text': expected text, got an integer",
+        ),
+        (
+            '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n',
+            "rows.jsonl:2: column 'n': expected an integer as in most rows",
         ),
         ('{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2: column 'text': expected text, got null"),
         ('{"text": "a"}\n[1]\n', "rows.jsonl:2: expected a JSON object, got a list"),
@@ -205,3 +213,77 @@ def test_prompts_alone_are_rows_where_their_completions_are_sampled(load):
     broken = lines([{"prompt": [{"content": "a"}]}] * 3)
     with pytest.raises(DataError, match=r"rows.jsonl:\d: column 'prompt': expected"):
         load("rows.jsonl", {"rows.jsonl": broken}, teacher, "lmbda=1.0")
+
+
+def test_only_line_feeds_end_lines(load, tmp_path):
+    """Not U+2028, U+0085 and the like, which str.splitlines takes for ends and JSON allows in a string."""
+    texts = [f"a{end}b" for end in "\u2028\u2029\u0085\x1c\v\f".replace("\x1c", "").replace("\v", "").replace("\f", "")]
+    content = "\ufeff" + "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\r\n"
+    (tmp_path / "rows.jsonl").write_bytes(content.encode())
+    data = load("rows.jsonl")
+    assert sorted([*data.train["text"], *data.test["text"]]) == sorted(texts) and data.facts.blank_lines_skipped == 0
+    (tmp_path / "rows.txt").write_bytes("\ufeffa\u2028b\r\nc\u0085d\n".encode())
+    data = load("rows.txt")
+    assert sorted([*data.train["text"], *data.test["text"]]) == ["a\u2028b", "c\u0085d"]
+
+
+IDS = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+TEN_KINDS = {
+    "no JSON": ('{"input_ids": [1', "not valid JSON"),
+    "no UTF-8": (b'{"input_ids": [1], "a": "\xff"}', "expected UTF-8 text"),
+    "half a surrogate pair": ('{"input_ids": [1], "a": "\\ud800"}', r"half of a surrogate pair alone \(\\ud800\)"),
+    "nested": ('{"input_ids": [1], "a": ' + "[" * 3000 + "]" * 3000 + "}", "levels of lists and mappings"),
+    "no object": ("true", "expected a JSON object"),
+    "no column": ('{"labels": [1]}', "column 'input_ids': expected a list of integers"),
+    "booleans": ('{"input_ids": [true, 2, 3]}', "column 'input_ids': expected a list of integers"),
+    "floats": ('{"input_ids": [1, 2, 3.5]}', "column 'input_ids': expected a list of integers"),
+    "other length": (json.dumps({**IDS, "labels": [1, 2]}), "column 'labels': expected as many values as input_ids"),
+    "beyond the vocabulary": (json.dumps({**IDS, "input_ids": [1, 2, 64]}), "ids from 0 to 63"),
+}
+
+
+def malformed(path, rows: int, each: int) -> dict[str, list[int]]:
+    """Write so many lines of IDs with `each` of TEN_KINDS among them; return the lines of each kind."""
+    lines = [json.dumps(IDS).encode()] * rows
+    places = {}
+    for number, (kind, (line, _)) in enumerate(TEN_KINDS.items()):
+        places[kind] = [1 + number + 10 * i * (rows // (10 * each)) for i in range(each)]
+        for place in places[kind]:
+            lines[place - 1] = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return places
+
+
+def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset_name: rows.jsonl\n")
+    places = malformed(tmp_path / "rows.jsonl", rows=10_000, each=100)
+    with pytest.raises(DataError) as raised:
+        load_run_datasets(load_run_config("run.yaml", []), vocabulary=64)
+    message = str(raised.value)
+    assert message.endswith("Wrong rows: 1,000. Mend them, or leave them out: bad_rows=skip.")
+    for kind, (_, complaint) in TEN_KINDS.items():
+        assert re.search(complaint, message), kind
+    listed = " ".join(re.findall(r"such rows: rows.jsonl:(.*)", message))
+    ranges = [span.split("-") for span in re.findall(r"[\d-]+", listed)]
+    named = {place for span in ranges for place in range(int(span[0]), int(span[-1]) + 1)}
+    assert named == {place for each in places.values() for place in each}
+
+    data = load_run_datasets(load_run_config("run.yaml", ["bad_rows=skip"]), vocabulary=64)
+    assert (data.facts.train_rows + data.facts.test_rows, data.facts.rows_skipped) == (9000, 1000)
+    assert sum(int(what.partition(" ")[0]) for what in data.facts.rows_skipped_for.values()) == 1000
+    assert {tuple(row["input_ids"]) for row in data.train} == {(1, 2, 3)}
+    seen = {data.place("train", i) for i in range(len(data.train))}
+    assert not seen & {f"rows.jsonl:{place}" for place in named} and "rows.jsonl:11" in seen | {
+        data.place("test", i) for i in range(len(data.test))
+    }
+
+
+def test_wrong_rows_of_other_formats_are_skipped_too(load):
+    files = {"rows.csv": "prompt,completion\na,b\nc,\nd,e\nf,g\n" + "h,i\n" * 8}
+    with pytest.raises(DataError, match="rows.csv, row 1: column 'completion'"):
+        load("rows.csv", files)
+    data = load("rows.csv", files, "bad_rows=skip", "holdout_fraction=0.4")
+    assert data.facts.rows_skipped == 1 and {*data.train["prompt"], *data.test["prompt"]} == set("adfh")
+    with pytest.raises(DataError, match="rows.jsonl:1: not valid JSON"):  # nothing is left
+        load("rows.jsonl", {"rows.jsonl": "{\n{\n"}, "bad_rows=skip")

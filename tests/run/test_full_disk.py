@@ -120,14 +120,8 @@ def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
 
 
 def test_merging_onto_a_full_disk_leaves_nothing(disk, capsys):
-    lora = (
-        "use_peft=true",
-        "lora_target_modules=[q_proj,v_proj]",
-        "output_dir=adapter",
-        "save_strategy=no",
-        "max_steps=1",
-    )
-    code, err = run(capsys, "run", "run.yaml", *lora)
+    lora = ("use_peft=true", "lora_target_modules=[q_proj,v_proj]", "output_dir=adapter")
+    code, err = run(capsys, "run", "run.yaml", *lora, "save_strategy=no", "max_steps=1")
     assert code == 0, err
     leave(disk, 100_000)
     code, err = run(capsys, "merge", "adapter", "disk/merged")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from planted import PLACES, Plant
+from safetensors.torch import load_file, save_file
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
@@ -29,6 +30,7 @@ from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run import train_loop
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
+from liger_trainer.run.reports.html import _notes_on
 from liger_trainer.run.reports.read_run import read_run
 from liger_trainer.run.reports.tables import training_facts
 from liger_trainer.run.samples import held_out_prompts
@@ -451,6 +453,71 @@ def test_two_processes_train_as_one(run, tuned, tmp_path):
         assert logged[0] == pytest.approx(logged[1], rel=1e-4)
     assert two["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-5)
     assert printed.count("before and after training") == 1
+
+
+def test_wrong_rows_are_left_out_and_counted(run, tmp_path):
+    wrong = [{"prompt": "w1", "completion": True}, {"prompt": "w1"}, {"prompt": "w1", "completion": 3}]
+    write_rows(tmp_path / "rows.jsonl", [*wrong, *map(chat, range(17))])
+    code, _, err = run(SETTINGS)
+    assert code == 4 and "Wrong rows: 3." in err
+    code, out, err = run(SETTINGS, "bad_rows=skip", "max_steps=1")
+    assert code == 0 and "rows skipped 3" in out.replace("│ ", "").replace(" │", ""), err
+    data = metrics(tmp_path / "out")["data"]
+    assert data["rows_skipped"] == 3 and data["train_rows"] + data["test_rows"] == 17
+    ((kind, rows),) = data["rows_skipped_for"].items()
+    assert "column 'completion': expected text" in kind and rows == "3 rows: rows.jsonl:1-3"
+    assert any("3 wrong rows were left out" in note for note in _notes_on(read_run(tmp_path / "out")))
+
+
+def larger_tokenizer(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["x1", "x2"])
+    tokenizer.save_pretrained(folder)
+
+
+def cut(size: int):
+    def harm(folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:size])
+
+    return harm
+
+
+def other_shape(folder: Path) -> None:
+    path, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def half_a_bin(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut(-100), "cut off or damaged"),
+        (cut(20), "cut off or damaged"),
+        (cut(0), "cut off or damaged"),
+        (half_a_bin, "cut off or damaged"),
+        (other_shape, "of another shape: model.layers.0.mlp.up_proj.weight"),
+        (larger_tokenizer, "has ids up to 65, but the model has 64 tokens; beyond them are 'x1', 'x2'"),
+    ],
+)
+def test_a_broken_model_is_one_message(run, tmp_path, harm, message):
+    shutil.copytree(tmp_path / "student", tmp_path / "broken")
+    harm(tmp_path / "broken")
+    code, _, err = run(SETTINGS, "model_name_or_path=broken")
+    assert code == 2 and message in err and "model_name_or_path" in err and "Traceback" not in err, err
+    assert not (tmp_path / "out").exists()
+    if harm is not larger_tokenizer:  # a teacher may have more tokens than it shares
+        code, _, err = run(SETTINGS + TEACHER, "teacher_model_name_or_path=broken")
+        assert code == 2 and message in err and "Traceback" not in err, err
 
 
 def test_what_peft_refuses_is_a_message(run):

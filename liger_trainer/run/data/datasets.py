@@ -6,28 +6,20 @@ another form is an error that says where the row stands, not a stack trace an ho
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, in_messages, split_last
-from .sources import LoadedDataset, kind_of, load_source
+from ...trainers.chat_rows import in_messages, split_last
+from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, row_problem
+from .sources import LoadedDataset, Place, load_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from ...config.run_config import RunConfig
-
-# columns that are read in addition to those of the form
-CHAT_COLUMNS = ("tools", "chat_template_kwargs")
-TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
-OPTIONAL_COLUMNS = {
-    "input_ids": TOKEN_COLUMNS,
-    "conversations": ("system", *CHAT_COLUMNS),
-    "alpaca": (*ALPACA_OPTIONAL, *CHAT_COLUMNS),
-}
-CHAT_FORMS = ("messages", "conversations", "alpaca")
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,10 @@ class DataFacts:
     test_rows_repeated: int = 0
     """held-out rows that equal an earlier one"""
     blank_lines_skipped: int = 0
+    rows_skipped: int = 0
+    """wrong rows that `bad_rows: skip` left out"""
+    rows_skipped_for: dict[str, str] = field(default_factory=dict)
+    """for each kind of problem, how many rows have it and where they are"""
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,37 @@ class RunData:
     place: Callable[[str, int], str]
 
 
-def load_run_datasets(config: "RunConfig") -> RunData:
+def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> RunData:
     """Load and check the training and the held-out rows that `config` names.
+
+    Args:
+        vocabulary: how many tokens the model has; rows that are tokenized are then checked against it.
 
     Raises:
         ConfigError: no such file, directory, dataset or split.
         DataError: no rows, no usable column, JSON that cannot be read, a row of the wrong form.
     """
-    source = load_source(config)
+    bad = BadRows(config["bad_rows"] == "skip", vocabulary)
+    source = load_source(config, bad)
+    bad.check()
     form, used = _form(_pick(config, source, "dataset_train_split"), config)
-    train, test, held_out, place = _split(config, source)
+    train, test, held_out, at = _split(config, source)
     columns = tuple(train.column_names)
     missing = [c for c in used if c not in test.column_names]
     if missing:
         raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
     train, test = train.select_columns(list(used)), test.select_columns(list(used))
     digest = hashlib.sha256()
-    seen = set(_check_and_hash(train, form, config, digest, lambda i: place("train", i)))
-    hashes = list(_check_and_hash(test, form, config, digest, lambda i: place("test", i)))
+    problem_of = partial(row_problem, form=form, text=config["dataset_text_field"], vocabulary=vocabulary)
+    good = {
+        split: _good_rows(rows, partial(at, split), problem_of, bad, digest)
+        for split, rows in (("train", train), ("test", test))
+    }
+    bad.check(even_if_skipped=not all(good.values()))
+    kept, hashes = {split: list(rows) for split, rows in good.items()}, list(good["test"].values())
+    if len(bad):
+        train, test = train.select(kept["train"]), test.select(kept["test"])
+    seen = set(good["train"].values())
     train, test, form = _as_the_trainer_reads(config, train, test, form)
     facts = DataFacts(
         name=config["dataset_name"] or "mixture of " + ", ".join(d["path"] for d in config["datasets"]),
@@ -99,13 +108,15 @@ def load_run_datasets(config: "RunConfig") -> RunData:
         train_rows_repeated=len(train) - len(seen),
         test_rows_repeated=len(hashes) - len(set(hashes)),
         blank_lines_skipped=source.blank_lines,
+        rows_skipped=len(bad),
+        rows_skipped_for=bad.summary(),
     )
     for rows in (train, test):
         rows.info.dataset_name = facts.name  # for messages, wherever the rows go
-    return RunData(train, test, facts, place)
+    return RunData(train, test, facts, lambda split, i: BadRows.name(at(split, kept[split][i])))
 
 
-def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Callable[[str, int], str]]:
+def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Place]:
     """Return training rows, held-out rows, how those were chosen, and the place of a row."""
     train_name, test_name = config["dataset_train_split"], config["dataset_test_split"]
     train = _pick(config, source, "dataset_train_split")
@@ -156,23 +167,15 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
 
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     """Return the form of the rows, and the columns that the trainer reads."""
-    have, text, alpaca = train.column_names, config["dataset_text_field"], ("alpaca", ALPACA)
+    have, text = train.column_names, config["dataset_text_field"]
     if "image" in have or "images" in have:
         raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
-    for form, needed in (
-        ("input_ids", ("input_ids",)),
-        ("prompt-completion", ("prompt", "completion")),
-        ("messages", ("messages",)),
-        ("conversations", ("conversations",)),
-        *([] if config.given("dataset_text_field") else [alpaca]),
-        ("text", (text,)),
-        alpaca,
-        *([("prompt", ("prompt",))] if config.recipe == "distill" else []),
-    ):
-        if all(column in have for column in needed):
-            _check_mask_options(config, train, form)
-            extras = OPTIONAL_COLUMNS.get(form, CHAT_COLUMNS)
-            return form, (*needed, *(c for c in extras if c in have))
+    read = form_of(have, text, config.given("dataset_text_field"), config.recipe == "distill")
+    if read is not None:
+        form, needed = read
+        _check_mask_options(config, train, form)
+        extras = OPTIONAL_COLUMNS.get(form, CHAT_COLUMNS)
+        return form, (*needed, *(c for c in extras if c in have))
     raise DataError(
         f"no usable column. Expected messages, or prompt and completion, or {text} (named by dataset_text_field), "
         "or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; the rows have: "
@@ -208,73 +211,21 @@ def _as_the_trainer_reads(
     return train, test, "messages" if "messages" in train.column_names else "prompt-completion"
 
 
-def _check_and_hash(
-    rows: Iterable, form: str, config: "RunConfig", digest: Any, place: Callable[[int], str]
-) -> Iterator[bytes]:
-    """Yield the hash of every row and update `digest`. Raises DataError at the first wrong row."""
+def _good_rows(
+    rows: Iterable,
+    at: Callable[[int], tuple[str, int]],
+    problem_of: Callable[[dict], str | None],
+    bad: BadRows,
+    digest: Any,
+) -> dict[int, bytes]:
+    """Return index and hash of every good row and update `digest`; note the others in `bad`."""
+    hashes = {}
     for index, row in enumerate(rows):
-        problem = _row_problem(row, form, config["dataset_text_field"])
+        problem = problem_of(row)
         if problem:
-            raise DataError(f"{place(index)}: {problem}.")
+            bad.add(at(index), problem)
+            continue
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n"
         digest.update(line)
-        yield hashlib.sha256(line).digest()
-
-
-def _row_problem(row: dict, form: str, text: str) -> str | None:
-    if form == "input_ids":
-        ids = row["input_ids"]
-        good = isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids)
-        return None if good else f"column 'input_ids': expected a list of integers, got {kind_of(ids)}"
-    if form == "prompt-completion":
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return None
-        if isinstance(prompt, str) or isinstance(completion, str):
-            column = "completion" if isinstance(prompt, str) else "prompt"
-            return f"column {column!r}: expected text, as in the other column, got {kind_of(row[column])}"
-        return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
-    if form == "prompt" and isinstance(row["prompt"], str):
-        return None
-    if form == "alpaca":
-        return _alpaca_problem(row)
-    if form == "text":
-        value = row[text]
-        return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"
-    return _chat_problem(row[form], form) or _text_problem(row, ("system",) if form == "conversations" else ())
-
-
-def _alpaca_problem(row: dict) -> str | None:
-    for column in ALPACA:
-        if not isinstance(row[column], str):
-            return f"column {column!r}: expected text, got {kind_of(row[column])}"
-    for turn in row.get("history") or []:
-        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
-            return f"column 'history': expected pairs of an instruction and an answer, got {turn!r:.80}"
-    return _text_problem(row, ("input", "system"))
-
-
-def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
-    """Check columns that may be absent or null."""
-    for column in columns:
-        if not isinstance(row.get(column), (str, type(None))):
-            return f"column {column!r}: expected text or null, got {kind_of(row[column])}"
-    return None
-
-
-def _chat_problem(messages: Any, column: str) -> str | None:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    sharegpt = column == "conversations" and not (isinstance(first, dict) and "role" in first)
-    role, content = ("from", "value") if sharegpt else ("role", "content")
-    wanted = f"column {column!r}: expected a list of {{{role}, {content}}} messages"
-    if column in ("prompt", "completion"):
-        wanted = f"column {column!r}: expected text, or in both columns a list of {{role, content}} messages"
-    if not isinstance(messages, list) or not messages:
-        return f"{wanted}, got {kind_of(messages)}"
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get(role), str):
-            return f"{wanted}, got a message {message!r:.80}"
-        text = message.get(content)
-        if not isinstance(text, (str, list)) and not message.get("tool_calls"):
-            return f"{wanted}, got a message whose {content} is {kind_of(text)}"
-    return None
+        hashes[index] = hashlib.sha256(line).digest()
+    return hashes

@@ -1,12 +1,14 @@
 """Read rows from a demo, a local file, a directory, the hub or a TRL mixture. Every error names its file and line."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, DataError
+from .json_rows import numbered_lines, place_in, read_json
+from .row_checks import BadRows, form_of, row_problem
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -16,19 +18,26 @@ if TYPE_CHECKING:
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
+Place = Callable[[str, int], tuple[str, int]]
+"""A file or split, with braces for a number, and the number of row i of a split in it."""
+
+
 @dataclass(frozen=True)
 class LoadedDataset:
     """The splits of a dataset as they were read; `place` says where row i of a split comes from."""
 
     splits: dict[str, "Dataset"]
-    place: Callable[[str, int], str]
+    place: Place
     licence: str | None = None
     held_out: str | None = None
     blank_lines: int = 0
 
 
-def load_source(config: "RunConfig") -> LoadedDataset:
+def load_source(config: "RunConfig", bad: BadRows) -> LoadedDataset:
     """Load the dataset that `dataset_name` or `datasets` names.
+
+    Args:
+        bad: takes the rows that cannot be read; they are left out.
 
     Raises:
         ConfigError: there is no such dataset.
@@ -43,9 +52,9 @@ def load_source(config: "RunConfig") -> LoadedDataset:
     if name.startswith("demo:"):
         return _load_demo(config)
     if path.is_file():
-        return _load_files(config, {"train": [path]})
+        return _load_files(config, bad, {"train": [path]})
     if path.is_dir():
-        return _load_directory(config, path)
+        return _load_directory(config, bad, path)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in SUFFIXES:
         raise config.error("dataset_name", f"no such file or directory: {name}")
     return _load_hub(config)
@@ -55,8 +64,8 @@ def _by_name(splits: "DatasetDict") -> dict[str, "Dataset"]:
     return {str(name): rows for name, rows in splits.items()}
 
 
-def _row_of(split: str, index: int) -> str:
-    return f"row {index} of the {split} rows"
+def _row_of(split: str, index: int) -> tuple[str, int]:
+    return f"row {{}} of the {split} rows", index
 
 
 def _load_demo(config: "RunConfig") -> LoadedDataset:
@@ -103,7 +112,7 @@ def _load_mixture(config: "RunConfig") -> LoadedDataset:
     )
 
 
-def _load_directory(config: "RunConfig", path: Path) -> LoadedDataset:
+def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedDataset:
     import datasets
 
     try:
@@ -123,15 +132,15 @@ def _load_directory(config: "RunConfig", path: Path) -> LoadedDataset:
         split = next((n for n in names if file.stem == n or file.stem.startswith(f"{n}-")), None)
         files.setdefault(split or "", []).append(file)
     if list(files) == [""]:  # no file is named after a split: all are training rows
-        return _load_files(config, {config["dataset_train_split"]: candidates})
+        return _load_files(config, bad, {config["dataset_train_split"]: candidates})
     if "" in files:
         others = ", ".join(p.name for p in files[""])
         hint = "name every file after its split, or none"
         raise config.error("dataset_name", f"{path} holds files of no split ({others}); {hint}.")
-    return _load_files(config, files)
+    return _load_files(config, bad, files)
 
 
-def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedDataset:
+def _load_files(config: "RunConfig", bad: BadRows, files: dict[str, list[Path]]) -> LoadedDataset:
     """Read each split from its files, and remember the line of each row."""
     import datasets
 
@@ -139,7 +148,7 @@ def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedData
     for split, paths in files.items():
         parts, where = [], []
         for path in paths:
-            part, lines, skipped = _read_file(config, path)
+            part, lines, skipped = _read_file(config, bad, path)
             parts.append(part)
             where.append((len(part), path, lines))
             blank += skipped
@@ -149,27 +158,26 @@ def _load_files(config: "RunConfig", files: dict[str, list[Path]]) -> LoadedData
             raise DataError(f"the files of split {split!r} do not fit together: {error}") from None
         places[split] = where
 
-    def place(split: str, index: int) -> str:
+    def place(split: str, index: int) -> tuple[str, int]:
         for length, path, lines in places[split]:
             if index < length:
-                return _place(path, lines, index)
+                return place_in(path, lines, index)
             index -= length
         raise AssertionError(f"row {index} of {split} is in no file")
 
     return LoadedDataset(splits, place, blank_lines=blank)
 
 
-def _read_file(config: "RunConfig", path: Path) -> tuple["Dataset", list[int] | None, int]:
+def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset", list[int] | None, int]:
     """Return the rows of a file, their lines if rows are lines, and the number of blank lines left out."""
     import datasets
 
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty.")
     if path.suffix in (".json", ".jsonl"):
-        rows, lines, blank = _read_json(path)
-        return _to_dataset(rows, path, lines), lines, blank
+        return read_json(path, bad, partial(_problem_in, config, bad.vocabulary))
     if path.suffix == ".txt":
-        numbered = [(n, line) for n, line in enumerate(_text(path).splitlines(), 1)]
+        numbered = list(numbered_lines(path))
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
         return rows, [n for n, _ in kept], len(numbered) - len(kept)
@@ -185,80 +193,10 @@ def _read_file(config: "RunConfig", path: Path) -> tuple["Dataset", list[int] | 
     return loaded, None, 0
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8 text: {error}") from None
-
-
-def _place(path: Path, lines: list[int] | None, index: int) -> str:
-    return f"{path}:{lines[index]}" if lines else f"{path}, row {index}"
-
-
-def _read_json(path: Path) -> tuple[list[dict], list[int] | None, int]:
-    """Read JSON lines, or one JSON array of objects, whose rows have no lines."""
-    text = _text(path)
-    if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-        lines, blank = None, 0
-    else:
-        numbered = list(enumerate(text.splitlines(), 1))
-        kept = [(n, line) for n, line in numbered if line.strip()]
-        lines, blank = [n for n, _ in kept], len(numbered) - len(kept)
-        rows = list(_parse_lines(kept, path))
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{_place(path, lines, index)}: expected a JSON object, got {kind_of(row)}.")
-    return rows, lines, blank
-
-
-def _parse_lines(numbered: list[tuple[int, str]], path: Path) -> Iterator[Any]:
-    """Parse every line as JSON. The error names the first three wrong lines."""
-    wrong = []
-    for number, line in numbered:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            wrong.append(f"{path}:{number}: not valid JSON: {error.msg} at character {error.colno}")
-    if wrong:
-        more = [f"and {len(wrong) - 3} more lines"] if len(wrong) > 3 else []
-        raise DataError("\n".join(wrong[:3] + more))
-
-
-def _to_dataset(rows: list[dict], path: Path, lines: list[int] | None) -> "Dataset":
-    import datasets
-    import pyarrow
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    try:
-        return datasets.Dataset.from_dict(columns)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError, OverflowError):
-        raise _mixed_types(columns, path, lines) from None
-
-
-def _mixed_types(columns: dict[str, list], path: Path, lines: list[int] | None) -> DataError:
-    """Find the first value that does not fit into one Arrow column with the first value of its column."""
-    import pyarrow
-
-    for name, values in columns.items():
-        first = next((v for v in values if v is not None), None)
-        for index, value in enumerate(values):
-            try:
-                pyarrow.array([first, value])
-            except (pyarrow.ArrowException, OverflowError):
-                expected = f"expected {kind_of(first)} as in the rows before, got {kind_of(value)}"
-                return DataError(f"{_place(path, lines, index)}: column {name!r}: {expected}.")
-    return DataError(f"{path}: a column has values of different types.")
-
-
-def kind_of(value: Any) -> str:
-    """Name the type of a value as JSON users know it."""
-    names = {str: "text", bool: "true or false", int: "an integer", float: "a number", type(None): "null"}
-    if isinstance(value, (list, dict)):
-        return f"{'an empty' if not value else 'a'} {'list' if isinstance(value, list) else 'mapping'}"
-    return names.get(type(value), type(value).__name__)
+def _problem_in(
+    config: "RunConfig", vocabulary: int | None, columns: Sequence[str]
+) -> Callable[[dict], str | None] | None:
+    """Return the check of rows with these columns, as they are in the file; None where they have no form."""
+    text = config["dataset_text_field"]
+    read = form_of(columns, text, config.given("dataset_text_field"), config.recipe == "distill")
+    return None if read is None else partial(row_problem, form=read[0], text=text, vocabulary=vocabulary)

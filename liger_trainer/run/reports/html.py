@@ -126,6 +126,9 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
     data = run.data
     if not run.finished:
         yield f"Not finished: the curves come from the newest checkpoint, at step {run.steps:,}."
+    if skipped := data.get("rows_skipped"):
+        kinds = "; ".join(f"{kind}: {rows}" for kind, rows in data.get("rows_skipped_for", {}).items())
+        yield f"{count(skipped)} wrong rows were left out (bad_rows: skip). {kinds}."
     if seen := data.get("test_rows_seen_in_training"):
         yield (
             f"{count(seen)} of {count(data.get('test_rows'))} held-out rows are training rows too, word for word: the "

@@ -1,0 +1,193 @@
+"""What a row may be: the forms that a run reads, what is wrong with a row, and what becomes of wrong rows."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ...errors import DataError
+from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL
+
+# columns that are read in addition to those of the form
+CHAT_COLUMNS = ("tools", "chat_template_kwargs")
+TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
+OPTIONAL_COLUMNS = {
+    "input_ids": TOKEN_COLUMNS,
+    "conversations": ("system", *CHAT_COLUMNS),
+    "alpaca": (*ALPACA_OPTIONAL, *CHAT_COLUMNS),
+}
+CHAT_FORMS = ("messages", "conversations", "alpaca")
+SHOWN = 1000  # places of one kind in a message
+
+
+@dataclass
+class BadRows:
+    """Wrong rows, with their places, by kind of problem: `bad_rows` says whether they are an error or left out."""
+
+    skip: bool = False
+    vocabulary: int | None = None
+    """how many tokens the model has, for rows that are tokenized already"""
+    places: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """of each kind, file or split and number"""
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, place: tuple[str, int], problem: str) -> None:
+        """Note a wrong row. What came, after ", got" or " at character", does not make another kind."""
+        kind = re.split(r", got | at character ", problem)[0]
+        self.places.setdefault(kind, []).append(place)
+        self.examples.setdefault(kind, f"{self.name(place)}: {problem}.")
+
+    @staticmethod
+    def name(place: tuple[str, int]) -> str:
+        """Return a place as it is shown: its file or split holds braces for the number."""
+        return place[0].format(place[1])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.places.values()))
+
+    def where(self, kind: str) -> str:
+        """Return the places of a kind: `rows.jsonl:3, 7-9, 12`."""
+        parts = []
+        for file, places in groupby(sorted(self.places[kind])[:SHOWN], lambda place: place[0]):
+            parts.append(file.format(_ranges([number for _, number in places])))
+        left = len(self.places[kind]) - SHOWN
+        return ", ".join(parts) + (f" and {left:,} more" if left > 0 else "")
+
+    def summary(self) -> dict[str, str]:
+        """Return for each kind of problem how many rows have it, and where they are."""
+        return {kind: f"{len(places):,} rows: {self.where(kind)}" for kind, places in self.places.items()}
+
+    def check(self, even_if_skipped: bool = False) -> None:
+        """Raise DataError with all of them, unless they are to be left out."""
+        if not self.places or (self.skip and not even_if_skipped):
+            return
+        lines = []
+        for kind, places in self.places.items():
+            lines.append(self.examples[kind])
+            if len(places) > 1:
+                lines.append(f"    {len(places):,} such rows: {self.where(kind)}")
+        advice = "Without them no row is left." if self.skip else "Mend them, or leave them out: bad_rows=skip."
+        raise DataError("\n".join([*lines, f"Wrong rows: {len(self):,}. {advice}"]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `3, 7-9, 12` for 3, 7, 8, 9, 12."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def form_of(have: Sequence[str], text: str, text_given: bool, prompts: bool) -> tuple[str, tuple[str, ...]] | None:
+    """Return the form that rows with the columns `have` are read in, and the columns it needs; None if there is none.
+
+    Args:
+        text: the column of plain text; `text_given`: whether the configuration names it.
+        prompts: whether rows may be prompts alone.
+    """
+    alpaca = ("alpaca", ALPACA)
+    forms = (
+        ("input_ids", ("input_ids",)),
+        ("prompt-completion", ("prompt", "completion")),
+        ("messages", ("messages",)),
+        ("conversations", ("conversations",)),
+        *([] if text_given else [alpaca]),
+        ("text", (text,)),
+        alpaca,
+        *([("prompt", ("prompt",))] if prompts else []),
+    )
+    return next((entry for entry in forms if all(column in have for column in entry[1])), None)
+
+
+def row_problem(row: dict, form: str, text: str, vocabulary: int | None = None) -> str | None:
+    """Return what is wrong with a row of a form, or None.
+
+    Args:
+        text: the column of plain text.
+        vocabulary: how many tokens the model has, for rows that are tokenized already.
+    """
+    if form == "input_ids":
+        return _token_problem(row, vocabulary)
+    if form == "prompt-completion":
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return None
+        if isinstance(prompt, str) or isinstance(completion, str):
+            column = "completion" if isinstance(prompt, str) else "prompt"
+            return f"column {column!r}: expected text, as in the other column, got {kind_of(row[column])}"
+        return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
+    if form == "prompt" and isinstance(row["prompt"], str):
+        return None
+    if form == "alpaca":
+        return _alpaca_problem(row)
+    if form == "text":
+        value = row[text]
+        return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"
+    return _chat_problem(row[form], form) or _text_problem(row, ("system",) if form == "conversations" else ())
+
+
+def _alpaca_problem(row: dict) -> str | None:
+    for column in ALPACA:
+        if not isinstance(row[column], str):
+            return f"column {column!r}: expected text, got {kind_of(row[column])}"
+    for turn in row.get("history") or []:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            return f"column 'history': expected pairs of an instruction and an answer, got {turn!r:.80}"
+    return _text_problem(row, ("input", "system"))
+
+
+def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
+    """Check columns that may be absent or null."""
+    for column in columns:
+        if not isinstance(row.get(column), (str, type(None))):
+            return f"column {column!r}: expected text or null, got {kind_of(row[column])}"
+    return None
+
+
+def _chat_problem(messages: Any, column: str) -> str | None:
+    first = messages[0] if isinstance(messages, list) and messages else None
+    sharegpt = column == "conversations" and not (isinstance(first, dict) and "role" in first)
+    role, content = ("from", "value") if sharegpt else ("role", "content")
+    wanted = f"column {column!r}: expected a list of {{{role}, {content}}} messages"
+    if column in ("prompt", "completion"):
+        wanted = f"column {column!r}: expected text, or in both columns a list of {{role, content}} messages"
+    if not isinstance(messages, list) or not messages:
+        return f"{wanted}, got {kind_of(messages)}"
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get(role), str):
+            return f"{wanted}, got a message {message!r:.80}"
+        text = message.get(content)
+        if not isinstance(text, (str, list)) and not message.get("tool_calls"):
+            return f"{wanted}, got a message whose {content} is {kind_of(text)}"
+    return None
+
+
+def _token_problem(row: dict, vocabulary: int | None) -> str | None:
+    """Check tokens, and the columns that have a value for each of them."""
+    ids = row["input_ids"]
+    for column in ("input_ids", *TOKEN_COLUMNS):
+        values = row.get(column)
+        if values is None and column != "input_ids":
+            continue
+        wanted = f"column {column!r}: expected a list of integers"
+        if not isinstance(values, list) or not values:
+            return f"{wanted}, got {kind_of(values)}"
+        masks = column.endswith(("mask", "masks"))
+        strange = next((v for v in values if type(v) is not int and not (masks and type(v) is bool)), None)
+        if strange is not None or None in values:
+            return f"{wanted}, got one with {kind_of(strange)}"
+        if len(values) != len(ids) and column != "seq_lengths":
+            return f"column {column!r}: expected as many values as input_ids has, got {len(values)} for {len(ids)}"
+        if vocabulary is None or column not in ("input_ids", "labels"):
+            continue
+        beyond = next((v for v in values if not 0 <= v < vocabulary and (v != -100 or column == "input_ids")), None)
+        if beyond is not None:
+            return f"column {column!r}: expected ids from 0 to {vocabulary - 1} (the model's), got {beyond}"
+    return None
+
+
+def kind_of(value: Any) -> str:
+    """Name the type of a value as JSON users know it."""
+    names = {str: "text", bool: "true or false", int: "an integer", float: "a number", type(None): "null"}
+    if isinstance(value, (list, dict)):
+        return f"{'an empty' if not value else 'a'} {'list' if isinstance(value, list) else 'mapping'}"
+    return names.get(type(value), type(value).__name__)
