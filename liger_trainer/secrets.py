@@ -31,12 +31,12 @@ _NO_NUMBERS = ("nan", "inf", "-inf")  # as JSON has them: `mean_token_accuracy` 
 _NO_VALUES = ("disabled", "default", "enabled", "optional", "offline", "online", "dryrun", "dry-run", "anonymous")
 _LOGIN = re.compile(r"(?<=://)(?!git@)[^\s/?#\"'\\<>]+(?=@)")
 _QUERY = re.compile(
-    r"(?<=[?&])((?:[\w-]*(?:token|key|secret|passw|signature|credential)[\w-]*|sig|auth)=)[^&\s\"'#<>]+", re.I
+    r"(?<=[?&])((?:[\w-]{0,40}(?:token|key|secret|passw|signature|credential)[\w-]{0,40}|sig|auth)=)[^&\s\"'#<>]+", re.I
 )
 _HEADER = re.compile(r"(authorization\W{1,4}(?:bearer|basic)\s+)[^\s\"',]+", re.I)
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}"
-    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
+    r"|eyJ[\w-]{10,200}\.[\w-]{10,}\.[\w-]{5,})"
 )
 _remembered: set[str] = set()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.cli import main
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
+from liger_trainer.secrets import redact
 
 SETTINGS = """
 model_name_or_path: student
@@ -169,6 +171,13 @@ def test_a_trainer_in_python_saves_and_reports_no_secret(models, tmp_path):
     assert args.hub_token == "canary-1" and vars(args).keys().isdisjoint({"to_dict", "__getstate__"})
 
 
+@pytest.mark.parametrize("text", ["?" + "token" * 10_000, "-eyJaaaaaaaaaa" * 10_000, "a://" * 10_000, "hf_" * 10_000])
+def test_looking_for_secrets_takes_time_in_proportion_to_the_text(text):
+    start = time.perf_counter()
+    assert redact(text) == text
+    assert time.perf_counter() - start < 1.0
+
+
 @pytest.mark.parametrize(
     "text, shown",
     [
@@ -181,6 +190,4 @@ def test_a_trainer_in_python_saves_and_reports_no_secret(models, tmp_path):
     ],
 )  # fmt: skip
 def test_secrets_are_known_by_their_form(text, shown):
-    from liger_trainer.secrets import redact
-
     assert redact(text) == shown
