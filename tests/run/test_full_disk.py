@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tiny import WORDS, completions, tiny_model, tiny_tokenizer
 
 from liger_trainer.cli import main
+from liger_trainer.common.checkpoints import checkpoints_in, damage
 from liger_trainer.common.files import sha256
 from liger_trainer.common.storage import writing_to
 from liger_trainer.errors import StorageError
-from liger_trainer.run.checkpoints import checkpoints_in, damage
 from liger_trainer.trainers.capture import capture
 
 SETTINGS = """
