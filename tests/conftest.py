@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +37,13 @@ def chunked_torch() -> Iterator[None]:
         patch.setattr(_triton, "INTERPRETED", False)
         patch.setenv("TRITON_INTERPRET", "0")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_end_a_process() -> None:
+    """nohup and shells that start the tests in the background have two signals ignored, which runs respect."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module", autouse=True)

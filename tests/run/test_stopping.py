@@ -37,14 +37,6 @@ disable_tqdm: false
 """
 
 
-@pytest.fixture(autouse=True)
-def hung_up():
-    """SIGHUP ends a process, though the tests may run under nohup, which has it ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
