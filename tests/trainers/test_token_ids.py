@@ -322,8 +322,8 @@ def test_by_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(SystemExit) as stopped:
         main(["run", "run.yaml"])
-    assert stopped.value.code == DataError.exit_code
-    assert f"dataset has token id {VOCAB}, but the model has 64 tokens" in capsys.readouterr().err
+    assert stopped.value.code == ConfigError.exit_code
+    assert f"the tokenizer of student has ids up to {VOCAB}, but the model has 64 tokens" in capsys.readouterr().err
 
 
 def test_the_largest_of_each_row():
