@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from ..common.options import limits_of
+from ..common.options import limits_of, on
 from ..common.value_rules import LIMIT_NAMES, Rule
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
@@ -108,7 +108,7 @@ def _conflicts(known: set[str]) -> dict[str, Any]:
         if conflict.needs:
             needed.setdefault(conflict.key, []).append(conflict.needs)
         elif conflict.missing:
-            conditions.append({"if": conflict.when.rule, "then": {"required": [conflict.key]}})
+            conditions.append({"if": conflict.when.rule, "then": on(conflict.key).rule})
         else:
             refusal: Rule = {"not": {}, "errorMessage": f"{conflict.key}: {conflict.message}"}
             if _requires(conflict.when.rule, conflict.key):  # an editor then marks this line
