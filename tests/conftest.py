@@ -14,6 +14,8 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import pytest
 import torch
 
+from liger_trainer import secrets
+
 pytest.register_assert_rewrite("tiny", "splits")
 
 if not torch.cuda.is_available():
@@ -53,6 +55,12 @@ def frozen_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests(monkeypatch) -> None:
+    """What one test gave as a key may be a word in another's messages."""
+    monkeypatch.setattr(secrets, "_remembered", set())
 
 
 @pytest.fixture

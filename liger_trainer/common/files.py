@@ -30,7 +30,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in the folder outlast a power cut."""
+    """Make a rename in the folder outlast a power cut. Does nothing on Windows, where folders cannot be opened."""
+    if os.name == "nt":
+        return
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -6,7 +6,6 @@ on another host, whether the file's time moves, which the holder renews.
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -20,6 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows: a holder on the same host is not seen
+    fcntl = None
 
 LOCK = ".liger-trainer.lock"
 BEAT, WATCH = 10.0, 60.0  # seconds: how often the holder renews the file's time; how long another host waits for that
@@ -78,7 +82,7 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
     finally:
         over.set()
         del _HELD[folder]
-        with suppress(OSError):
+        with suppress(OSError):  # Windows removes no open file
             (folder / LOCK).unlink()  # while it is locked: whoever waits for this file sees that it is gone
         os.close(file)
         if made:
@@ -126,7 +130,18 @@ def _refuse_if_running(folder: Path, file: int) -> Holder | None:
     Raises:
         ConfigError: that one is running here, or anywhere where the file system's lock holds.
     """
-    by_system = True
+    by_system = _flock(folder, file)
+    holder = _read(file)
+    here = holder is not None and holder.host == socket.gethostname()
+    if holder is not None and here and not by_system and holder.started == _started(holder.pid) != "":
+        raise _refusal(folder, holder)
+    return holder
+
+
+def _flock(folder: Path, file: int) -> bool:
+    """Take the file system's own lock; return False where it has none."""
+    if fcntl is None:
+        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,12 +149,8 @@ def _refuse_if_running(folder: Path, file: int) -> Holder | None:
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
-        by_system = False
-    holder = _read(file)
-    here = holder is not None and holder.host == socket.gethostname()
-    if holder is not None and here and not by_system and _started(holder.pid) == holder.started:
-        raise _refusal(folder, holder)
-    return holder
+        return False
+    return True
 
 
 def _refuse_if_beating(folder: Path, holder: Holder, note: Callable[[str], Any]) -> None:
@@ -178,7 +189,8 @@ def _started(pid: int) -> str:
 
 def _read(file: int) -> Holder | None:
     try:
-        return Holder(**json.loads(os.pread(file, 4096, 0)))
+        os.lseek(file, 0, os.SEEK_SET)
+        return Holder(**json.loads(os.read(file, 4096)))
     except (ValueError, TypeError):  # empty: not written yet
         return None
 
@@ -187,7 +199,8 @@ def _write(file: int) -> None:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     holder = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()), now)
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, json.dumps(asdict(holder)).encode())
     os.fsync(file)
 
 
@@ -204,4 +217,5 @@ def _forget() -> None:
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

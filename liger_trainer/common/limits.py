@@ -1,12 +1,17 @@
 """End work that takes too long or too much memory, such as a chat template that never ends."""
 
-import resource
+import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 _LOOKS = 0.1  # seconds between two looks
 
@@ -45,6 +50,8 @@ def limited(seconds: float, mib: float) -> Iterator[None]:
 
 
 def peak_memory_mib() -> float:
-    """Return the most memory that this process has held."""
+    """Return the most memory that this process has held; NaN on Windows, which does not say."""
+    if resource is None:
+        return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere

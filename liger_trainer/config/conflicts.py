@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from ..common.non_finite import NonFiniteConfig
 from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
 from ..losses.config import LossConfig
 from ..teachers.config import (
@@ -55,11 +56,6 @@ FORMER = {
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps",
 }
-# Optimizers of transformers that change weights while gradients are still being computed.
-UPDATING_IN_BACKWARD = (
-    "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
-    "apollo_adamw_layerwise",
-)  # fmt: skip
 
 # What TRL and transformers once read and no longer do: left out, with a notice.
 GONE = {
@@ -147,11 +143,6 @@ _OF_TRL = (
         "without packing it does not enforce max_length; set `max_length: null`.",
     ),
     Conflict("fp16", on("fp16") & on("bf16"), "give either bf16 or fp16, not both."),
-    Conflict(
-        "optim",
-        equals("on_non_finite", "skip_step") & equals("optim", *UPDATING_IN_BACKWARD),
-        "{value} updates weights in its backward, so no step can be left out; set `on_non_finite: stop`.",
-    ),
     # transformers refuses these too, but only when it builds its arguments, after seconds of imports
     Conflict(
         "dataloader_prefetch_factor",
@@ -245,7 +236,7 @@ _OF_A_FILE = (
         "and name its directory.",
     ),
 )
-_DECLARED = (RunOptions, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
+_DECLARED = (RunOptions, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, TeacherConfig)
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 

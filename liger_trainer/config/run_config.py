@@ -112,11 +112,10 @@ class RunConfig:
         else:
             from ..trainers.sft_config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
-        sections = ("rows", "training", "distillation", "sampling")
+        sections = ("rows", "non_finite", "training", "distillation", "sampling")
         args = self.on_this_machine()._build(training_class, sections, elsewhere)
         if self.recipe == "distill":
-            for key in ("allow_missing_weights", "on_non_finite"):  # keys of every recipe
-                setattr(args, key, self[key])
+            args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe
         return args
 
     def model_args(self) -> "ModelConfig":

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.non_finite import HELP, POLICIES, STOP
 from ..common.options import given, on, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 
@@ -48,7 +47,6 @@ class RunOptions:
         None, "Where `init-student` writes; default: output_dir with -student appended."
     )
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
-    on_non_finite: str = option(STOP, HELP, choices=POLICIES)
     holdout_fraction: float = option(
         0.05,
         "Share of the training rows held out when the dataset has no split dataset_test_split.",

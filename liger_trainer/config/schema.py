@@ -22,6 +22,7 @@ SECTIONS = {
     "dataset": "TRL's ScriptArguments",
     "mixture": "TRL's DatasetMixtureConfig",
     "rows": "what is learned of rows",
+    "non_finite": "numbers that are not finite",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",
     "distillation": "LigerDistillConfig",
     "sampling": "completions that are sampled in training",

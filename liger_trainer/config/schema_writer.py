@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
+from ..common.non_finite import NonFiniteConfig
 from ..common.options import limits_of, on
 from ..common.value_rules import LIMIT_NAMES, Rule
 from ..losses.plan import entry_rule
@@ -28,7 +29,7 @@ from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
-OWN = ("run", "launch", "rows", "distillation", "sampling")  # their descriptions are ours to ship
+OWN = ("run", "launch", "rows", "non_finite", "distillation", "sampling")  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -130,6 +131,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "dataset": ScriptArguments,
         "mixture": DatasetMixtureConfig,
         "rows": RowsConfig,
+        "non_finite": NonFiniteConfig,
         "training": SFTConfig,
         "distillation": LigerDistillConfig,
         "sampling": SamplingConfig,

@@ -1,12 +1,11 @@
 """Callbacks of a run: a progress bar, and tokens per second with peak memory in every log."""
 
-import resource
-import sys
 import time
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
+from ..common import limits
 from ..trainers.token_metrics import tokens_before
 
 SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
@@ -66,5 +65,4 @@ def peak_memory_mib(args: TrainingArguments) -> float:
     """Return the GPU memory allocated since training began; on a CPU, the resident memory of the process."""
     if args.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere
+    return limits.peak_memory_mib()

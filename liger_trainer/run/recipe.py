@@ -68,7 +68,6 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
             eval_dataset=run.data.test,
             processing_class=run.student.tokenizer,
             peft_config=get_peft_config(config.model_args()),
-            on_non_finite=config["on_non_finite"],
             **teacher,
         )
     print_rows(run.console, trainer.row_facts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from trl import SFTConfig
 
-from ..common.non_finite import HELP, POLICIES, STOP, check_policy
+from ..common.non_finite import NonFiniteConfig
 from ..common.options import OptionValues, check_options, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 from ..losses.config import LossConfig
@@ -17,7 +17,7 @@ from .sampling_config import SamplingConfig
 
 
 @dataclass
-class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, SFTConfig):
+class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
@@ -28,7 +28,7 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         disable_dropout: switch the student's dropout off.
-        on_non_finite: what is done about numbers in training that are NaN or infinite: "stop" or "skip_step".
+        on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 
     Raises:
         ValueError: a value out of range, or options that do not go together.
@@ -40,17 +40,15 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
 
     allow_missing_weights: bool = option(False, ALLOW_MISSING_WEIGHTS)
     disable_dropout: bool = option(False, "Switch the student's dropout off.")
-    on_non_finite: str = option(STOP, HELP, choices=POLICIES)
 
     def __post_init__(self):
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")
-        check_policy(self.on_non_finite)
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
-        check_options(self, LossConfig, RowsConfig, SamplingConfig, TeacherConfig)
+        check_options(self, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, TeacherConfig)
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from ..common.checkpoints import TRAINER_STATE
 from ..common.console import is_main_process
 from ..common.non_finite import SKIP, STOP, check_policy
+from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError, NonFiniteError
 from ..kernels.types import HostCopy
 from .finite_weights import advice, largest, moments, not_finite, trained
 from .loss_spikes import LossSpikes
 from .row_search import Batch, kept_of, listed, rows_in
-from .token_metrics import TRAINER_STATE
 
 MOST_IN_A_ROW = 10  # steps that `skip_step` leaves out before it stops, too
 LATE = 1  # the numbers of so many steps may still be on their way to the host
@@ -282,10 +283,9 @@ def _steps_itself(accelerator: Any) -> bool:
 
 
 def _check_can_skip(args: Any, accelerator: Any) -> None:
-    optim = str(getattr(args.optim, "value", args.optim))
-    backward = any(name in optim for name in ("lomo", "layerwise"))
-    if _steps_itself(accelerator) or backward:
-        who = f"optim={optim}" if backward else "DeepSpeed"
+    optim = updating_in_backward(args)
+    if _steps_itself(accelerator) or optim:
+        who = f"optim={optim}" if optim else "DeepSpeed"
         raise ConfigError(
             f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. Set "
             "on_non_finite to stop, or choose another."

@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 
 
@@ -20,9 +21,9 @@ def save_and_advise(trainer: Any) -> str:
     if step > 0 and args.world_size == 1 and not checkpoint.is_dir():
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         trainer.control = trainer.callback_handler.on_save(args, trainer.state, trainer.control)
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if newest is None:
+    saved = checkpoints_in(folder)
+    if not saved:
         return "No step was taken, so nothing was saved." if step == 0 else "No checkpoint was saved."
     by_command = (folder / CONFIG).is_file()
     how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
-    return f"Training stopped after step {step}; {newest} is saved. When the server is back, go on: {how}"
+    return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError, CorruptError
 from ..losses.fused_forward import FusedLoss
 from ..losses.hidden_states import HiddenLosses
@@ -183,8 +184,8 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
         losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
-        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-        if any(name in optim for name in ("lomo", "layerwise")) and any(True for _ in losses.parameters()):
+        optim = updating_in_backward(trainer.args)
+        if optim and any(True for _ in losses.parameters()):
             raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")
         return losses
 

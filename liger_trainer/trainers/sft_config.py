@@ -1,19 +1,21 @@
-"""LigerConfig: SFTConfig and what LigerTrainer adds about rows."""
+"""LigerConfig: SFTConfig and what LigerTrainer adds about rows and about numbers that are not finite."""
 
 from dataclasses import dataclass
 
 from trl import SFTConfig
 
+from ..common.non_finite import NonFiniteConfig
 from ..common.options import check_options
 from .rows_config import RowsConfig
 
 
 @dataclass
-class LigerConfig(RowsConfig, SFTConfig):
+class LigerConfig(RowsConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
 
     Args:
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
+        on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 
     Raises:
         ValueError: a value out of range, or options that do not go together.
@@ -21,4 +23,4 @@ class LigerConfig(RowsConfig, SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_options(self, RowsConfig)
+        check_options(self, RowsConfig, NonFiniteConfig)

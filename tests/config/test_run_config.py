@@ -128,7 +128,7 @@ def test_one_wrong_value(load, line, complaint):
         ("datasets: [{path: json}]", "give either dataset_name or datasets, not both"),
         ("deepspeed: missing.json", "deepspeed: no such file: missing.json"),
         ("keep_layers: [0]\nkeep_every_nth_layer: 2", "give either keep_every_nth_layer or keep_layers"),
-        ("optim: lomo\non_non_finite: skip_step", "optim: lomo updates weights in its backward"),
+        ("optim: lomo\non_non_finite: skip_step", "on_non_finite: skip_step leaves the optimizer's step out"),
         ("logging_steps: 0", "logging_steps: expected a number above 0 with `logging_strategy: steps`"),
         ("load_best_model_at_end: true\neval_strategy: epoch", "load_best_model_at_end: needs checkpoints where eval"),
         ("lr_scheduler_type: greedy", "lr_scheduler_type: greedy follows the evaluations"),
