@@ -267,7 +267,11 @@ def returns_value(call: ast.Call) -> bool:
 def plants_of(body: list[ast.stmt]) -> Iterator[Plant]:
     for s in list(body):
         found: Iterator = iter(())
-        if isinstance(s, ast.Assign):
+        value = s.value if isinstance(s, ast.Assign | ast.Expr) else None
+        launch = isinstance(value, ast.Call) and isinstance(value.func, ast.Call)
+        if launch:
+            found = of_call(value)
+        elif isinstance(s, ast.Assign):
             targets = s.targets[0].elts if isinstance(s.targets[0], ast.Tuple) else s.targets[:1]
             names = [ast.unparse(t) for t in targets]
             many = len(names) > 1 and isinstance(s.value, ast.Call | ast.Attribute)
@@ -282,7 +286,6 @@ def plants_of(body: list[ast.stmt]) -> Iterator[Plant]:
             found = of_call(s.value)
         elif isinstance(s, ast.Expr) and isinstance(s.value, ast.IfExp):
             found = of_call(s.value.body)
-        launch = isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Call)
         for what, apply in found:
             yield Plant(s.lineno, what.strip() if launch else ast.unparse(s).splitlines()[0] + what, apply)
         for field in ("body", "orelse"):
