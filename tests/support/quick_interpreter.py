@@ -65,6 +65,10 @@ def _quicken(tl: Any, interpreter: Any) -> None:
     def unwrap_quickly(x: Any) -> Any:
         return x.value if isinstance(x, constexpr) else unwrap(x) if isinstance(x, (list, tuple, core.tuple)) else x
 
+    def equal(self: Any, other: Any) -> bool:
+        other = unwrap_quickly(other)
+        return self is other or isinstance(other, dtype) and self.name == other.name
+
     @functools.cache
     def of_type(*shape: int) -> tuple:
         """As a block's type has it, and the number of entries, which is checked."""
@@ -126,9 +130,7 @@ def _quicken(tl: Any, interpreter: Any) -> None:
         x: [(name, in_interpreter(y)) for name, y in inspect.getmembers(x) if core.is_builtin(y)] for x in packages
     }
     core._unwrap_if_constexpr = unwrap_quickly
-    dtype.__eq__ = lambda self, x: (
-        self is x or isinstance(unwrap_quickly(x), dtype) and self.name == unwrap_quickly(x).name
-    )
+    dtype.__eq__ = equal
     dtype.is_int, dtype.is_floating = (lambda self: self.name in integers), (lambda self: self.name in floats)
     block_type.__init__, core.tensor.__init__ = make_block, make_tensor
     block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
