@@ -33,6 +33,7 @@ OWN_TARGETS = {
     "GitForCausalLM": "special",  # logits of the image are cut off, and the labels are shifted
     "CsmForConditionalGeneration": "special",  # the first codebook's labels; a second model adds its own loss
 }
+AS_MOONSHINE = ("MoonshineStreamingForConditionalGeneration", "CohereAsrForConditionalGeneration")
 # Whose labels are, though they read more than text.
 CALLERS_TARGETS = {"Qwen2_5_VLForConditionalGeneration": "text", "Blip2ForConditionalGeneration": "special"}
 
@@ -64,7 +65,13 @@ def assert_same(got, want, rtol=1e-4):
     assert_same_gradients(got[1], want[1], rtol)
 
 
-@pytest.mark.parametrize("class_name", [*OWN_TARGETS, *CALLERS_TARGETS])
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in AS_MOONSHINE))
+        for name in (*OWN_TARGETS, *CALLERS_TARGETS)
+    ],
+)
 def test_loss_and_every_gradient_equal_the_plain_model(class_name):
     model, batch = model_and_batch(class_name, "speech" if class_name.startswith("Moonshine") else None)
     given = [batch]
@@ -196,7 +203,7 @@ class Rows(torch.utils.data.Dataset):
 
 def losses_of(model, batch, callbacks=(), **options):
     trainer = Trainer(
-        model, train_args(TrainingArguments, **{"max_steps": 3, "seed": 1, **options}), train_dataset=Rows(batch),
+        model, train_args(TrainingArguments, **{"max_steps": 2, "seed": 1, **options}), train_dataset=Rows(batch),
         eval_dataset=Rows(batch), callbacks=list(callbacks),
     )  # fmt: skip
     trainer.train()
@@ -209,7 +216,7 @@ def losses_of(model, batch, callbacks=(), **options):
     [
         ("MoonshineForConditionalGeneration", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
         ("GitForCausalLM", {}),
-        ("Florence2ForConditionalGeneration", {}),
+        pytest.param("Florence2ForConditionalGeneration", {}, marks=pytest.mark.slow),
     ],
 )
 def test_use_liger_kernel_trains_the_same(class_name, options):
