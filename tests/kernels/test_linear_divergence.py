@@ -26,6 +26,7 @@ from liger_trainer.kernels.linear_divergence import (
 
 TINY = 1e-6  # MiB: a chunk for every row
 MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
+EACH = {kind: 0.2 + 0.1 * i for i, kind in enumerate(module.KINDS)}
 CE = {"ce_weight": 0.4, "label_smoothing": 0.1, "z_loss": 0.02}
 KINDS = {
     "forward_kl": {},
@@ -60,7 +61,7 @@ def identical_pair(n, h, v, place, bias=True):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 3, 8, 16), (13, 24, 7, 101), (2, 7, 65, 33)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"kind": MIX, **CE}], ids=["", "mix"])
+@pytest.mark.parametrize("options", [{}, {"kind": EACH, **CE}], ids=["", "each"])
 def test_odd_sizes(place, shape, options):
     check_divergence(random_pair(*shape, dtype=place.dtype, device=place.device), **options)
 
@@ -81,12 +82,14 @@ def test_without_labels_every_row_takes_part(fp32, options):
     check_divergence({k: x if "weight" in k else x[:0] for k, x in tensors.items()}, **options)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", MIX], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature):
-    options = {"kind": kind, "temperature": temperature, "softcap": 6.0, "teacher_softcap": 6.0, "workspace_mb": 0.002}
+@pytest.mark.parametrize("kind", [*module.KINDS, EACH], ids=str)
+@pytest.mark.parametrize("temperature, teacher_share", [(1.0, 1.0), (2.0, 0.7)])
+def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature, teacher_share):
+    options = {"kind": kind, "temperature": temperature, "teacher_share": teacher_share, "softcap": 6.0,
+               "teacher_softcap": 6.0, "workspace_mb": 0.002}  # fmt: skip
     got = evaluate(linear_divergence, identical_pair(5, 6, 37, place), **options)
-    for name in ("loss", "divergence", "forward_kl", "reverse_kl", "d_hidden", "d_weight", "d_bias"):
+    of_kinds = [name for name in got if name.startswith("of ")]
+    for name in ("loss", "divergence", "forward_kl", "reverse_kl", "d_hidden", "d_weight", "d_bias", *of_kinds):
         assert not got[name].any(), f"{name} is up to {got[name].abs().max()}"
     assert got["agrees"].all()
     for name in ("log_prob", "entropy"):  # whose last operations a compiler may fuse on one side alone
@@ -140,7 +143,7 @@ def test_padding_takes_no_part(fp32, rows_of, named):
     if rows_of == "both" and not named:
         pytest.skip("equal heads need vocab_size")
     tensors = random_pair(5, 6, 9, 20, device=fp32.device, bias=True, ignored=0.2)
-    options = {"kind": MIX, "temperature": 2.0, **CE}
+    options = {"kind": EACH, "temperature": 2.0, "teacher_share": 0.6, **CE}
     expected = evaluate(linear_divergence, tensors, **options)
     padded = dict(tensors)
     for side, prefix in (("student", ""), ("teacher", "teacher_")):
@@ -394,7 +397,6 @@ def test_bad_arguments(change, message):
 LARGE = pytest.mark.xdist_group("large")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GPU_MIX = {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}
-EACH = {kind: 0.2 + 0.1 * i for i, kind in enumerate(module.KINDS)}
 JUMPING = ("tvd", "adaptive_kl")  # where a sign or the head's edge turns on a rounding error
 GPU_CE = {"ce_weight": 0.4, "label_smoothing": 0.1, "z_loss": 0.001}
 inputs = functools.partial(random_inputs, device="cuda")
