@@ -138,10 +138,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
             '{"text": "a"}\n{"text": "b\n{"text"\n',
             "rows.jsonl:2: not valid JSON: .*rows.jsonl:3: not valid JSON: .*Wrong rows: 2",
         ),
-        (
-            '{"text": "a"}\n\n{"text": 3}\n',
-            "rows.jsonl:3: column 'text': expected text, got an integer",
-        ),
+        ('{"text": "a"}\n\n{"text": 3}\n', "rows.jsonl:3: column 'text': expected text, got an integer"),
         (
             '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n',
             "rows.jsonl:2: column 'n': expected an integer as in most rows",

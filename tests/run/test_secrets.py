@@ -61,6 +61,8 @@ class SummaryWriter:
     def __init__(self, log_dir=None):
         self.file = open("tracked.txt", "a")
         print(sys.argv, file=self.file)
+    def add_scalar(self, name, value, step):
+        print(f"scalar {name} {step} {float(value)}", file=self.file, flush=True)
     def add_text(self, name, text):
         print(name, text, file=self.file, flush=True)
     def __getattr__(self, name):
@@ -122,6 +124,12 @@ def test_a_canary_given_in_nine_ways_is_nowhere(run, tmp_path):
     assert {"config.yaml", "metrics.json", "report.html", "README.md", "training_args.bin"} <= files
     tracked = (tmp_path / "tracked.txt").read_text()
     assert "hub_token=<secret>" in tracked and '"teacher_server_base_url": "http://<secret>@127' in tracked
+    scalars = [line.split()[1:] for line in tracked.splitlines() if line.startswith("scalar ")]
+    logged = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
+    assert {int(step): float(value) for name, step, value in scalars if name == "train/forward_kl"} == pytest.approx(
+        {entry["step"]: entry["forward_kl"] for entry in logged if "forward_kl" in entry}
+    )
+    assert {"train/loss", "train/learning_rate", "eval/forward_kl"} <= {name for name, *_ in scalars}
     args = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
     assert args.max_steps == 2 and args.hub_token is None
 
