@@ -1,6 +1,5 @@
 """A disk that is full or read-only: one message, exit code 8, and what was there before is as it was."""
 
-import json
 import os
 import re
 import shutil
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from caches import config as cache_config
+from commands import call, save_models, texts, write_rows
 from safetensors.torch import save_file
-from tiny import WORDS, completions, tiny_model, tiny_tokenizer
+from tiny import completions, tiny_model, tiny_tokenizer
 
-from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in, damage
 from liger_trainer.common.files import sha256
 from liger_trainer.common.storage import writing_to
@@ -49,9 +48,8 @@ def mounted(disk: Path, *options: str) -> None:
 def disk(tmp_path, monkeypatch):
     """A disk of 4 MiB at disk/, beside a model, rows and a configuration."""
     monkeypatch.chdir(tmp_path)
-    tiny_model("llama_tied", hidden_size=64, intermediate_size=96).save_pretrained("student")
-    tiny_tokenizer().save_pretrained("student")
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(WORDS[i : i + 5])}) + "\n" for i in range(20)))
+    save_models(tmp_path, "student", hidden_size=64, intermediate_size=96)
+    write_rows(Path("rows.jsonl"), texts(20))
     Path("run.yaml").write_text(SETTINGS)
     disk = tmp_path / "disk"
     mounted(disk, "size=4m")
@@ -70,9 +68,8 @@ def leave(disk: Path, size: int) -> None:
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(arguments))
-    return int(stopped.value.code or 0), capsys.readouterr().err
+    code, _, err = call(capsys, *arguments)
+    return code, err
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -104,6 +101,7 @@ def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
     """They come last: the model is there, and the old report stays as it was."""
     from liger_trainer.run import output_dir
 
+    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda *arguments: [])
     finish = output_dir.finish
 
     def full(*args):

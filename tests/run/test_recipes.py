@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import call, save_models, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from safetensors.torch import load_file, save_file
@@ -62,11 +63,8 @@ def chat(i: int, answer: str | None = None) -> dict:
 def models(tmp_path_factory):
     """Two models of one tokenizer, and one of the same size whose tokenizer has two words exchanged."""
     folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed, num_hidden_layers=4).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-    tiny_model("llama_tied").save_pretrained(folder / "stranger")
-    tiny_tokenizer().save_pretrained(folder / "stranger")
+    save_models(folder, "student", "teacher", num_hidden_layers=4)
+    save_models(folder, "stranger")
     table = json.loads((folder / "stranger" / "tokenizer.json").read_text())
     vocabulary = table["model"]["vocab"]
     vocabulary["w3"], vocabulary["w5"] = vocabulary["w5"], vocabulary["w3"]
@@ -80,11 +78,6 @@ def fill(folder: Path, models: Path) -> None:
         (folder / name).symlink_to(models / name)
     write_rows(folder / "rows.jsonl", map(chat, range(20)))
     (folder / "run.yaml").write_text(SETTINGS)
-
-
-def write_rows(file: Path, rows) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +103,8 @@ def run(models, tmp_path, monkeypatch, capsys):
 
     def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
         (tmp_path / "run.yaml").write_text(settings)
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "run.yaml", *overrides])
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err  # lines wrap anywhere
+        code, out, err = call(capsys, "run", "run.yaml", *overrides)
+        return code, " ".join(out.split()), err  # lines wrap anywhere
 
     return run_main
 
@@ -141,10 +132,8 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
     assert written["after"]["loss"] < written["before"]["loss"]
     assert math.isclose(written["after"]["perplexity"], math.exp(written["after"]["loss"]), rel_tol=1e-4)
     assert written["data"]["train_rows"] == 16 and written["data"]["form"] == "prompt-completion"
-    assert {name: (rows["rows"], rows["rows_dropped"]) for name, rows in written["rows"].items()} == {
-        "train": (16, 0),
-        "eval": (4, 0),
-    }
+    counted = {name: (rows["rows"], rows["rows_dropped"]) for name, rows in written["rows"].items()}
+    assert counted == {"train": (16, 0), "eval": (4, 0)}
     assert written["training"]["steps"] == 3 and written["training"]["tokens"] > 0
     assert written["training"]["peak_memory_mib"] > 100 and written["training"]["tokens_per_second"] > 0
     assert set(written["seconds"]) == {"load", "measure_before", "train", "save", "measure_after"}
@@ -250,51 +239,40 @@ def test_no_supervised_token_at_all(run):
 
 
 @pytest.mark.parametrize(
-    ("settings", "overrides", "expected_code", "message"),
+    ("overrides", "code", "message"),
     [
-        (SETTINGS.replace("dataset_name: rows.jsonl\n", ""), [], 2, "run.yaml: dataset_name: missing"),
-        (SETTINGS, ["learning_rte=1"], 2, "learning_rte: unknown key. Did you mean learning_rate?"),
-        (SETTINGS, ["max_steps=0"], 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
-        (SETTINGS, ["max_steps=2.5"], 2, "max_steps: expected an integer, got 2.5"),
-        (SETTINGS, ["dataset_name=missing.jsonl"], 2, "dataset_name: no such file or directory: missing.jsonl"),
-        (SETTINGS, ["model_name_or_path=./missing"], 2, "model_name_or_path: no such directory: ./missing"),
-        (SETTINGS, ["model_name_or_path=rows"], 2, "model_name_or_path: rows cannot be read as a model directory"),
-        (SETTINGS, ["dataset_text_field=words", "dataset_name=other.jsonl"], 4, "the rows have: text"),
-        (SETTINGS, ["dataset_name=empty.jsonl"], 4, "the file is empty"),
-        (SETTINGS, ["dataset_name=broken.jsonl"], 4, "broken.jsonl:2: not valid JSON"),
-        (SETTINGS, ["dataset_name=null.jsonl"], 4, "null.jsonl:1: column 'completion': expected text, as in the other"),
-        (SETTINGS, ["eos_token=<end>"], 2, "eos_token: '<end>' is not in the vocabulary"),
-        (SETTINGS, ["keep_layers=[0,9]"], 2, "keep_layers: expected indices from 0 to 3"),
-        (SETTINGS, ["keep_every_nth_layer=5"], 2, "keep_every_nth_layer: expected at most 4"),
-        (SETTINGS, ["chat_template_path=missing.jinja"], 2, "chat_template_path: no such file"),
-        (SETTINGS, ["output_dir=student"], 2, "output_dir: student is also model_name_or_path"),
-        (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: rows.jsonl is no directory that can be written to"),
-        (
-            SETTINGS,
-            ["load_best_model_at_end=true", "eval_strategy=epoch"],
-            2,
-            "needs checkpoints where evaluations are",
-        ),
-        (SETTINGS, ["resume_from_checkpoint=true"], 2, "resume_from_checkpoint: no checkpoint in out"),
-        (SETTINGS, ["resume_from_checkpoint=checkpoint-9"], 2, "resume_from_checkpoint: no such directory"),
-        (SETTINGS + TEACHER, ["losses=[{type: klx}]"], 2, "losses: [0].type: expected one of forward_kl"),
-        (
-            SETTINGS,
-            ["teacher_model_name_or_path=stranger"],
-            2,
-            "different tokenizers: 2 of 64 shared ids differ; id 3 is 'w3' for the student and 'w5' for the teacher",
-        ),
+        ("~dataset_name", 2, "dataset_name: missing"),
+        ("learning_rte=1", 2, "learning_rte: unknown key. Did you mean learning_rate?"),
+        ("max_steps=0", 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
+        ("max_steps=2.5", 2, "max_steps: expected an integer, got 2.5"),
+        ("dataset_name=missing.jsonl", 2, "dataset_name: no such file or directory: missing.jsonl"),
+        ("model_name_or_path=./missing", 2, "model_name_or_path: no such directory: ./missing"),
+        ("model_name_or_path=rows", 2, "model_name_or_path: rows cannot be read as a model directory"),
+        ("dataset_text_field=words dataset_name=other.jsonl", 4, "the rows have: text"),
+        ("dataset_name=empty.jsonl", 4, "the file is empty"),
+        ("dataset_name=broken.jsonl", 4, "broken.jsonl:2: not valid JSON"),
+        ("dataset_name=null.jsonl", 4, "null.jsonl:1: column 'completion': expected text, as in the other"),
+        ("eos_token=<end>", 2, "eos_token: '<end>' is not in the vocabulary"),
+        ("keep_layers=[0,9]", 2, "keep_layers: expected indices from 0 to 3"),
+        ("keep_every_nth_layer=5", 2, "keep_every_nth_layer: expected at most 4"),
+        ("chat_template_path=missing.jinja", 2, "chat_template_path: no such file"),
+        ("output_dir=student", 2, "output_dir: student is also model_name_or_path"),
+        ("output_dir=rows.jsonl", 2, "output_dir: rows.jsonl is no directory that can be written to"),
+        ("load_best_model_at_end=true eval_strategy=epoch", 2, "needs checkpoints where evaluations are"),
+        ("resume_from_checkpoint=true", 2, "resume_from_checkpoint: no checkpoint in out"),
+        ("resume_from_checkpoint=checkpoint-9", 2, "resume_from_checkpoint: no such directory"),
+        ('teacher_model_name_or_path=teacher losses=[{"type":"klx"}]', 2, "losses: [0].type: expected one of forward"),
+        ("teacher_model_name_or_path=stranger", 2, "different tokenizers: 2 of 64 shared ids differ; "
+         "id 3 is 'w3' for the student and 'w5' for the teacher"),
     ],
-)
-def test_bad_input_is_told_before_weights_are_loaded(
-    run, tmp_path, no_weights, settings, overrides, expected_code, message
-):
+)  # fmt: skip
+def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, overrides, code, message):
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n{"prompt": "a", "completion": "b"}\n')
-    code, _, err = run(settings, *overrides)
-    assert code == expected_code, err
+    found, _, err = run(SETTINGS, *overrides.split())
+    assert found == code, err
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
@@ -433,7 +411,6 @@ def half_a_bin(folder: Path) -> None:
     ("harm", "message"),
     [
         (cut(-100), "cut off or damaged"),
-        (cut(20), "cut off or damaged"),
         (cut(0), "cut off or damaged"),
         (half_a_bin, "cut off or damaged"),
         (other_shape, "of another shape: model.layers.0.mlp.up_proj.weight"),
@@ -479,9 +456,8 @@ def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_p
     saved = checkpoints_in(tmp_path / "out")
     assert [path.name for path in saved] == [f"checkpoint-{step}" for step in (1, 2, 3)] and all(map(is_finite, saved))
     monkeypatch.setattr(LigerTrainer, "train", train)
-    with pytest.raises(SystemExit) as stopped:
-        main(re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
-    assert not stopped.value.code, capsys.readouterr().err
+    code, _, err = call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
+    assert code == 0, err
     assert metrics(tmp_path / "out")["training"]["resumed_at"] == 3
 
 

@@ -11,9 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import commands
 import pytest
 import yaml
-from tiny import WORDS, tiny_model, tiny_tokenizer
+from commands import save_models, write_rows
+from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
@@ -160,6 +162,12 @@ def call(*arguments) -> int:
     with pytest.raises(SystemExit) as stopped:
         main(["report", *map(str, arguments)])
     return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr(html_report, "draw", lambda *arguments: [])
 
 
 class Page(HTMLParser):
@@ -373,7 +381,7 @@ def test_an_unfinished_run_tells_what_there_is(unfinished):
     assert read_run(unfinished / "checkpoint-5").steps == 5  # a checkpoint alone, such as a plain Trainer leaves
 
 
-def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path):
+def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves):
     """What one of them does not tell has no column, and is no difference."""
     one = make("one")
     assert call(one, unfinished, "--output", tmp_path / "both.html") == 0
@@ -406,7 +414,7 @@ def test_a_run_of_a_version_that_recorded_less(make):
     ]
 
 
-def test_numbers_that_are_none(make):
+def test_numbers_that_are_none(make, no_curves):
     logs = [{"step": step, "loss": 1.0 if step < 3 else "nan"} for step in range(5)]
     resumed = {**content()["training"], "resumed_at": 14}
     after = {"forward_kl": "nan", "loss": "inf"}
@@ -418,7 +426,7 @@ def test_numbers_that_are_none(make):
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
 
 
-def test_errors(make, unfinished, tmp_path, capsys):
+def test_errors(make, unfinished, tmp_path, capsys, no_curves):
     def told(code: int, *arguments) -> str:
         assert call(*arguments) == code
         printed = capsys.readouterr().err
@@ -528,19 +536,15 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
 
 def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed).save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
+    save_models(tmp_path, "student", "teacher")
     rows = [{"prompt": WORDS[i], "completion": " " + " ".join(WORDS[i : i + 2 + i])} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    write_rows(tmp_path / "rows.jsonl", [*rows, rows[0]])
     (tmp_path / "run.yaml").write_text(SETTINGS)
     saved = []
     draw_all = html_report.draw
     monkeypatch.setattr(html_report, "draw", lambda *args: saved.append(os.listdir("out")) or draw_all(*args))
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml", "max_steps=3", "hub_token=secret-token"])
-    out, err = capsys.readouterr()
-    assert not stopped.value.code, err
+    code, out, err = commands.call(capsys, "run", "run.yaml", "max_steps=3", "hub_token=secret-token")
+    assert code == 0, err
     assert {"metrics.json", "config.yaml", "model.safetensors"} <= set(saved[0])  # before anything is drawn
 
     page = Page(tmp_path / "out" / "report.html")

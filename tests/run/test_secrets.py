@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import call, save_models, write_rows
 from served import Reply, served
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from tiny import completions as rows_of_words
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli import main
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.secrets import redact
@@ -73,8 +73,7 @@ class SummaryWriter:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tiny_model("llama_tied").save_pretrained(folder / "student")
-    tiny_tokenizer().save_pretrained(folder / "student")
+    save_models(folder, "student")
     return folder
 
 
@@ -94,16 +93,14 @@ def run(models, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["liger-trainer", "run", "run.yaml", "hub_token=canary-hub-token"])
     (tmp_path / "student").symlink_to(models / "student")
     rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " w1 w2"} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
 
     def run_main(change=None) -> tuple[int, str]:
         with served(tiny_model(seed=1), change) as server:
             url = server.url.replace("http://", "http://me:canary-in-url@")
             (tmp_path / "run.yaml").write_text(SETTINGS.format(url=url))
-            with pytest.raises(SystemExit) as stopped:
-                main(["run", "run.yaml"])
-        printed = capfd.readouterr()
-        return int(stopped.value.code or 0), printed.out + printed.err
+            code, out, err = call(capfd, "run", "run.yaml")
+        return code, out + err
 
     yield run_main
     for name in ("MY_AUTH", "DATABASE_URL"):

@@ -1,6 +1,5 @@
 """Stopping a run from outside: signals to one process, to a rank and to launchers, and the limit of hours."""
 
-import json
 import os
 import re
 import signal
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import call, save_models, texts, write_rows
 from processes import run_on
-from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 import liger_trainer
-from liger_trainer.cli import main
 from liger_trainer.common.signals import SIGNALS, handling
 from liger_trainer.run import train_loop
 
@@ -41,17 +39,15 @@ disable_tqdm: false
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    tiny_model("llama_tied").save_pretrained("student")
-    tiny_tokenizer().save_pretrained("student")
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(WORDS[i : i + 5])}) + "\n" for i in range(20)))
+    save_models(tmp_path, "student")
+    write_rows(Path("rows.jsonl"), texts(20))
     Path("run.yaml").write_text(SETTINGS)
     return tmp_path
 
 
 def run(capsys, *overrides: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml", *overrides])
-    return int(stopped.value.code or 0), capsys.readouterr().err
+    code, _, err = call(capsys, "run", "run.yaml", *overrides)
+    return code, err
 
 
 class Send(TrainerCallback):
