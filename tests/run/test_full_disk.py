@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from caches import config as cache_config
-from commands import call, save_models, texts, write_rows
+from commands import call, save_models, settings, texts, write_rows
 from safetensors.torch import save_file
 from tiny import completions, tiny_model, tiny_tokenizer
 
@@ -19,21 +19,7 @@ from liger_trainer.common.storage import writing_to
 from liger_trainer.errors import StorageError
 from liger_trainer.trainers.capture import capture
 
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: disk/out
-max_steps: 3
-save_strategy: steps
-save_steps: 1
-logging_steps: 1
-per_device_train_batch_size: 4
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 0
-use_cpu: true
-disable_tqdm: true
-"""
+SETTINGS = settings(output_dir="disk/out", save_strategy="steps", save_steps=1)
 MIB = 2**20
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call, save_models, write_rows
+from commands import call, save_models, settings, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from safetensors.torch import load_file, save_file
@@ -34,22 +34,7 @@ from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.trainers.finite_weights import is_finite
 from liger_trainer.trainers.sft_trainer import LigerTrainer
 
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 3
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-logging_steps: 1
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 2
-max_new_tokens: 4
-use_cpu: true
-"""
+SETTINGS = settings(num_sample_completions=2, max_new_tokens=4)
 TEACHER = "teacher_model_name_or_path: teacher\n"
 
 
@@ -141,7 +126,7 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
     assert {"torch", "trl", "liger-trainer", "python"} <= written["versions"].keys()
     assert len(written["completions"]) == 2 and written["completions"][0]["teacher"] is None
     assert "before and after training" in out and "token accuracy" in out and "tokens/s" in out
-    assert "max_steps" in out and "run.yaml:5" in out  # the effective configuration
+    assert "max_steps" in out and "run.yaml:4" in out  # the effective configuration
 
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert model.config.use_cache

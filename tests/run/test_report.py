@@ -41,25 +41,10 @@ from liger_trainer.run.reports.tables import before_and_after, data_facts, diffe
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img"}
-SETTINGS = """
-model_name_or_path: student
-teacher_model_name_or_path: teacher
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 4
-logging_steps: 1
-eval_strategy: steps
-eval_steps: 2
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-gradient_checkpointing: false
-save_strategy: no
-max_length: 16
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 3
-use_cpu: true
-"""
+SETTINGS = commands.settings(
+    teacher_model_name_or_path="teacher", max_length=16, num_sample_completions=1, max_new_tokens=3,
+    eval_strategy="steps", eval_steps=2,
+)  # fmt: skip
 
 
 def log_history(steps: int, scale: float = 1.0) -> list[dict]:
@@ -67,12 +52,8 @@ def log_history(steps: int, scale: float = 1.0) -> list[dict]:
     logs = []
     for step in range(steps + 1):
         kl = scale * math.exp(-step / 10) + 0.1
-        metrics = {
-            "kd_loss": kl,
-            "forward_kl": kl,
-            "agreement_at_1": 1 - kl / 2,
-            "student_perplexity": math.exp(9 * kl),
-        }
+        metrics = {"kd_loss": kl, "forward_kl": kl, "agreement_at_1": 1 - kl / 2}
+        metrics["student_perplexity"] = math.exp(9 * kl)
         if step % 5 == 0:
             told = {"loss": kl, **metrics, "teacher_perplexity": 7.0, "runtime": 1.0, "samples_per_second": 9.0}
             logs.append({**{f"eval_{name}": value for name, value in told.items()}, "epoch": 0.1 * step, "step": step})
@@ -405,13 +386,7 @@ def test_a_run_of_a_version_that_recorded_less(make):
     (folder / "config.yaml").unlink()
     assert call(folder) == 0
     page = Page(folder / "report.html")
-    assert [name for name in page.ids if name in SECTIONS] == [
-        "metrics",
-        "data",
-        "configuration",
-        "cost",
-        "environment",
-    ]
+    assert [name for name in page.ids if name in SECTIONS] == "metrics data configuration cost environment".split()
 
 
 def test_numbers_that_are_none(make, no_curves):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, save_models, texts, write_rows
+from commands import call, save_models, settings, texts, write_rows
 from processes import run_on
 from transformers import TrainerCallback
 
@@ -18,21 +18,7 @@ from liger_trainer.common.signals import SIGNALS, handling
 from liger_trainer.run import train_loop
 
 ROOT = str(Path(liger_trainer.__file__).parents[1])
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: out
-per_device_train_batch_size: 2
-learning_rate: 1e-2
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 0
-use_cpu: true
-max_steps: 100000
-logging_steps: 1
-disable_tqdm: false
-"""
+SETTINGS = settings(max_steps=100000, per_device_train_batch_size=2, disable_tqdm=False)
 
 
 @pytest.fixture
@@ -91,13 +77,7 @@ def test_each_signal_is_handled_and_earlier_handlers_come_back():
     with handling(lambda number, frame: heard.append(number)):
         for number in SIGNALS:
             os.kill(os.getpid(), number)
-    assert heard == list(SIGNALS) and {number.name for number in SIGNALS} == {
-        "SIGINT",
-        "SIGTERM",
-        "SIGHUP",
-        "SIGUSR1",
-        "SIGUSR2",
-    }
+    assert heard == list(SIGNALS) and [number.name[3:] for number in SIGNALS] == "INT TERM HUP USR1 USR2".split()
     assert [signal.getsignal(each) for each in SIGNALS] == handlers
 
 

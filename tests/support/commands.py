@@ -6,9 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny import WORDS, tiny_model, tiny_tokenizer
 
 from liger_trainer.cli import main
+
+_SETTINGS = {
+    "model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out", "max_steps": 3,
+    "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "gradient_checkpointing": False,
+    "save_strategy": "no", "max_length": 32, "holdout_fraction": 0.2, "num_sample_completions": 0, "use_cpu": True,
+    "disable_tqdm": True,
+}  # fmt: skip
+
+
+def settings(**changes: Any) -> str:
+    """The configuration of a short run on the CPU."""
+    return yaml.safe_dump({**_SETTINGS, **changes}, sort_keys=False)
 
 
 def call(capture: Any, *words: object) -> tuple[int, str, str]:
