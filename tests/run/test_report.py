@@ -299,6 +299,10 @@ def test_what_is_drawn_are_these_points(make, monkeypatch):
     (drawing,) = draw([run])
     assert [args for args, _ in drawn] == [([0, 1, 2, 3, 4], [10.0**-s for s in range(5)])]
     assert scales == [("log",)] and drawing.note == "logarithmic"
+    drawn.clear()
+    once = [{"step": 1, "loss": 1.0}, *({"step": step, "eval_loss": 1.0} for step in (1, 2))]
+    draw([read_run(make("once", metrics={"log_history": once}))])
+    assert drawn[0][0] == ([1], [1.0]) and drawn[0][1]["marker"] == "o"  # without it one point would not show
 
 
 def test_long_curves_have_a_running_mean(make):
