@@ -1,5 +1,6 @@
 """The tests' environment, set before triton and Hugging Face's libraries are imported: they read it once."""
 
+import atexit
 import gc
 import os
 import signal
@@ -57,10 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries report as leaked what is there to the end
+    atexit.register(gc.unfreeze)  # or libraries report as leaked what is there to the end; pytest collects before that
 
 
 @pytest.fixture(scope="module", autouse=True)
