@@ -97,8 +97,9 @@ NO_VALUE = {
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
     "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
     "sides", "of_logits", "ends", "values", "wanted", "other_side", "chunk", "weight", "ctx.needs", "label_logits",
+    "graded", "measured", "written",
 }  # fmt: skip
-SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "_tiles")
+SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "memory", "_tiles")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 STEPS = "one step of a search more or less: its last ones find nothing"
