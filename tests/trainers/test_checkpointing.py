@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.damaged_checkpoints import ENGINES
 from held_folders import held_by_a_child
 from processes import run_on
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
@@ -226,13 +227,23 @@ def test_no_second_process_trains_in_the_folder(out):
         make(out).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_processes_save_one_checkpoint_and_go_on_from_the_same(tmp_path, sharded):
-    run_on(2, "engines/damaged_checkpoints.py", tmp_path, int(sharded))
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    run_on(2, "engines/damaged_checkpoints.py", folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_save_one_checkpoint_and_go_on_from_the_same(two_processes, engine):
+    folder = two_processes / engine
     for rank in (0, 1):
-        assert "checkpoint-2 is damaged" in (tmp_path / f"refused{rank}").read_text()
-        assert (tmp_path / f"resumed{rank}").read_text() == "checkpoint-1"
-    files = json.loads((tmp_path / "out" / "checkpoint-3" / MANIFEST).read_text())["files"]
+        assert "checkpoint-2 is damaged" in (folder / f"refused{rank}").read_text()
+        assert (folder / f"resumed{rank}").read_text() == "checkpoint-1"
+    # The first process finds the difference; without its word the other would wait for it.
+    refused = [(folder / f"other_rows{rank}").read_text() for rank in (0, 1)]
+    assert refused[0] == refused[1] and "train dataset: sha256" in refused[0]
+    files = json.loads((folder / "out" / "checkpoint-3" / MANIFEST).read_text())["files"]
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
-    assert not sharded or {f"optimizer_0/__{rank}_0.distcp" for rank in (0, 1)} <= set(files)
-    assert not (tmp_path / "out" / STAGING).exists()
+    assert engine == "ddp" or {f"optimizer_0/__{rank}_0.distcp" for rank in (0, 1)} <= set(files)
+    assert not (folder / "out" / STAGING).exists()
