@@ -1,5 +1,6 @@
 """Run a script of the tests in several processes that train together on this machine, as torchrun does."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -54,6 +55,7 @@ def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus:
 
 
 def _run(rank: int, environment: dict[str, str], command: list[str], log: Path) -> None:
+    gc.freeze()  # each training collects garbage, see frozen_heap of conftest.py
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
