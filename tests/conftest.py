@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
+import torch
 
 from liger_trainer import secrets
 
@@ -25,28 +26,22 @@ LONG_FILES = (
     "test_capture", "test_doctor", "test_resume_check", "test_oracle", "test_compile", "test_adapters_off",
     "test_walkthroughs", "test_estimate", "test_sharded_models", "test_linear_cross_entropy",
 )  # fmt: skip
-INTERPRETER = False
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETER:
+    import quick_interpreter
+
+    quick_interpreter.install()
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Not where other processes run the tests: they wait until this one has started them."""
-    global INTERPRETER
+    gc.disable()  # until all is imported, which leaves little garbage and takes a fifth longer with it
     if config.getoption("dist", "no") == "loadfile":
         config.option.loadscopereorder = False  # which begins files of few tests last, however long they take
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    gc.disable()  # until all is imported, which leaves little garbage and takes a fifth longer with it
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
-    INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-    if INTERPRETER:
-        import quick_interpreter
-
-        quick_interpreter.install()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 
 
 @pytest.hookimpl(trylast=True)
