@@ -22,9 +22,9 @@ pytest.register_assert_rewrite("tiny", "splits")
 # The files that take longest come first, so that at the end no process waits long for another one. The others follow
 # as they were found.
 LONG_FILES = (
-    "test_stopping", "test_evaluation", "test_distill_trainer", "test_linear_divergence", "test_recipes",
-    "test_capture", "test_doctor", "test_resume_check", "test_oracle", "test_compile", "test_adapters_off",
-    "test_walkthroughs", "test_estimate", "test_sharded_models", "test_linear_cross_entropy",
+    "test_stopping", "test_evaluation", "test_sft_trainer", "test_on_policy", "test_compile", "test_docs",
+    "test_linear_modes", "test_packaging", "test_labels", "test_report", "test_distill_trainer", "test_resume_check",
+    "test_estimate", "test_hidden_states", "test_catalogue",
 )  # fmt: skip
 
 if not torch.cuda.is_available():

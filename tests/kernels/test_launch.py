@@ -308,5 +308,5 @@ def test_on_another_stream_on_gpu():
 
 
 def test_these_tests_run_the_kernels():
-    """On a machine with Triton, and without a GPU by its interpreter, which must be chosen before Triton is imported."""
+    """Without a GPU by the interpreter, which must be chosen before Triton is imported."""
     assert ("triton" in PATHS) == _triton.INSTALLED

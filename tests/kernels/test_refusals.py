@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import evaluate, random_inputs, random_pair
+from kernel_checks import evaluate, random_inputs, random_pair, set_path
 
 from liger_trainer.kernels import (
     _autograd,
@@ -72,6 +72,7 @@ def test_rows_that_fit_no_block():
 @pytest.fixture
 def short_memory(monkeypatch):
     """Let a workspace of more than so many rows be too large for the GPU."""
+    set_path(monkeypatch, "torch")
 
     def limit(rows: int) -> None:
         for module in (_fused_linear, cross_entropy_module):
