@@ -9,17 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from launched import ACCELERATE, ENVIRONMENT, OURS, TORCHRUN, Launched
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
-import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.common.signals import SIGNALS
 from liger_trainer.run import train_loop
 
-ROOT = str(Path(liger_trainer.__file__).parents[1])
 SETTINGS = """
 model_name_or_path: student
 dataset_name: rows.jsonl
@@ -143,54 +141,6 @@ def test_max_hours_saves_a_checkpoint(folder, capsys):
     assert code == 2 and "max_hours" in err
 
 
-MODULE = ["-m", "liger_trainer", "run", "run.yaml", "ddp_backend=gloo"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *MODULE]
-TWO = ["--multi_gpu", "--num_processes", "2"]  # without it accelerate starts one process where there is no GPU
-OURS = [*MODULE, "--", *TWO]
-ACCELERATE = ["-m", "accelerate.commands.launch", *TWO, *MODULE]
-
-
-class Launched:
-    """A run of two processes behind a launcher, in its second step or later."""
-
-    def __init__(self, command: list[str]) -> None:
-        environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "ACCELERATE_USE_CPU"):
-            environment.pop(name, None)
-        self.log = Path("log")
-        with self.log.open("w") as log:
-            self.launcher = psutil.Popen(
-                [sys.executable, *command], env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        self.processes = [self.launcher]
-        self._wait(lambda: self._training())
-        self.processes = [self.launcher, *self.launcher.children(recursive=True)]
-        self.ranks = [p for p in self.processes if "RANK" in p.environ()]
-        assert len(self.ranks) == 2
-
-    def _training(self) -> bool:
-        assert self.launcher.poll() is None, self.log.read_text()
-        return bool(re.search(r"[1-9]\d*/100000", self.log.read_text()))
-
-    @staticmethod
-    def _wait(ready, seconds: float = 120) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, Path("log").read_text()
-            time.sleep(0.1)
-
-    def ended(self, seconds: float = 60) -> int:
-        """Wait until none of the processes lives; return the launcher's exit code."""
-        _, alive = psutil.wait_procs(self.processes, timeout=seconds)
-        assert not alive, f"still there: {alive}\n{self.log.read_text()}"
-        return self.launcher.returncode
-
-    def kill(self) -> None:
-        for process in self.processes:
-            if process.is_running():
-                process.kill()
-
-
 @pytest.mark.parametrize(
     ("command", "target", "number", "code"),
     [
@@ -221,6 +171,6 @@ def test_two_ranks_stop_together(folder, command, target, number, code):
 
 def test_the_launcher_has_the_exit_code_of_the_first_rank_that_failed(folder):
     Path("rows.jsonl").write_text('{"text": 3}\n{"text": "a"}\n')
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT}
     ended = subprocess.run([sys.executable, *OURS], env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 4, ended.stderr
