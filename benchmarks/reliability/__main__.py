@@ -6,11 +6,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import corrupt, kill
+from benchmarks.reliability import corrupt, disk, kill, nonfinite, rows
 from benchmarks.reliability.runs import KINDS, Bench
 from benchmarks.report import join_versions, provenance, write
 
-PARTS = {"kill": kill, "corrupt": corrupt}
+PARTS = {"kill": kill, "corrupt": corrupt, "nonfinite": nonfinite, "disk": disk, "rows": rows}
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "liger-trainer")
 
 
@@ -48,7 +48,7 @@ def page(results: dict) -> str:
         "the weights of the run that nobody disturbed, bit for bit. `python -m benchmarks.reliability`",
         "measures it again. What holds and how: [reliability](../reliability.md).",
     ]
-    for name, part in results.items():
+    for name, part in sorted(results.items(), key=lambda item: list(PARTS).index(item[0])):
         where = f"{part['date']}, commit {part['commit']}, {part['seconds']} s."
         lines += ["", f"## {PARTS[name].TITLE}", "", *PARTS[name].lines(part["results"]), "", where]
         lines += [join_versions(part["packages"]) + "."]
