@@ -12,6 +12,8 @@ import torch
 from caches import config as cache_config
 from safetensors.torch import save_file
 from tiny import WORDS, completions, tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in, damage
@@ -147,6 +149,7 @@ WRITERS = {
     "a file": lambda path: path.write_bytes(bytes(MIB)),
     "safetensors": lambda path: save_file({"a": torch.zeros(MIB)}, path),
     "torch.save": lambda path: torch.save({"a": torch.zeros(MIB)}, path),
+    "tokenizers": lambda path: Tokenizer(WordLevel({str(i): i for i in range(MIB // 16)}, "0")).save(str(path)),
 }
 
 
