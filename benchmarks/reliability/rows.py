@@ -16,13 +16,14 @@ ROWS, EACH, MAX_STEPS = 10_000, 100, 3
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
-    places = malformed(bench.folder / "malformed.jsonl", ROWS, EACH)
-    config = {**SETTINGS, "dataset_name": "malformed.jsonl", "max_steps": MAX_STEPS, "eval_strategy": "no"}
+    (bench.folder / "wrong").mkdir(exist_ok=True)
+    places = malformed(bench.folder / "wrong" / "rows.jsonl", ROWS, EACH)
+    config = {**SETTINGS, "dataset_name": "wrong/rows.jsonl", "max_steps": MAX_STEPS, "eval_strategy": "no"}
     config |= {"save_strategy": "no", "holdout_fraction": 0.01, "num_sample_completions": 0}
-    (bench.folder / "malformed.yaml").write_text(json.dumps(config))
-    out = bench.folder / "malformed"
+    (bench.folder / "wrong.yaml").write_text(json.dumps(config))
+    out = bench.folder / "wrong" / "out"
     remove(out)
-    command = ["run", "malformed.yaml", f"output_dir={out}"]
+    command = ["run", "wrong.yaml", f"output_dir={out}"]
     run = bench.end(command)
     named, refused = located(run.printed), run.code == 4 and "Traceback" not in run.printed and not out.exists()
     failures = [] if refused else [f"bad_rows: error, exit code {run.code}\n{run.printed[-3000:]}"]
@@ -45,10 +46,11 @@ def measure(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
 def lines(results: list[dict[str, Any]]) -> list[str]:
     (result,) = results
     rows = [(kind, f"{result['located'][kind]} of {result['each']}") for kind in TEN_KINDS if kind in result["located"]]
+    named = sum(result["located"].values())
     return [
-        f"{result['wrong']:,} wrong lines among {result['rows']:,}. `bad_rows: error` ends before training and names the "
-        f"file and line of {sum(result['located'].values()):,} of {result['wrong']:,};",
-        f"`bad_rows: skip` leaves out {result['skipped']:,} and trains on the other {result['trained']:,}.",
+        f"{result['wrong']:,} wrong lines among {result['rows']:,}. `bad_rows: error` ends before training and names",
+        f"the file and line of {named:,}; `bad_rows: skip` leaves out {result['skipped']:,} and trains on the other "
+        f"{result['trained']:,}.",
         "",
         *table(("kind", "located by file and line"), rows),
     ]

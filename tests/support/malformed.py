@@ -31,7 +31,7 @@ def malformed(path, rows: int, each: int) -> dict[str, list[int]]:
 
 
 def located(message: str) -> set[int]:
-    """Return the lines of rows.jsonl that a message lists."""
-    listed = " ".join(re.findall(r"such rows: rows.jsonl:(.*)", message))
+    """Return the lines of a rows.jsonl that a message lists."""
+    listed = " ".join(re.findall(r"such rows: \S*rows.jsonl:(.*)", message))
     ranges = [span.split("-") for span in re.findall(r"[\d-]+", listed)]
     return {place for span in ranges for place in range(int(span[0]), int(span[-1]) + 1)}
