@@ -6,11 +6,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import corrupt, disk, kill, nonfinite, rows
+from benchmarks.reliability import corrupt, disk, fuzz, kill, nonfinite, rows, secrets, signals
 from benchmarks.reliability.runs import KINDS, Bench
 from benchmarks.report import join_versions, provenance, write
 
-PARTS = {"kill": kill, "corrupt": corrupt, "nonfinite": nonfinite, "disk": disk, "rows": rows}
+PARTS = {
+    "kill": kill,
+    "corrupt": corrupt,
+    "nonfinite": nonfinite,
+    "disk": disk,
+    "signals": signals,
+    "rows": rows,
+    "yaml": fuzz,
+    "secrets": secrets,
+}
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "liger-trainer")
 
 
@@ -20,6 +29,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--moments", type=int, default=50, help="random moments of each kind of run")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs that are killed")
+    parser.add_argument("--inputs", type=int, default=10_000, help="configurations that are broken")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
     options = parser.parse_args()

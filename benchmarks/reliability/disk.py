@@ -138,10 +138,10 @@ def _with_room(bench: Bench, during: str, disk: Path, command: list[str], out: P
 def _judged(during: str, tested: list[tuple[str, int | None, str, bool, bool]]) -> dict[str, Any]:
     result = {"during": during, "moments": len(tested), "clear": 0, "intact": 0, "finished": 0, "failures": []}
     for moment, code, printed, intact, finished in tested:
-        messages = re.findall(r"liger-trainer: (?!note: )(.*)", printed)
+        messages = re.findall(r"liger-trainer: (\S+ cannot be written: .*)", printed)
         good = {
             "clear": code == 8 and "Traceback" not in printed and len(messages) == 1
-            and " cannot be written: " in messages[0] and " bytes are free in " in messages[0],
+            and printed.rstrip().endswith(messages[0]) and " bytes are free in " in messages[0],
             "intact": intact, "finished": finished,
         }  # fmt: skip
         for what, holds in good.items():
