@@ -78,7 +78,7 @@ def test_an_error_quotes_no_canary(run, tmp_path):
     quoted = b"no rights: canary-of-server at http://me:canary-in-url@host, MY_AUTH=canary-by-env"
     code, printed = run(lambda *_: Reply(quoted, 403))
     assert code == 2 and "no rights" in printed
-    assert "canary" not in printed.replace("MY_AUTH=canary-by-env", "")
+    assert "canary" not in printed
     assert holding(tmp_path) == []
 
 
