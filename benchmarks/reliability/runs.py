@@ -105,7 +105,7 @@ class Bench:
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
     def start(
-        self, command: Sequence[str] | Callable[[], None], kind: str = "sft", before: Callable[[], None] = lambda: None
+        self, command: Sequence[str] | Callable[[], object], kind: str = "sft", before: Callable[[], None] = lambda: None
     ) -> Run:  # fmt: skip
         """Start `liger-trainer COMMAND`, or call a function, on the processes of a kind. Each calls `before` first."""
         ranks, log = KINDS[kind][2], self.folder / "log"
@@ -119,14 +119,14 @@ class Bench:
         ] if ranks > 1 else [{}]  # fmt: skip
         return Run([self._fork(command, log, environment, before) for environment in environments], log)
 
-    def end(self, command: Sequence[str] | Callable[[], None], before: Callable[[], None] = lambda: None) -> Run:
+    def end(self, command: Sequence[str] | Callable[[], object], before: Callable[[], None] = lambda: None) -> Run:
         """Start a command or a function on one process and wait for its end."""
         run = self.start(command, before=before)
         run.wait()
         return run
 
     def _fork(
-        self, command: Sequence[str] | Callable[[], None], log: Path, environment: dict, before: Callable[[], None]
+        self, command: Sequence[str] | Callable[[], object], log: Path, environment: dict, before: Callable[[], None]
     ) -> int:  # fmt: skip
         sys.stdout.flush()
         child = os.fork()

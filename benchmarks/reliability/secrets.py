@@ -57,14 +57,27 @@ def _canaries(bench: Bench, ended: str) -> dict[str, Any]:
         text = re.sub(r"(?<=: )(student|rows\.jsonl)$", rf"{bench.folder}/\1", text, flags=re.M)
         (folder / "run.yaml").write_text(text)
         run = bench.end(lambda: _run(folder, fails=EXITS[ended] == 1))
+        failures, printed = _wrong(run, ended), run.printed
+    if EXITS[ended] == 0:  # the bench's runs write no report of their own
+        printed += bench.end(["report", str(folder / "out")]).printed
+        names = {path.name for path in folder.rglob("*")}
+        missing = {
+            "config.yaml",
+            "metrics.json",
+            "report.html",
+            "README.md",
+            "training_args.bin",
+            "tracked.txt",
+        } - names
+        failures += [f"{ended}: no {missing}\n{printed[-3000:]}"] if missing else []
     searched = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.yaml"]
     tracked = folder / "tracked.txt"
     payload = tracked.read_text() if tracked.is_file() else ""
     leaks = {secret: files for secret in WAYS if (files := holding(folder, secret.encode()))}
-    result = {"ended": ended, "files": len(searched), "in_files": len(leaks), "failures": _wrong(run, ended, folder)}
-    result |= {"printed": sum(secret in run.printed for secret in WAYS), "tracked": sum(way in payload for way in WAYS)}
+    result = {"ended": ended, "files": len(searched), "in_files": len(leaks), "failures": failures}
+    result |= {"printed": sum(secret in printed for secret in WAYS), "tracked": sum(way in payload for way in WAYS)}
     if leaks or result["printed"]:
-        result["failures"].append(f"{ended}: {leaks}\n{run.printed[-3000:]}")
+        result["failures"].append(f"{ended}: {leaks}\n{printed[-3000:]}")
     return result
 
 
@@ -82,19 +95,8 @@ def _run(folder: Path, fails: bool) -> None:
     main(sys.argv[1:])
 
 
-def _wrong(run: Run, ended: str, folder: Path) -> list[str]:
+def _wrong(run: Run, ended: str) -> list[str]:
     """Say where a run was not one in which secrets could have come out."""
-    if run.code != EXITS[ended]:
-        return [f"{ended}: exit code {run.code}\n{run.printed[-3000:]}"]
-    if ended == "to its end":
-        names = {path.name for path in folder.rglob("*")}
-        missing = {
-            "config.yaml",
-            "metrics.json",
-            "report.html",
-            "README.md",
-            "training_args.bin",
-            "tracked.txt",
-        } - names
-        return [f"{ended}: no {missing}"] if missing else []
-    return [] if "<secret>" in run.printed else [f"{ended}: nothing was quoted\n{run.printed[-3000:]}"]
+    if run.code == EXITS[ended] and (run.code == 0 or "<secret>" in run.printed):
+        return []
+    return [f"{ended}: exit code {run.code}\n{run.printed[-3000:]}"]
