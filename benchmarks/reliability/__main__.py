@@ -55,8 +55,9 @@ def page(results: dict) -> str:
         "# Reliability",
         "",
         "Runs of tiny models from the command line, on a CPU, that are disturbed; and whether they end with",
-        "the weights of the run that nobody disturbed, bit for bit. `python -m benchmarks.reliability`",
-        "measures it again. What holds and how: [reliability](../reliability.md).",
+        "the weights of the run that nobody disturbed, bit for bit. Then wrong input and secrets.",
+        "`python -m benchmarks.reliability` measures it again. What holds and how:",
+        "[reliability](../reliability.md).",
     ]
     for name, part in sorted(results.items(), key=lambda item: list(PARTS).index(item[0])):
         where = f"{part['date']}, commit {part['commit']}, {part['seconds']} s."

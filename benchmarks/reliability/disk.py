@@ -63,8 +63,8 @@ def _training(bench: Bench, disk: Path) -> dict[str, Any]:
 
 def _capture(bench: Bench, disk: Path) -> dict[str, Any]:
     cache = disk / "cache"
-    command = ["cache", "kd.yaml", f"teacher_cache_dir={cache}", *SETTINGS, "~schedules"]
-    cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = 256, 0.0  # many shards
+    command = ["cache", "kd.yaml", f"teacher_cache_dir={cache}", *SETTINGS, "~schedules", "cache_shard_mb=1"]
+    cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = 2048, 0.0  # many shards
 
     def shards() -> dict[str, str]:  # parts go when their shard is whole
         return {name: digest for name, digest in hashes(cache).items() if re.fullmatch(r"shard-\d+\.safetensors", name)}

@@ -27,6 +27,7 @@ from liger_trainer.run import output_dir
 
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
+Command = Sequence[str] | Callable[[], object]
 SETTINGS = {
     "model_name_or_path": "student", "dataset_name": "rows.jsonl", "max_steps": STEPS, "save_strategy": "steps",
     "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "learning_rate": 1e-2,
@@ -104,9 +105,7 @@ class Bench:
         for name, (_, settings, _) in KINDS.items():
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
-    def start(
-        self, command: Sequence[str] | Callable[[], object], kind: str = "sft", before: Callable[[], None] = lambda: None
-    ) -> Run:  # fmt: skip
+    def start(self, command: Command, kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
         """Start `liger-trainer COMMAND`, or call a function, on the processes of a kind. Each calls `before` first."""
         ranks, log = KINDS[kind][2], self.folder / "log"
         log.unlink(missing_ok=True)
@@ -119,15 +118,13 @@ class Bench:
         ] if ranks > 1 else [{}]  # fmt: skip
         return Run([self._fork(command, log, environment, before) for environment in environments], log)
 
-    def end(self, command: Sequence[str] | Callable[[], object], before: Callable[[], None] = lambda: None) -> Run:
+    def end(self, command: Command, before: Callable[[], None] = lambda: None) -> Run:
         """Start a command or a function on one process and wait for its end."""
         run = self.start(command, before=before)
         run.wait()
         return run
 
-    def _fork(
-        self, command: Sequence[str] | Callable[[], object], log: Path, environment: dict, before: Callable[[], None]
-    ) -> int:  # fmt: skip
+    def _fork(self, command: Command, log: Path, environment: dict, before: Callable[[], None]) -> int:
         sys.stdout.flush()
         child = os.fork()
         if child:
