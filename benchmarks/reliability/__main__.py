@@ -37,6 +37,7 @@ def main() -> int:
     if unknown:
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     parts, file = options.parts or list(PARTS), options.output / "reliability.json"
+    where = provenance(PACKAGES, cuda=False)  # before the results change the checkout
     results = json.loads(file.read_text()) if file.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="liger-trainer-reliability-") as folder:
         bench = Bench(Path(folder))
@@ -44,7 +45,7 @@ def main() -> int:
             start = time.perf_counter()
             measured = PARTS[name].measure(bench, options)
             took = round(time.perf_counter() - start)
-            results[name] = {**provenance(PACKAGES, cuda=False), "seconds": took, "results": measured}
+            results[name] = {**where, "seconds": took, "results": measured}
             write(options.output / "reliability", results, page(results))
     print(page(results))
     return int(any(result["failures"] for name in parts for result in results[name]["results"]))
