@@ -12,6 +12,23 @@ from ._triton import Launch, remembered, tl, triton, use_triton
 RESCALED = 2**16  # numbers a program: many, since most programs find nothing to do, and starting one takes time
 
 
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def check_dtypes(**tensors: Tensor | None) -> None:
+    """Raise ValueError for a tensor in a dtype that no op computes in, such as an integer or fp8."""
+    for name, x in tensors.items():
+        if x is not None and x.dtype not in FLOATS:
+            raise ValueError(
+                f"{name} must be float32, bfloat16, float16 or float64, got {str(x.dtype).removeprefix('torch.')}."
+            )
+
+
+def check_label_dtype(labels: Tensor | None) -> None:
+    if labels is not None and labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {str(labels.dtype).removeprefix('torch.')}: use labels.long().")
+
+
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -112,6 +129,7 @@ def multiply_(tensors: Sequence[Tensor | None], factor: Tensor) -> None:
             continue
         if use_triton(x):
             shape, strides = ((1, x.numel()), (0, 1)) if x.is_contiguous() else (x.shape, x.stride())
-            _rescale_launch(*shape, strides, RESCALED)(x, factor)
-        elif factor.item() != 1.0:
+            if _rescale_launch(*shape, strides, RESCALED)(x, factor, has_twin=True):
+                continue
+        if factor.item() != 1.0:
             x.mul_(factor.item())

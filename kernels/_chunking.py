@@ -3,9 +3,10 @@
 One workspace is reused for every chunk of rows; _fused_linear.py walks over the chunks.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ ROUNDINGS = 16  # more chunks than this, summed in the weight's dtype, have twic
 BYTES_A_WORD = 4096  # workspace per word of the vocabulary (see `workspace_bytes`): 2,048 rows of bf16 logits
 TILE_ROWS = 256
 LAUNCH_BYTES = 3e8  # bytes that an H100 moves while the host launches the kernels of one tile
+LEAST_ROWS = 32  # of a chunk, where memory is short: fewer would save little and take very long
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # sizes that `tile_plan` tries
+
+Memory = TypeVar("Memory")
 
 
 class ChunkPlan(NamedTuple):
@@ -74,6 +78,35 @@ def _whole_tiles(rows: int, down: bool = False) -> int:
 def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory (rows, vocab). Rows start at multiples of 16 numbers, so cuBLAS and row kernels read vectors."""
     return torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)[:, :vocab]
+
+
+def fitted(plan: ChunkPlan, allocate: Callable[[ChunkPlan], Memory]) -> tuple[ChunkPlan, Memory]:
+    """Return (plan, allocate(plan)), the rows of a chunk halved as often as the GPU lacks the memory for them.
+
+    Nothing is computed before the workspace is there, so the loss and its gradients stay right. The weight's gradient
+    is rounded once for each chunk.
+
+    Raises:
+        torch.OutOfMemoryError: chunks of LEAST_ROWS don't fit either.
+    """
+    fits = plan
+    while True:
+        try:
+            memory = allocate(fits)
+        except torch.OutOfMemoryError:
+            if fits.rows <= LEAST_ROWS:
+                raise
+        else:
+            break
+        # outside of the handler, where the error would keep what was allocated
+        fits = fits._replace(rows=max(LEAST_ROWS, _whole_tiles(fits.rows // 2, down=True)))
+    if fits != plan:
+        warnings.warn(
+            f"The GPU's memory is short: the loss takes {fits.rows} rows at a time instead of {plan.rows}, which is "
+            "slower. A smaller batch or workspace_mb would leave more room.",
+            stacklevel=2,
+        )
+    return fits, memory
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         return _whole_rows_torch(logits, bias, targets, out, grad, o)
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
-    kept_launch(
+    launched = kept_launch(
         _whole_rows_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
@@ -347,7 +347,10 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
     )(
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
         logits if targets.token_weight is None else targets.token_weight, class_weight, class_weight_sum, out,
+        has_twin=True,
     )  # fmt: skip
+    if not launched:
+        _whole_rows_torch(logits, bias, targets, out, grad, o)
 
 
 def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
@@ -370,13 +373,16 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
     if not use_triton(tile.logits):
         return _tile_statistics_torch(tile, targets, class_weight, carry, o)
     logits = tile.logits
-    kept_launch(
+    launched = kept_launch(
         _tile_statistics_kernel, (logits.shape[0],), logits.stride(0), carry.stride(0), logits.shape[1], tile.first,
         *_scalars(o), **_launch(logits, tile.bias, targets, o),
     )(
         logits, logits if tile.bias is None else tile.bias, targets.labels,
         logits if class_weight is None else class_weight, carry,
+        has_twin=True,
     )  # fmt: skip
+    if not launched:
+        _tile_statistics_torch(tile, targets, class_weight, carry, o)
 
 
 def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Tensor, o) -> None:
@@ -403,15 +409,17 @@ def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, gra
     logits = tile.logits
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
-    kept_launch(
+    launched = kept_launch(
         _tile_gradient_kernel, (logits.shape[0],),
         logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
         **_launch(logits, tile.bias, targets, o), HAS_IGNORED=targets.ignore_index is not None,
     )(
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
-        class_weight_sum, lse,
+        class_weight_sum, lse, has_twin=True,
     )  # fmt: skip
+    if not launched:
+        _tile_gradient_torch(tile, targets, lse, factor, grad, o)
 
 
 def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor, o) -> None:

@@ -22,23 +22,25 @@ def divergence_rows(x: RowInputs, out: Tensor, grad: Tensor | None, options: Div
     if not use_triton(out):
         return divergence_rows_torch(x, out, grad, options)
     student, teacher = x.student, x.teacher
-    write_grad = grad is not None
-    grad = student if grad is None else grad
+    written = student if grad is None else grad
     vocab = student.shape[1]
     padded = -(-vocab // 16) * 16
-    if min(student.stride(0), teacher.stride(0), grad.stride(0)) < padded:  # no padding: not from `workspace`
+    if min(student.stride(0), teacher.stride(0), written.stride(0)) < padded:  # no padding: not from `workspace`
         padded = vocab
     flags = options.flags
     measured = flags["MEASURED"]
-    kept_launch(
+    launched = kept_launch(
         divergence_kernel, (student.shape[0],),
-        student.stride(0), teacher.stride(0), grad.stride(0), out.stride(0), vocab, padded, *options.numbers,
+        student.stride(0), teacher.stride(0), written.stride(0), out.stride(0), vocab, padded, *options.numbers,
         FORM=options.form + BIAS * (x.bias is not None) + TEACHER_BIAS * (x.teacher_bias is not None),
         HAS_LABELS=x.labels is not None, HAS_TOKEN_WEIGHT=x.token_weight is not None,
-        **flags, WRITE_GRAD=write_grad,
-        ALIASED=grad.dtype != student.dtype, STEPS=HEAD_STEPS, LANES=LANES // 2 if measured else LANES,
+        **flags, WRITE_GRAD=grad is not None,
+        ALIASED=written.dtype != student.dtype, STEPS=HEAD_STEPS, LANES=LANES // 2 if measured else LANES,
         VECTOR=max(1, VECTOR_BYTES // student.element_size()), num_warps=WARPS // 2 if measured else WARPS,
     )(
         student, teacher, student if x.bias is None else x.bias, teacher if x.teacher_bias is None else x.teacher_bias,
-        student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, grad, out,
+        student if x.labels is None else x.labels, student if x.token_weight is None else x.token_weight, written, out,
+        has_twin=True,
     )  # fmt: skip
+    if not launched:
+        divergence_rows_torch(x, out, grad, options)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ._autograd import Needs, first_order, rescale, stats_dtype
-from ._chunking import ChunkPlan, Execution, row_plan, workspace
+from ._autograd import Needs, check_label_dtype, first_order, rescale, stats_dtype
+from ._chunking import ChunkPlan, Execution, fitted, row_plan, workspace
 from ._head import HeadGradients, LinearHead, Operands
 from ._labelled_rows import Rows, put, take
 
@@ -92,11 +92,8 @@ class LinearLoss:
         """
         dtype, columns = head.dtype, slice(0, self.vocab)
         operands = head.operands(self.rows, self.vocab).part(slice(None), columns)  # each weight is cast once
-        plan = self.plan(dtype)
-        size = min(plan.rows, self.rows.count)
-        ws = workspace(size, self.vocab, self.logits_dtype(dtype), head.hidden.device)
+        plan, (ws, other_side) = fitted(self.plan(dtype), lambda plan: self.memory(head, plan))
         grad_ws = ws.view(dtype)[:, : self.vocab]  # in place: wider logits leave it the front of each row
-        other_side = self.other_side(size)
         for rows in plan.chunks(self.rows.count):
             part = operands.part(rows, columns)
             logits, dlogits = part.logits(ws), grad_ws[: rows.stop - rows.start]
@@ -104,6 +101,12 @@ class LinearLoss:
             yield LogitChunk(rows, part, logits, part.bias, values[:, rows], wanted, other_side)
             if gradients is not None:
                 gradients.add(dlogits, part, rows, columns)
+
+    def memory(self, head: LinearHead, plan: ChunkPlan) -> tuple[Tensor, Any]:
+        """Return (workspace, other side) for the chunks of a plan."""
+        rows = min(plan.rows, self.rows.count)
+        ws = workspace(rows, self.vocab, self.logits_dtype(head.dtype), head.hidden.device)
+        return ws, self.other_side(rows)
 
     def statistics(self, head: LinearHead) -> Tensor:
         """Return per-token values (fields, rows.count), for a backward that recomputes."""
@@ -186,6 +189,7 @@ def upstream_rows(upstream: Tensor, count: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def check_labels(hidden: Tensor, labels: Tensor | None, ce_weight: float = 0.0) -> None:
+    check_label_dtype(labels)
     if labels is not None and labels.shape != hidden.shape[:1]:
         raise ValueError(
             f"labels must be one per row of hidden: labels is {tuple(labels.shape)}, hidden {tuple(hidden.shape)}."

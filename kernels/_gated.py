@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import empty, first_order
+from ._autograd import check_dtypes, empty, first_order
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
@@ -293,6 +293,7 @@ def runs_plain(x: Tensor) -> bool:
 
 
 def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:
+    check_dtypes(gate=gate, up=up)
     if up is not None and gate.shape != up.shape:
         raise ValueError(f"{op} needs gate and up of one shape: gate is {tuple(gate.shape)}, up is {tuple(up.shape)}.")
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import Needs, multiply_, stats_dtype
+from ._autograd import Needs, check_dtypes, multiply_, stats_dtype
 from ._labelled_rows import Rows, take
 
 
@@ -241,7 +241,8 @@ def vocabulary(weight: Tensor, vocab_size: int | None, side: str = "") -> int:
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapters = None, side: str = "") -> None:
-    """Raise ValueError if shapes don't fit. side: prefix of the arguments' names in messages, "" or "teacher_"."""
+    """Raise ValueError if shapes or dtypes don't fit. side: prefix of names in messages, "" or "teacher_"."""
+    check_dtypes(**{f"{side}hidden": hidden, f"{side}weight": weight, f"{side}bias": bias})
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{side}hidden (N, H) and {side}weight (V, H) must share H: "

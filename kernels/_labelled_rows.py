@@ -144,7 +144,8 @@ def _find_triton(labels: Tensor, num_items: Tensor | None, ignore_index: int) ->
     index = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
     counts = torch.empty(2, dtype=torch.float64, device=labels.device)
     launch = _launch(labels.numel(), ignore_index, num_items is not None)
-    launch(labels.contiguous(), num_items, index, counts)
+    if not launch(labels.contiguous(), num_items, index, counts, has_twin=True):
+        return _find_torch(labels, num_items, ignore_index)
     return index, counts
 
 

@@ -10,10 +10,11 @@ import functools
 import torch
 from torch import Tensor
 
-from ._autograd import vector
+from ._autograd import check_dtypes, vector
 from ._triton import Launch, remembered, tl, triton
 
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8  # the tile of the kernel that adds the programs' shares
+MOST_COLUMNS = 2**20  # numbers in a block of Triton's, which holds a whole row
 CPU_MULTIPROCESSORS = 4  # as many as the interpreter pretends to have
 
 
@@ -41,8 +42,11 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 
 
 def check_columns(x: Tensor, weight: Tensor | None, name: str = "weight") -> None:
+    check_dtypes(x=x, **{name: weight})
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x must be (..., H) with at least one column, got {tuple(x.shape)}.")
+    if x.shape[-1] > MOST_COLUMNS:
+        raise ValueError(f"x must be (..., H) with at most {MOST_COLUMNS:,} columns, got {tuple(x.shape)}.")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(
             f"{name} must hold one number per column of x: x is {tuple(x.shape)}, {name} is {tuple(weight.shape)}."

@@ -232,7 +232,7 @@ def sparse_rows(
     if not use_triton(logits):
         return _rows_torch(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
-    kept_launch(
+    launched = kept_launch(
         _sparse_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
@@ -246,8 +246,10 @@ def sparse_rows(
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
         logits if targets.labels is None else targets.labels,
         logits if targets.token_weight is None else targets.token_weight,
-        logits if targets.top_ids is None else targets.top_ids, out,
+        logits if targets.top_ids is None else targets.top_ids, out, has_twin=True,
     )  # fmt: skip
+    if not launched:
+        _rows_torch(logits, bias, targets, out, grad, o)
 
 
 def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:

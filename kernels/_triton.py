@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:  # a type checker can't read what @triton.jit compiles as Python
     INSTALLED: bool
-    triton: Any
-    tl: Any
+    triton: Any = ...
+    tl: Any = ...
 else:
     try:
         import triton
@@ -29,6 +30,8 @@ else:
         INSTALLED = True
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OFF = os.environ.get("LIGER_TRAINER_TRITON") == "0"  # on GPUs too, every op runs in plain torch
+STRICT = os.environ.get("LIGER_TRAINER_STRICT") == "1"  # an error in place of plain torch where Triton fails
 LAUNCHERS = (  # argument names of the object that launches on NVIDIA's GPUs, in Triton 3.4 and 3.9
     ("gridX", "gridY", "gridZ", "stream", "function", "args"),
     (
@@ -39,15 +42,68 @@ LAUNCHERS = (  # argument names of the object that launches on NVIDIA's GPUs, in
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether ops on x launch Triton kernels: on any accelerator, and on CPU tensors under the interpreter.
+    """Return whether ops on x launch Triton kernels: on accelerators where it works, and under the interpreter.
 
-    The interpreter computes in numpy, which has no bf16, so bf16 tensors take the torch path.
+    The kernels compute in fp32, so fp64 tensors take the torch path. The interpreter computes in numpy, which has no
+    bf16: so do bf16 tensors on a CPU.
+
+    Raises:
+        LaunchError: Triton does not work on x's GPU, and LIGER_TRAINER_STRICT is 1.
     """
     if not x.is_cpu:
-        return INSTALLED
+        return INSTALLED and x.dtype != torch.float64 and works_on(x.device)
     if _without_launches:
         return True
     return INSTALLED and INTERPRETED and x.element_size() in (2, 4) and x.dtype != torch.bfloat16
+
+
+class LaunchError(RuntimeError):
+    """Triton could not compile a kernel. The message says which, where and why."""
+
+
+@triton.jit
+def _probe_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) + 1.0)
+
+
+@functools.cache
+def works_on(device: torch.device) -> bool:
+    """Return whether Triton runs a small kernel on this GPU. If not, say so once.
+
+    It needs a C compiler, which slim containers lack, and a GPU and a driver that it knows.
+    """
+    if OFF:
+        return False
+    x = torch.zeros(16, device=device)
+    try:
+        with torch.get_device_module(device).device(device):
+            _probe_kernel[(1,)](x, BLOCK=16)
+        if x.sum().item() == 16:
+            return True
+        reason = f"a kernel that adds 1 to 0 returned {x.tolist()}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of many kinds: a missing compiler, a driver that cannot load the kernel, ...
+        reason = _in_short(error)
+    _use_torch(f"Triton does not work on {_name_of(device)} ({reason}). Every op runs in plain torch there")
+    return False
+
+
+def _use_torch(what: str, cause: Exception | None = None) -> None:
+    """Warn that torch computes instead, or raise under STRICT."""
+    if STRICT:
+        raise LaunchError(f"{what}, but LIGER_TRAINER_STRICT is 1.") from cause
+    warnings.warn(f"{what}: slower, and in more memory. LIGER_TRAINER_STRICT=1 makes this an error.", stacklevel=4)
+
+
+def _name_of(device: torch.device) -> str:
+    return f"{torch.get_device_module(device).get_device_name(device)} with Triton {triton.__version__}"
+
+
+def _in_short(error: Exception) -> str:
+    """Return the last line: a compiler's error quotes the kernel's source before it."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
 class Launch:
@@ -62,6 +118,9 @@ class Launch:
     runs. A launch that is kept (see `remembered`) lets Triton do so once for each combination of dtypes. Later, it
     passes the addresses straight to the compiled kernel. It always leaves the launch to Triton if an address is not
     divisible by 16, if a profiler listens to launches, and on GPUs that aren't NVIDIA's.
+
+    It returns False, having launched nothing, if Triton cannot compile the kernel and `has_twin` says that the caller
+    can compute in torch instead. Without a twin that is a LaunchError.
     """
 
     __slots__ = ("_compiled", "constants", "grid", "kernel", "numbers")
@@ -70,12 +129,12 @@ class Launch:
         self.kernel, self.grid, self.numbers, self.constants = kernel, (*grid, 1, 1)[:3], numbers, constants
         self._compiled: dict[tuple, tuple] = {}
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | None, has_twin: bool = False) -> bool:
         first: Any = tensors[0]
         device = first.get_device()
         if device >= 0 and device != torch.accelerator.current_device_index():
             with torch.get_device_module(first.device).device(device):
-                return self(*tensors)
+                return self(*tensors, has_twin=has_twin)
         addresses, key, bits = [], [device], 0
         for x in tensors:
             if x is None:
@@ -90,17 +149,41 @@ class Launch:
             bits |= address
         compiled = self._compiled.get(tuple(key))
         if compiled is None or bits % 16 or _hooked():
-            return self._by_triton(tensors, tuple(key), aligned=not bits % 16)
+            return self._by_triton(tensors, tuple(key), not bits % 16, has_twin)
         run, function, metadata, stream_of, rest = compiled
         run(*self.grid, stream_of(device), function, metadata, None, None, None, *addresses, *rest)
+        return True
 
-    def _by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple, aligned: bool) -> None:
-        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+    def _by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple, aligned: bool, has_twin: bool) -> bool:
+        variant = (id(self.kernel), *self.constants.values())
+        first: Any = tensors[0]
+        if variant in _not_compiled and has_twin:
+            return False
+        try:
+            compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+        except Exception as error:
+            if INTERPRETED or not _is_of_compiler(error):
+                raise
+            what = f"Triton cannot compile {self.kernel.__name__} for {_name_of(first.device)} ({_in_short(error)})"
+            if not has_twin:
+                raise LaunchError(f"{what}. LIGER_TRAINER_TRITON=0 runs every op in plain torch.") from error
+            _use_torch(f"{what}. Plain torch takes its place", error)
+            _not_compiled.add(variant)
+            return False
         stream_of = _stream_of()
         if stream_of is not None and aligned:
             constants = (self.constants[name] for name in self.kernel.arg_names if name in self.constants)
             rest = (*self.numbers, *constants)
             self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream_of, rest
+        return True
+
+
+_not_compiled: set[tuple] = set()
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Return whether Triton could not make the kernel, rather than the kernel failing, or its memory."""
+    return isinstance(error, triton.errors.TritonError) or "PassManager" in str(error)
 
 
 _without_launches = False
@@ -114,7 +197,7 @@ def without_launches() -> Iterator[None]:
     """
     global _without_launches
     launch, before = Launch.__call__, _without_launches
-    Launch.__call__, _without_launches = lambda self, *tensors: None, True
+    Launch.__call__, _without_launches = lambda self, *tensors, **options: True, True
     try:
         yield
     finally:
@@ -147,5 +230,6 @@ def _hooked() -> bool:
 
 
 __all__ = [
-    "INSTALLED", "INTERPRETED", "Launch", "kept_launch", "remembered", "tl", "triton", "use_triton", "without_launches",
+    "INSTALLED", "INTERPRETED", "Launch", "LaunchError", "kept_launch", "remembered", "tl", "triton", "use_triton",
+    "without_launches",
 ]  # fmt: skip

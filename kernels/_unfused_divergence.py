@@ -9,7 +9,7 @@ where p / N underflows before a gradient scaler can lift it.
 import torch
 from torch import Tensor
 
-from ._autograd import empty, first_order, rescale, stats_dtype, vector
+from ._autograd import check_dtypes, empty, first_order, rescale, stats_dtype, vector
 from ._triton import use_triton
 from ._unfused_divergence_kernels import Call, Tensors, launch_given, launch_logits, value_programs
 
@@ -22,6 +22,7 @@ def check(
     name: str, input: Tensor, target: Tensor, labels: Tensor | None, reduction: str, from_logits: bool,
     temperature: float,
 ) -> None:  # fmt: skip
+    check_dtypes(input=input, target=target)
     if input.shape != target.shape or not input.dim():
         raise ValueError(
             f"{name} needs input and target of one shape (..., V): "

@@ -111,7 +111,7 @@ def add_rms_norm(
     """Return (rms_norm(x + residual), x + residual), both differentiable in x, residual and weight.
 
     Args:
-        x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
+        x: (..., H), fp32, fp16, bf16 (fp64: torch). Any strides; copied only if one stride cannot lead over its rows.
         residual: (..., H), any float dtype.
         weight: (H,), any float dtype. None: the normalized sum itself. Frozen if it requires no gradient.
         eps: added to the mean square, before the root.
@@ -130,6 +130,6 @@ def add_rms_norm(
         raise ValueError(
             f"x and residual must have one shape: x is {tuple(x.shape)}, residual is {tuple(residual.shape)}."
         )
-    if not use_triton(x) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     return AddRMSNormFunction.apply(x, residual, weight, eps, offset, cast_before_weight)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ._autograd import first_order, graph_is_kept, rescale, stats_dtype
+from ._autograd import check_dtypes, check_label_dtype, first_order, graph_is_kept, rescale, stats_dtype
 from ._cross_entropy_rows import (
     FIELDS,
     CrossEntropyOptions,
@@ -135,7 +135,7 @@ def cross_entropy(
     """Compute cross-entropy of logits against labels, like F.cross_entropy, with options that models and trainers need.
 
     Args:
-        logits: (N, V), fp32, fp16, bf16 (fp64 on CPU).
+        logits: (N, V), fp32, fp16, bf16 (fp64: torch).
         labels: (N,) int64, each in [0, V) or ignore_index. On the GPU a label outside gives NaN.
         weight: (V,) class weights. They get no gradient.
         num_items: divisor of reduction="mean"; 0 gives inf if a label is in use, as in torch and transformers.
@@ -180,6 +180,8 @@ def cross_entropy(
 
 
 def _check(logits: Tensor, labels: Tensor, weight: Tensor | None, num_items, reduction: str) -> None:
+    check_dtypes(logits=logits, weight=weight)
+    check_label_dtype(labels)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"cross_entropy needs logits (N, V) and labels (N,): "

@@ -189,7 +189,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """Compute (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, differentiable in all three.
 
     Args:
-        x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
+        x: (..., H), fp32, fp16, bf16 (fp64: torch). Any strides; copied only if one stride cannot lead over its rows.
         weight: (H,), any float dtype. None: 1. Frozen if it requires no gradient.
         bias: (H,), any float dtype, also without a weight. None: 0. Frozen if it requires no gradient.
         eps: added to the variance (the mean square of the centred row), before the root.
@@ -204,6 +204,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     check_columns(x, weight)
     check_columns(x, bias, "bias")
-    if not use_triton(x) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
     return LayerNormFunction.apply(x, weight, bias, eps)

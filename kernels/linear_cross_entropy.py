@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import Needs, stats_dtype
-from ._chunking import Execution, tile_plan, workspace
+from ._chunking import Execution, fitted, tile_plan, workspace
 from ._compile import check_traceable, opaque_loss
 from ._cross_entropy_rows import (
     FIELDS,
@@ -109,7 +109,7 @@ class LinearCrossEntropy(LinearLoss):
         """Return (ChunkPlan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
         plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how)
-        return plan, workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device)
+        return fitted(plan, lambda plan: workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device))
 
 
 def _loss(
@@ -139,7 +139,7 @@ def linear_cross_entropy(
     num_items.
 
     Args:
-        hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU). Any strides.
+        hidden: (N, H), fp32, fp16, bf16 (fp64: torch). Any strides.
         weight: (V, H). Frozen if it requires no gradient: its product is skipped.
         labels: (N,) int64, each in [0, V) or ignore_index. Ignored rows cost nothing. On the GPU a label outside gives
             NaN.

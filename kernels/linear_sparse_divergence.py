@@ -170,7 +170,7 @@ def linear_sparse_divergence(
     The top of this file has the formulas, and says which tail is right for which cache. The teacher gets no gradient.
 
     Args:
-        hidden: (N, H), fp32, fp16, bf16 (fp64 on CPU).
+        hidden: (N, H), fp32, fp16, bf16 (fp64: torch).
         weight: (V, H). Frozen if it requires no gradient: its product is skipped.
         ids: (N, K) int64 or int32, K from 1 to 1024. Those of a row must be distinct: repeated draws are one entry with
             their count. An id that comes twice in a row gives NaN. Negative ids are padding and ignored. Ids beyond the

@@ -271,7 +271,7 @@ def linear_uld(
     The formulas are at the top of this file. The teacher gets no gradient.
 
     Args:
-        hidden: (N, Hs), fp32, fp16, bf16 (fp64 on CPU).
+        hidden: (N, Hs), fp32, fp16, bf16 (fp64: torch).
         weight: (Vs, Hs). Frozen if it requires no gradient: its product is skipped.
         teacher_hidden: (M, Ht), any float dtype.
         teacher_weight: (Vt, Ht).

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order
+from ._autograd import check_dtypes, first_order
 from ._low_rank import (
     Adapter,
     Numerics,
@@ -117,6 +117,7 @@ def lora_linear(
     Raises:
         ValueError: if shapes don't fit, or a weight or bias requires a gradient.
     """
+    check_dtypes(x=x)
     projection = Projection(weight, bias, tuple(Adapter(*adapter) for adapter in adapters), unpack)
     check_projection("lora_linear", "weight", projection, x.shape[-1])
     if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._autograd import first_order, graph_is_kept
+from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
 from ._low_rank import (
     Numerics,
@@ -110,6 +110,7 @@ def lora_mlp(
     Raises:
         ValueError: if shapes don't fit, the activation is unknown, or a base weight or bias requires a gradient.
     """
+    check_dtypes(x=x)
     first = (gate,) if up is None else (gate, up)
     _check(x, first, down, activation)
     if runs_plain(x):

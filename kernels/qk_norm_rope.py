@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import first_order, stats_dtype, vector
+from ._autograd import check_dtypes, first_order, stats_dtype, vector
 from ._norm import multiprocessors, programs_for, sum_programs
 from ._triton import Launch, remembered, tl, triton, use_triton
 from .rope import (
@@ -385,7 +385,7 @@ def qk_norm_rope(
     """Apply RMSNorm, then rotary embedding, to queries and keys; differentiable in q, k and the weights.
 
     Args:
-        q: (B, S, Hq, D), fp32, fp16 or bf16 (fp64 on CPU): the projection's output, viewed as heads. Any strides;
+        q: (B, S, Hq, D), fp32, fp16 or bf16 (fp64: torch): the projection's output, viewed as heads. Any strides;
             copied if its columns are not consecutive.
         k: (B, S, Hk, D), likewise.
         k: (B, S, Hk, D), like q.
@@ -406,10 +406,11 @@ def qk_norm_rope(
     Raises:
         ValueError: if shapes don't fit.
     """
+    check_dtypes(q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     _check(q, k, q_weight, k_weight, norm_over_heads)
     check_angles(cos, sin, angles, q.shape[0], q.shape[1], q.shape[3])
-    if not use_triton(q) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not use_triton(q):
         return qk_norm_rope_reference(
             q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, cast_before_weight=cast_before_weight,
             norm_over_heads=norm_over_heads, interleaved=interleaved, mrope_section=mrope_section,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import empty, first_order
+from ._autograd import check_dtypes, empty, first_order
 from ._gated import backward, forward, runs_plain
 
 
@@ -46,5 +46,9 @@ def relu2(x: Tensor) -> Tensor:
 
     Returns:
         x's shape and dtype, contiguous. In fp32 and bf16 the backward reads it: do not write into it.
+
+    Raises:
+        ValueError: x is not of a float dtype.
     """
+    check_dtypes(x=x)
     return relu2_reference(x) if runs_plain(x) else ReLU2Function.apply(x)

@@ -182,7 +182,7 @@ def rms_norm(
     """Compute x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, differentiable in x and weight.
 
     Args:
-        x: (..., H), fp32, fp16, bf16 (fp64 on CPU). Any strides; copied only if one stride cannot lead over its rows.
+        x: (..., H), fp32, fp16, bf16 (fp64: torch). Any strides; copied only if one stride cannot lead over its rows.
         weight: (H,), any float dtype. None: the normalized x itself. Frozen if it requires no gradient.
         eps: added to the mean square, before the root.
         offset: added to the weight, in fp32. 1 for Gemma, whose weights are stored as weight - 1.
@@ -195,6 +195,6 @@ def rms_norm(
         ValueError: x has no column, or weight is not one number per column.
     """
     check_columns(x, weight)
-    if not use_triton(x) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     return RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import first_order, stats_dtype
+from ._autograd import check_dtypes, first_order, stats_dtype
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 TILE, WARPS = 4096, 4  # elements of q or k per program
@@ -273,7 +273,7 @@ def rope(
     """Rotate queries and keys by their positions' angles, differentiable in q and k.
 
     Args:
-        q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64 on CPU). Any strides; copied if its columns are not consecutive.
+        q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64: torch). Any strides; copied if its columns are not consecutive.
         k: (B, Hk, S, D), like q.
         cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns rotate, the others pass through.
             It holds each pair's cosine twice, as in transformers: the R/2 values, then the same again (Llama), or each
@@ -292,13 +292,14 @@ def rope(
     Raises:
         ValueError: if shapes don't fit.
     """
+    check_dtypes(q=q, k=k, cos=cos, sin=sin)
     angles = angles_of(cos, interleaved, mrope_section, half_width)
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(
             f"q (B, Hq, S, D) and k (B, Hk, S, D) must share B, S and D: q is {tuple(q.shape)}, k is {tuple(k.shape)}."
         )
     check_angles(cos, sin, angles, q.shape[0], q.shape[2], q.shape[3])
-    if not use_triton(q) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not use_triton(q):
         return rope_reference(
             q, k, cos, sin, interleaved=interleaved, mrope_section=mrope_section, half_width=half_width
         )

@@ -1,5 +1,6 @@
 """The tests' environment, set before triton and Hugging Face's libraries are imported: they read it once."""
 
+import atexit
 import gc
 import os
 import signal
@@ -18,6 +19,14 @@ from liger_trainer import secrets
 
 pytest.register_assert_rewrite("tiny", "splits")
 
+# The files that take longest come first, so that at the end no process waits long for another one. The others follow
+# as they were found.
+LONG_FILES = (
+    "test_stopping", "test_evaluation", "test_sft_trainer", "test_on_policy", "test_compile", "test_docs",
+    "test_linear_modes", "test_packaging", "test_labels", "test_report", "test_distill_trainer", "test_resume_check",
+    "test_estimate", "test_hidden_states", "test_catalogue",
+)  # fmt: skip
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, in numpy
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,6 +36,24 @@ if INTERPRETER:
     quick_interpreter.install()
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported, which leaves little garbage and takes a fifth longer with it
+    if config.getoption("dist", "no") == "loadfile":
+        config.option.loadscopereorder = False  # which begins files of few tests last, however long they take
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # or libraries report as leaked what is there to the end; pytest collects before that
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,12 +76,10 @@ def signals_end_a_process() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen_heap() -> Iterator[None]:
-    """Each training collects garbage, which takes a third of a second where all that was imported is looked through."""
+def frozen_heap() -> None:
+    """Each training collects garbage, which takes half a second where all that was imported is looked through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

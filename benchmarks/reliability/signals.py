@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from launched import ACCELERATE, OURS, TORCHRUN, Launched
 
+from benchmarks.reliability.launched import ACCELERATE, OURS, TORCHRUN, Launched
 from benchmarks.reliability.runs import KINDS, SETTINGS, Bench, outcome, remove
 from benchmarks.report import table
 

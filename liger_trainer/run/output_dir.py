@@ -136,8 +136,8 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
     if nans:
         raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
     if refused is not None:
-        again = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
-        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {again}")
+        upload = shlex.join(["hf", "upload", trainer.hub_model_id or output_dir.name, str(output_dir), "."])
+        raise LigerTrainerError(f"{output_dir} is complete, but was not pushed to the hub: {refused} Again: {upload}")
 
 
 def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:

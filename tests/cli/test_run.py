@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
 def cli(folder, monkeypatch, capsys):
     """The command line in that folder: exit code, stdout, stderr."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:
@@ -117,6 +117,7 @@ def trained(folder):
     """The run of sft.yaml, in out/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
         with pytest.raises(SystemExit) as stopped:
             main(["run", "sft.yaml", *QUICK])
     assert not stopped.value.code
@@ -140,6 +141,8 @@ def test_a_trl_sft_file_runs_unchanged(trained, cli):
     assert written["recipe"] == "sft" and written["training"]["steps"] == 4
     assert written["after"]["loss"] < written["before"]["loss"]
     assert [path.name for path in checkpoints_in(trained)] == ["checkpoint-2", "checkpoint-4"]
+    assert (trained / "adapter_config.json").is_file() and not (trained / "model.safetensors").exists()
+    assert 0 < written["training"]["trainable_parameters"] < written["training"]["parameters"]
     code, out, err = cli("validate", "sft.yaml")
     assert code == 0 and "sft.yaml is valid: recipe sft, 30 settings." in out
     assert [line.split(": ", 2)[2] for line in err.splitlines()] == [
@@ -231,8 +234,14 @@ def test_resume_goes_on_with_the_settings_of_the_start(trained, cli, copy, folde
     code, _, err = cli("resume", str(copy))
     assert code == 0, err
     resumed, whole = metrics(copy), metrics(trained)
-    assert resumed["training"]["steps"] == 4
-    assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], rel=1e-6)
+    assert (resumed["training"]["steps"], resumed["training"]["resumed_at"]) == (4, 2)
+    for part in ("before", "after"):
+        assert resumed[part]["loss"] == pytest.approx(whole[part]["loss"], rel=1e-6)
+    assert resumed["completions"] == whole["completions"]
+    counted = {log["step"]: log["num_tokens"] for log in whole["log_history"] if "num_tokens" in log}
+    assert resumed["training"]["tokens"] == whole["training"]["tokens"] == counted[4]
+    rate, seconds = resumed["training"]["tokens_per_second"], resumed["training"]["seconds"]
+    assert rate * seconds == pytest.approx(counted[4] - counted[2], rel=0.2)
     assert "resume_from_checkpoint: " not in (copy / "config.yaml").read_text().partition("# Defaults")[0]
 
     code, _, err = cli("resume", str(copy))

@@ -38,10 +38,16 @@ def values_of(key: str) -> list:
     return [value for kind in kinds for value in VALUES[kind]]
 
 
-def test_the_schema_is_valid_and_accepts_every_built_in_configuration():
+def test_the_schema_is_valid():
     EDITOR.check_schema(EDITOR.schema)
+
+
+@pytest.mark.parametrize("families", [("smollm2", "gemma3"), pytest.param("", marks=pytest.mark.slow)])
+def test_the_schema_accepts_every_built_in_configuration(families):
+    """By default those of two families, which have all kinds."""
     for name, resource in built_in_configs().items():
-        assert not list(EDITOR.iter_errors(parse_yaml(resource.read_text()))), name
+        if name.startswith(families):
+            assert not list(EDITOR.iter_errors(parse_yaml(resource.read_text()))), name
 
 
 def documents() -> st.SearchStrategy[dict]:
@@ -49,7 +55,7 @@ def documents() -> st.SearchStrategy[dict]:
     return st.lists(settings_of, max_size=6, unique_by=lambda setting: setting[0]).map(dict)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(documents())
 @example({"teacher": "cache", "teacher_cache_dir": None})
 def test_an_editor_sees_the_conflicts_that_the_check_finds(document):

@@ -34,11 +34,11 @@ MERGES = LISTS.replace("[", "{<<: [").replace("]", "]}")
     ids="open-list no-mapping laughs merges self-alias brackets chain nul tag no-time no-switch digits".split(),
 )
 def test_what_cannot_be_read_is_refused_at_once(text, complaint):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         read_settings(text, "run.yaml")
     assert complaint in str(caught.value)
-    assert time.perf_counter() - start < 5  # a second on an idle machine
+    assert time.process_time() - start < 5  # a second on an idle machine
 
 
 def test_a_file_that_is_no_text_too_large_or_nowhere(tmp_path, monkeypatch):

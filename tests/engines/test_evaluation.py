@@ -1,8 +1,9 @@
 """Evaluation on 1, 2 and 3 processes: every metric is that of one, whatever accelerate fills the last batch with.
 
-Run as a script, it is one of several processes and evaluates each of CASES.
+Run as a script, it is one of several processes and evaluates the cases that it is told.
 """
 
+import functools
 import os
 import random
 import sys
@@ -121,7 +122,7 @@ def warned_of_unknown_rows():
         warnings.simplefilter("always")
         called_back(SFTTrainer, SFTConfig, rows_of, padding_free=True, max_length=None,
                     train_sampling_strategy="group_by_length")  # fmt: skip
-    return {"warned": any("accelerate fills" in str(warning.message) for warning in caught)}  # fmt: skip
+    return any("accelerate fills" in str(warning.message) for warning in caught)
 
 
 def tokenized(n):
@@ -170,45 +171,57 @@ CASES = {
         SFTTrainer, SFTConfig, rows_of, per_device_train_batch_size=12, per_device_eval_batch_size=12, **SPLIT
     ),
 }
-UNKNOWN = "callback_unknown"
+QUICK = {  # each way in which batches come, and each thing that is measured
+    "group_by_length", "split_batches", "even_batches", "dispatch_batches", "stream", "aux_loss", "compute_metrics",
+    "predict", "kd_padding_free", "by_teacher", "callback", "callback_packing", "callback_dispatched",
+}  # fmt: skip
+RUNS = {  # processes, and what they evaluate
+    "three": (3, QUICK), "two": (2, set(CASES)), "three, the others": (3, set(CASES) - QUICK),
+}  # fmt: skip
 
 
-def results(cases):
-    """Of each case the metrics, without times."""
-    return {
-        name: {metric: x for metric, x in case().items() if metric != "epoch" and not metric.endswith(TIMES)}
-        for name, case in cases.items()
-    }
+@functools.cache
+def result(case):
+    """The metrics, without times."""
+    return {metric: x for metric, x in CASES[case]().items() if metric != "epoch" and not metric.endswith(TIMES)}
 
 
 @pytest.fixture(scope="module")
-def one():
-    return results({**CASES, UNKNOWN: warned_of_unknown_rows})
+def several(tmp_path_factory):
+    """What each of the processes of a run measures."""
+
+    @functools.cache
+    def of(run):
+        folder, (processes, cases) = tmp_path_factory.mktemp(run), RUNS[run]
+        run_on(processes, "../engines/test_evaluation.py", folder, *sorted(cases))
+        return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
+
+    return of
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
-def several(request, tmp_path_factory):
-    """What each of several processes measures."""
-    folder = tmp_path_factory.mktemp(f"{request.param}")
-    run_on(request.param, "../engines/test_evaluation.py", folder)
-    return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_of_one_process(one, several, case):
-    want = one[case]
+@pytest.mark.parametrize(
+    "run, case",
+    [
+        pytest.param(run, case, marks=() if run == "three" else pytest.mark.slow)
+        for run, (_, cases) in RUNS.items() for case in CASES if case in cases
+    ],
+)  # fmt: skip
+def test_metrics_are_those_of_one_process(several, run, case):
+    want, found = result(case), several(run)
     assert {name.split("_")[0 if case == "predict" else 1] for name in want} == {str(n) for n in ROWS}
-    assert len(several) > 1
-    for got in several:
+    assert len(found) == RUNS[run][0]
+    for got in found:
         assert got[case].keys() == want.keys()
         for name, value in want.items():
             assert got[case][name] == (value if isinstance(value, list) else pytest.approx(value, rel=1e-6)), name
 
 
-def test_the_callback_says_where_it_counts_rows_twice(one, several):
-    assert not one[UNKNOWN]["warned"] and all(got[UNKNOWN]["warned"] for got in several)
+def test_the_callback_says_where_it_counts_rows_twice(several):
+    assert not warned_of_unknown_rows() and all(got["warned"] for got in several("three"))
 
 
 if __name__ == "__main__":
-    torch.save(results({**CASES, UNKNOWN: warned_of_unknown_rows}), Path(sys.argv[1], f"{os.environ['RANK']}.pt"))
+    measured = {case: result(case) for case in sys.argv[2:]}
+    measured["warned"] = warned_of_unknown_rows()
+    torch.save(measured, Path(sys.argv[1], f"{os.environ['RANK']}.pt"))
     torch.distributed.destroy_process_group()

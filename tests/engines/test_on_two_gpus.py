@@ -23,15 +23,15 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded") / "results.pt"
-    run_on(2, "engines/sharded_models.py", path, gpus=True)
+    run_on(2, "engines/sharded_models.py", path, "quick", "slow", gpus=True)
     return torch.load(path)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_gradients_of_a_sharded_model(gradients, case):
     result = gradients[case]
-    limit = 1e-5 if case[0] == "no" else 2 * result["plain"]["error"]
-    assert result["ours"]["error"] < limit and result["plain"]["error"] < 0.1
+    plain = 0.5e-5 if case[0] == "no" else result["plain"]["error"]
+    assert result["ours"]["error"] < 2 * plain < 0.2
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import PATHS
 
 from liger_trainer.kernels import _gated, _triton
 from liger_trainer.kernels._triton import Launch, remembered
@@ -304,3 +305,8 @@ def test_on_another_stream_on_gpu():
         got = gradients(op, *tensors)
     torch.cuda.current_stream().wait_stream(stream)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_these_tests_run_the_kernels():
+    """Without a GPU by the interpreter, which must be chosen before Triton is imported."""
+    assert ("triton" in PATHS) == _triton.INSTALLED

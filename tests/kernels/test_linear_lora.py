@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
+from fused_losses import LOSSES, Loss
 from kernel_checks import LEAVES, PATHS, Place, check, evaluate, random_inputs, random_pair, set_path
 from torch import Tensor
 
@@ -14,45 +14,10 @@ from liger_trainer.kernels._head import LinearHead, Lora, linear_reference
 from liger_trainer.kernels._labelled_rows import Rows, RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.linear_divergence import linear_divergence, linear_divergence_reference
-from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 
 TINY = 1e-4  # MiB: chunks of few rows, and tiles where logits are recomputed, see `tiled`
 SEED = 3
 ADAPTERS = ("a0", "b0", "a1", "b1")
-
-
-def random_sparse(n: int, h: int, v: int, **how) -> dict[str, Tensor]:
-    tensors = random_inputs(n, h, v, **how)
-    generator = torch.Generator().manual_seed(9)
-    ids = torch.rand(n, v, generator=generator).argsort(-1)[:, :4]
-    log_probs = torch.randn(n, 5, generator=generator).log_softmax(-1)[:, :4]
-    device = tensors["hidden"].device
-    return tensors | {"ids": ids.to(device), "log_probs": log_probs.to(device, tensors["hidden"].dtype)}
-
-
-class Loss(NamedTuple):
-    op: Callable
-    reference: Callable
-    inputs: Callable[..., dict[str, Tensor]]  # (n, h, v, **options)
-    options: dict
-
-
-LOSSES = {
-    "cross_entropy": Loss(
-        linear_cross_entropy, linear_cross_entropy_reference, random_inputs,
-        {"scale": 0.7, "softcap": 6.0, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 0.02, "dft": True},
-    ),
-    "divergence": Loss(
-        linear_divergence, linear_divergence_reference,
-        lambda n, h, v, **how: random_pair(n, h, h + 1, v, **how),
-        {"kind": {"forward_kl": 0.3, "reverse_kl": 0.5, "jsd": 0.7}, "temperature": 1.5, "softcap": 7.0,
-         "ce_weight": 0.4},
-    ),
-    "sparse": Loss(
-        linear_sparse_divergence, linear_sparse_divergence_reference, random_sparse,
-        {"temperature": 1.5, "softcap": 7.0, "ce_weight": 0.4},
-    ),
-}  # fmt: skip
 
 
 # The row kernels see logits alone, so one dtype of theirs is enough here.

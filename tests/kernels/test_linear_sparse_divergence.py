@@ -4,8 +4,7 @@ import pytest
 import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _chunking, _head, _sparse_rows
-from liger_trainer.kernels import linear_sparse_divergence as module
+from liger_trainer.kernels import _sparse_rows
 from liger_trainer.kernels._labelled_rows import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
@@ -107,30 +106,6 @@ def test_agreement_with_the_teachers_likeliest(place, dtype, options):
     tensors["top_ids"] = torch.where(torch.arange(16, device=top.device) % 2 == 0, top, (top + 1) % 37).to(dtype)
     agrees = check_sparse(tensors, workspace_mb=TINY, **options)["agrees"]
     assert torch.equal(agrees, keep & (torch.arange(16, device=top.device) % 2 == 0)) and 0 < agrees.sum() < keep.sum()
-
-
-@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("workspace_mb", [TINY, 0.0005, 512])
-def test_ignored_rows_and_chunks(fp32, ignored, workspace_mb):
-    tensors = random_sparse(9, 6, 20, 4, device=fp32.device, bias=True, ignored=ignored)
-    tensors["token_weight"] = torch.linspace(0.5, 2, 9, device=fp32.device)
-    got = check_sparse(tensors, workspace_mb=workspace_mb, **ALL)
-    skipped = tensors["labels"] == -100
-    for name in got.keys() - {"loss", "d_weight", "d_bias"}:
-        assert not got[name][skipped].any(), f"{name} of ignored rows must be 0"
-
-
-def test_other_ignore_index(fp32):
-    tensors = random_sparse(6, 6, 20, 4, device=fp32.device)
-    tensors["labels"][2:5] = 7
-    check_sparse(tensors, ignore_index=7)
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_empty_batch(place, labels):
-    tensors = random_sparse(0, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True, labels=labels)
-    got = check_sparse(tensors)
-    assert got["loss"] == 0 and not got["d_weight"].any() and not got["d_bias"].any()
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -336,144 +311,11 @@ def test_none_on_the_likeliest_is_biased():
     assert (x.grad.scatter(1, cache["ids"], 1.0) > 0).all()  # and lowers all others
 
 
-@pytest.mark.parametrize("what", ["hidden", "weight", "ids", "log_probs", "labels"])
-def test_non_contiguous(fp32, what):
-    tensors = random_sparse(6, 12, 37, 5, device=fp32.device, ignored=0.3)
-    expected = evaluate(linear_sparse_divergence, tensors, **ALL)
-    x = tensors[what]
-    strided = torch.stack([x, x], -1)[..., 0] if x.dim() == 1 else x.t().contiguous().t()
-    assert not strided.is_contiguous()
-    for name, x in evaluate(linear_sparse_divergence, tensors | {what: strided}, **ALL).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
 def test_int32_ids(fp32):
     tensors = random_sparse(6, 12, 37, 5, device=fp32.device)
     expected = evaluate(linear_sparse_divergence, tensors)
     got = evaluate(linear_sparse_divergence, tensors | {"ids": tensors["ids"].int()})
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "weight")])
-def test_frozen_inputs_skip_their_products(fp32, monkeypatch, frozen):
-    shapes, addmm_into = [], _head.addmm_into
-
-    def spy(out, a, b, **factors):
-        shapes.append(tuple(out.shape))
-        addmm_into(out, a, b, **factors)
-
-    monkeypatch.setattr(_head, "addmm_into", spy)
-    tensors = random_sparse(5, 6, 20, 4, device=fp32.device, bias=True)
-    check_sparse(tensors, frozen=frozen, workspace_mb=2 * 20 * 4 / 2**20)  # chunks of 2, 2 and 1 rows
-    expected = []
-    for rows in (2, 2, 1):
-        expected += [(20, 6)] * ("weight" not in frozen) + [(rows, 6)] * ("hidden" not in frozen)
-    assert shapes == expected
-
-
-@pytest.mark.parametrize("why", ["frozen", "no_grad"])
-@pytest.mark.parametrize("tail", TAILS)
-def test_without_gradients_only_the_forward_runs(fp32, monkeypatch, why, tail):
-    written, real = [], module.sparse_rows
-
-    def spy(logits, bias, targets, out, grad, options):
-        written.append(grad is not None)
-        real(logits, bias, targets, out, grad, options)
-
-    monkeypatch.setattr(module, "sparse_rows", spy)
-    tensors = random_sparse(5, 6, 20, 4, device=fp32.device, bias=True)
-    truth = linear_sparse_divergence_reference(**tensors, tail=tail, **ALL)
-    with torch.set_grad_enabled(why == "frozen"):
-        leaves = {k: x.requires_grad_(why == "no_grad" and k in LEAVES) for k, x in tensors.items()}
-        got = linear_sparse_divergence(**leaves, tail=tail, **ALL)
-    assert written == [False] and not any(x.requires_grad for x in got)
-    for name, x in got._asdict().items():
-        torch.testing.assert_close(x, getattr(truth, name), msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_no_gradient_goes_to_the_teacher(fp32):
-    tensors = random_sparse(3, 6, 20, 4, device=fp32.device, bias=True)
-    for name in (*LEAVES, "log_probs"):
-        tensors[name].requires_grad_()
-    linear_sparse_divergence(**tensors).loss.backward()
-    assert all((tensors[name].grad is None) == (name == "log_probs") for name in (*LEAVES, "log_probs"))
-
-
-@pytest.mark.parametrize("upstream", [1.0, 3.0, 0.0])
-def test_upstream_gradient(place, upstream):
-    tensors = random_sparse(4, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True)
-    check_sparse(tensors, upstream=upstream, **ALL)
-
-
-def test_second_backward(fp32):
-    tensors = random_sparse(4, 6, 20, 4, device=fp32.device, bias=True)
-    leaves = [tensors[k].requires_grad_() for k in LEAVES]
-    truth = torch.autograd.grad(linear_sparse_divergence_reference(**tensors).loss, leaves)
-    loss = linear_sparse_divergence(**tensors).loss
-    results = [torch.autograd.grad(loss, leaves, torch.full_like(loss, f), retain_graph=True) for f in (1, 3, 0.5)]
-    for factor, grads in zip((1, 3, 0.5), results, strict=True):  # the earlier results must not have changed either
-        for leaf, grad, true in zip(LEAVES, grads, truth, strict=True):
-            torch.testing.assert_close(grad, factor * true, msg=lambda m, leaf=leaf: f"d_{leaf}: {m}")
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(loss, leaves, create_graph=True)
-
-
-def test_micro_batches_sum_to_the_batch(fp32):
-    tensors = random_sparse(8, 6, 20, 4, device=fp32.device, bias=True, ignored=0.3)
-    options = ALL | {"num_items": torch.tensor(float((tensors["labels"] != -100).sum()), device=fp32.device)}
-    whole = evaluate(linear_sparse_divergence, tensors, **options)
-    leaves = {k: tensors[k].clone().requires_grad_() for k in LEAVES}
-    total = 0.0
-    for part in torch.arange(8).chunk(4):
-        rows = {k: tensors[k][part] for k in ("ids", "log_probs", "labels")} | {"hidden": leaves["hidden"][part]}
-        loss = linear_sparse_divergence(**{**tensors, **leaves, **rows}, **options).loss
-        loss.backward()
-        total += loss.detach()
-    torch.testing.assert_close(total, whole["loss"], rtol=1e-6, atol=1e-6)
-    for k, leaf in leaves.items():
-        torch.testing.assert_close(leaf.grad, whole[f"d_{k}"], rtol=1e-6, atol=1e-6)
-
-
-def test_rows_selected_earlier(fp32):
-    tensors = random_sparse(7, 6, 20, 4, device=fp32.device, ignored=0.4)
-    expected = evaluate(linear_sparse_divergence, tensors, num_items=11)
-    got = evaluate(linear_sparse_divergence, tensors, rows=RowSelection(tensors["labels"], 11))
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    some = evaluate(linear_sparse_divergence, {k: x for k, x in tensors.items() if k != "labels"},
-                    rows=RowSelection(tensors["labels"], 11))  # fmt: skip
-    assert all(torch.equal(some[name], expected[name]) for name in ("loss", "divergence", "d_hidden", "d_weight"))
-
-
-def test_token_weight(place):
-    tensors = random_sparse(7, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
-    tensors["token_weight"] = torch.linspace(-1, 2, 7, device=place.device, dtype=place.dtype)
-    check_sparse(tensors, **ALL)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_recomputed(place, reduction, tail):
-    tensors = random_sparse(7, 6, 20, 4, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
-    tensors["token_weight"] = torch.linspace(-1, 2, 7, device=place.device, dtype=place.dtype)
-    options = ALL | {"recompute": True, "reduction": reduction, "workspace_mb": TINY, "tail": tail}
-    upstream = 3.0
-    if reduction == "none":
-        del options["num_items"]
-        upstream = torch.linspace(-1.5, 3.0, 7)
-    check_sparse(tensors, upstream, **options)
-
-
-def test_recomputing_holds_nothing_but_its_inputs(fp32):
-    tensors = random_sparse(6, 6, 20, 4, device=fp32.device, bias=True, ignored=0.3)
-    leaves = {k: tensors[k].requires_grad_() for k in LEAVES}
-    loss = linear_sparse_divergence(**tensors, recompute=True).loss
-    held = [x for x in loss.grad_fn.saved_tensors if x is not None]
-    assert {x.data_ptr() for x in held} == {x.data_ptr() for x in leaves.values()}
-    expected = torch.autograd.grad(linear_sparse_divergence(**tensors).loss, list(leaves.values()))
-    for _ in range(2):  # a graph that is kept serves again
-        got = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-        for g, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
 
 
 def test_cross_entropy_is_that_of_the_other_op(fp32):
@@ -521,32 +363,6 @@ def test_vocabulary_padding_takes_no_part(fp32):
     assert torch.equal(beyond.loss, expected["loss"])
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.4])
-def test_gradient_over_hidden(fp32, ignored):
-    tensors = random_sparse(6, 6, 20, 4, device=fp32.device, ignored=ignored)
-    expected = evaluate(linear_sparse_divergence, tensors, workspace_mb=0.0002)
-    hidden = tensors["hidden"].clone().requires_grad_()
-    inner = hidden * 1.0
-    tensors |= {"hidden": inner, "weight": tensors["weight"].requires_grad_()}
-    linear_sparse_divergence(**tensors, workspace_mb=0.0002, overwrite_hidden=True).loss.backward()
-    torch.testing.assert_close(hidden.grad, expected["d_hidden"])
-    torch.testing.assert_close(tensors["weight"].grad, expected["d_weight"])
-    assert torch.equal(inner.detach(), hidden.grad)
-
-
-def test_accumulated_in_fp32(monkeypatch):
-    """40 chunks of one row: the weight's gradient is rounded once instead of 40 times."""
-    set_path(monkeypatch, "torch")
-    monkeypatch.setattr(_chunking, "ROUNDINGS", 40)  # which by default are summed so too
-    tensors = random_sparse(40, 16, 50, 4, dtype=torch.bfloat16)
-    truth = evaluate(linear_sparse_divergence_reference, double(tensors))["d_weight"]
-    narrow, wide = (
-        (evaluate(linear_sparse_divergence, tensors, workspace_mb=TINY, accumulate_dtype=d)["d_weight"] - truth).norm()
-        for d in (None, torch.float32)
-    )
-    assert wide < 0.8 * narrow
-
-
 @pytest.mark.parametrize(
     "case, options",
     [("likeliest", x) for x in ({}, *OPTIONS.values())] + [(x, ALL) for x in ("drawn", "over 1", "whole")],
@@ -583,26 +399,6 @@ def test_reference_against_its_definition():
                 rest = 1 - sum(p.values())
                 expected += rest * (rest.log() - sum(q[i] for i in range(9) if i not in ids).log())
             torch.testing.assert_close(got[row], expected)
-
-
-def test_autocast_computes_in_its_dtype(monkeypatch):
-    dtypes, project = [], _head.project
-
-    def spy(x, w, out):
-        dtypes.append((x.dtype, w.dtype, out.dtype))
-        return project(x, w, out)
-
-    monkeypatch.setattr(_head, "project", spy)
-    tensors = random_sparse(33, 16, 50, 5, bias=True, ignored=0.2)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = evaluate(linear_sparse_divergence, tensors, **ALL)
-        plain = evaluate(linear_sparse_divergence_reference, tensors, **ALL)
-    assert dtypes == [(torch.bfloat16,) * 3]
-    truth = evaluate(linear_sparse_divergence_reference, double(tensors), **ALL)
-    for name in truth.keys() - {"is_top1", "teacher_mass", "agrees"}:
-        assert got[name].dtype == torch.float32, name
-        wrong, allowed = ((x[name].double() - truth[name]).norm() for x in (got, plain))
-        assert 0 < wrong <= 2 * allowed + 1e-3, f"{name}: error {wrong:.2e}, plain torch under autocast {allowed:.2e}"
 
 
 @pytest.mark.parametrize("labels, frozen", [(True, ()), (False, ("weight", "bias"))])
@@ -649,13 +445,6 @@ def test_compiles_as_one_graph(labels, frozen):
 def test_bad_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         linear_sparse_divergence(**{**random_sparse(4, 6, 20, 3), **change})
-
-
-def test_overwriting_a_leaf_is_refused():
-    tensors = random_sparse(4, 6, 20, 3)
-    tensors["hidden"].requires_grad_()
-    with pytest.raises(ValueError, match="overwrite_hidden=True would overwrite a leaf"):
-        linear_sparse_divergence(**tensors, overwrite_hidden=True)
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -194,13 +194,6 @@ def test_a_packed_weight_is_unpacked_twice_and_never_saved(fp32):
     assert [x.data_ptr() for x in saved if x.numel() >= packed.numel()] == [packed.data_ptr()]
 
 
-def test_second_derivative_is_refused(fp32):
-    tensors = inputs(5, 37, like=like(fp32))
-    x = tensors["x"].requires_grad_()
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(linear(lora_linear)(**tensors).sum(), x, create_graph=True)
-
-
 def test_compiles_whole(fp32):
     tensors = inputs(5, 37, like=like(fp32))
     compiled = torch.compile(linear(lora_linear), fullgraph=True, backend="aot_eager")

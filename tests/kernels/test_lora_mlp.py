@@ -142,17 +142,8 @@ def test_a_retained_graph_runs_again(kernels):
         torch.autograd.grad(y, leaves, dy)
 
 
-@on_triton
-def test_second_derivative_is_refused(kernels):
-    tensors = inputs(5, 16, like={"device": TRITON_DEVICE})
-    x = tensors["x"].requires_grad_()
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(mlp(lora_mlp)(**tensors).sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
-def test_compiles_whole(fp32, packed):
-    tensors = inputs(5, 16, like=like(fp32), packed=packed)
+def test_compiles_whole(fp32):
+    tensors = inputs(5, 16, like=like(fp32), packed=True)
     compiled = torch.compile(mlp(lora_mlp), fullgraph=True, backend="aot_eager")
     check_op(compiled, mlp(lora_mlp_reference), tensors, leaves_of(tensors))
 

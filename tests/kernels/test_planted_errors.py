@@ -97,8 +97,11 @@ NO_VALUE = {
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
     "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
     "sides", "of_logits", "ends", "values", "wanted", "other_side", "chunk", "weight", "ctx.needs", "label_logits",
+    "flags", "graded", "kinds", "measured", "written",
 }  # fmt: skip
-SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "_tiles")
+SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "memory", "_tiles")
+# of DivergenceOptions, for kernels alone: torch reads the options themselves
+FOR_KERNELS = ("measured", "graded", "form", "numbers", "flags")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
 STEPS = "one step of a search more or less: its last ones find nothing"
@@ -267,7 +270,11 @@ def returns_value(call: ast.Call) -> bool:
 def plants_of(body: list[ast.stmt]) -> Iterator[Plant]:
     for s in list(body):
         found: Iterator = iter(())
-        if isinstance(s, ast.Assign):
+        value = s.value if isinstance(s, ast.Assign | ast.Expr) else None
+        launch = isinstance(value, ast.Call) and isinstance(value.func, ast.Call)
+        if launch:
+            found = of_call(value)
+        elif isinstance(s, ast.Assign):
             targets = s.targets[0].elts if isinstance(s.targets[0], ast.Tuple) else s.targets[:1]
             names = [ast.unparse(t) for t in targets]
             many = len(names) > 1 and isinstance(s.value, ast.Call | ast.Attribute)
@@ -282,7 +289,6 @@ def plants_of(body: list[ast.stmt]) -> Iterator[Plant]:
             found = of_call(s.value)
         elif isinstance(s, ast.Expr) and isinstance(s.value, ast.IfExp):
             found = of_call(s.value.body)
-        launch = isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Call)
         for what, apply in found:
             yield Plant(s.lineno, what.strip() if launch else ast.unparse(s).splitlines()[0] + what, apply)
         for field in ("body", "orelse"):
@@ -296,7 +302,8 @@ def plants(file: str, path: str) -> tuple[ast.Module, list[Plant]]:
     for owner in tree.body:
         if getattr(owner, "name", None) in FUNCTIONS[path][file]:
             for node in [owner] if isinstance(owner, ast.FunctionDef) else owner.body:
-                if isinstance(node, ast.FunctionDef) and node.name not in SIZING:
+                left_out = SIZING if path == "triton" else SIZING + FOR_KERNELS
+                if isinstance(node, ast.FunctionDef) and node.name not in left_out:
                     found += [p._replace(what=f"{node.name}: {p.what}") for p in plants_of(node.body)]
     return tree, sorted(found, key=lambda p: p.line)
 

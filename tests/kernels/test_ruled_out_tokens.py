@@ -50,7 +50,7 @@ def inputs(make, device) -> dict[str, Tensor]:
 
 
 def pair(device) -> dict[str, Tensor]:
-    return inputs(lambda **how: random_pair(7, 6, 5, V, **how), device)
+    return inputs(lambda **how: random_pair(4, 6, 5, V, **how), device)
 
 
 def assert_as_without(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -41,8 +41,7 @@ def assert_same(tensors, theirs: torch.Tensor, **options) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("beta, temperature", zip(BETAS, [0.5, 1.0, 2.0, 1.0, 0.5], strict=True))
 def test_generalized_jsd_loss(tensors, beta, temperature):
     """Of GKDTrainer. It doesn't multiply by the temperature squared."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="this TRL has no GKDTrainer")
@@ -54,8 +53,7 @@ def test_generalized_jsd_loss(tensors, beta, temperature):
     assert_same(tensors, theirs, kind="jsd", beta=beta, temperature=temperature, scale_by_temperature_squared=False)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("num_items", [None, 17])
+@pytest.mark.parametrize("beta, num_items", zip(BETAS, [None, 17, None, 17, None], strict=True))
 def test_loss_of_distillation_trainer(tensors, beta, num_items):
     """Of hidden states, over the positions that a mask leaves, for either normaliser."""
     module = pytest.importorskip("trl.trainer.distillation_trainer", reason="this TRL has no DistillationTrainer")

@@ -1,6 +1,7 @@
 """Labels that a model shifts, moves or splits itself: the targets are those that the model hands to its loss."""
 
 import copy
+import functools
 import re
 
 import pytest
@@ -32,20 +33,25 @@ OWN_TARGETS = {
     "GitForCausalLM": "special",  # logits of the image are cut off, and the labels are shifted
     "CsmForConditionalGeneration": "special",  # the first codebook's labels; a second model adds its own loss
 }
+AS_MOONSHINE = ("MoonshineStreamingForConditionalGeneration", "CohereAsrForConditionalGeneration")
 # Whose labels are, though they read more than text.
 CALLERS_TARGETS = {"Qwen2_5_VLForConditionalGeneration": "text", "Blip2ForConditionalGeneration": "special"}
 
 
-def model_and_batch(class_name, kind=None):
+@functools.cache
+def built(class_name):
     model = build_class(class_name)
     assert not isinstance(model, str), model
+    return model
+
+
+def model_and_batch(class_name, kind=None):
+    model = copy.deepcopy(built(class_name))
     return model, batches(model)[kind or {**OWN_TARGETS, **CALLERS_TARGETS}[class_name]]
 
 
-def moonshine(seed=0):
-    torch.manual_seed(seed)
-    model, batch = model_and_batch("MoonshineForConditionalGeneration", "speech")
-    return model, batch
+def moonshine():
+    return model_and_batch("MoonshineForConditionalGeneration", "speech")
 
 
 def loss_and_gradients(model, batch):
@@ -59,18 +65,25 @@ def assert_same(got, want, rtol=1e-4):
     assert_same_gradients(got[1], want[1], rtol)
 
 
-@pytest.mark.parametrize("num_items", [None, 57])
-@pytest.mark.parametrize("class_name", [*OWN_TARGETS, *CALLERS_TARGETS])
-def test_loss_and_every_gradient_equal_the_plain_model(class_name, num_items):
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in AS_MOONSHINE))
+        for name in (*OWN_TARGETS, *CALLERS_TARGETS)
+    ],
+)
+def test_loss_and_every_gradient_equal_the_plain_model(class_name):
     model, batch = model_and_batch(class_name, "speech" if class_name.startswith("Moonshine") else None)
-    if num_items is not None and getattr(model, "accepts_loss_kwargs", True):
-        batch["num_items_in_batch"] = torch.tensor(num_items)
-    want = loss_and_gradients(copy.deepcopy(model), batch)
+    given = [batch]
+    if getattr(model, "accepts_loss_kwargs", True):
+        given.append({**batch, "num_items_in_batch": torch.tensor(57)})
+    want = [loss_and_gradients(model, one) for one in given]
     with patch(model) as patched:
         assert "fused loss" in patched.report.swapped
-        got = loss_and_gradients(model, batch)
-    assert isinstance(got[0].logits, DeferredLogits)
-    assert_same(got, want)
+        for one, expected in zip(given, want, strict=True):
+            got = loss_and_gradients(model, one)
+            assert isinstance(got[0].logits, DeferredLogits)
+            assert_same(got, expected)
 
 
 LEFT_ALONE = {
@@ -190,7 +203,7 @@ class Rows(torch.utils.data.Dataset):
 
 def losses_of(model, batch, callbacks=(), **options):
     trainer = Trainer(
-        model, train_args(TrainingArguments, **{"max_steps": 3, "seed": 1, **options}), train_dataset=Rows(batch),
+        model, train_args(TrainingArguments, **{"max_steps": 2, "seed": 1, **options}), train_dataset=Rows(batch),
         eval_dataset=Rows(batch), callbacks=list(callbacks),
     )  # fmt: skip
     trainer.train()
@@ -203,7 +216,7 @@ def losses_of(model, batch, callbacks=(), **options):
     [
         ("MoonshineForConditionalGeneration", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
         ("GitForCausalLM", {}),
-        ("Florence2ForConditionalGeneration", {}),
+        pytest.param("Florence2ForConditionalGeneration", {}, marks=pytest.mark.slow),
     ],
 )
 def test_use_liger_kernel_trains_the_same(class_name, options):

@@ -48,9 +48,9 @@ def fresh():
     counters.clear()
 
 
-def pair(family="llama", **overrides):
-    """A plain model, and a copy of it that is patched."""
-    plain = tiny_model(family, num_hidden_layers=1, **overrides)
+def pair(family="llama", layers=1):
+    """A plain model, and a copy of it that is patched. Where the loss alone is at stake, no layers are compiled."""
+    plain = tiny_model(family, num_hidden_layers=layers)
     model = copy.deepcopy(plain)
     return plain, model, patch(model)
 
@@ -69,10 +69,17 @@ def assert_same(got, want, rtol=1e-5):
 def test_one_graph_with_the_plain_models_gradients(family):
     plain, model, patched = pair(family)
     assert patched.fused is not None and len(patched.report.swapped) >= 3
+    before = {id(m): dict(vars(m)) for m in model.modules()}
     batch = masked_batch()
-    eager = model(**batch).loss
-    assert_same((model, compiled(model)(**batch).loss), (plain, plain(**batch).loss))
-    torch.testing.assert_close(compiled(model)(**batch).loss, eager)
+    eager, step = model(**batch).loss, compiled(model)
+    got, want = step(**batch), plain(**batch)
+    assert isinstance(got.logits, DeferredLogits)
+    assert_same((model, got.loss), (plain, want.loss))
+    torch.testing.assert_close(step(**batch).loss, eager)
+    for module in model.modules():
+        assert vars(module).keys() - {"_is_torch_compile"} == before[id(module)].keys()  # transformers' own
+    patched.undo()
+    assert "forward" not in vars(model) and "_loss_function" not in vars(model)
 
 
 CALLS = {
@@ -85,7 +92,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", ["shifted labels", *slow("divisor", "divisor as a number", "without labels")])
 def test_arguments(call):
-    plain, model, _ = pair()
+    plain, model, _ = pair(layers=0)
     batch = CALLS[call](masked_batch())
     got, want = compiled(model)(**batch), plain(**batch)
     if "labels" in batch:
@@ -93,8 +100,9 @@ def test_arguments(call):
     torch.testing.assert_close(got.logits + 0, want.logits)  # the deferred ones are computed when they are read
 
 
+@pytest.mark.slow
 def test_per_token_values():
-    _, model, _ = pair()
+    _, model, _ = pair(layers=0)
     assert_same_outputs(model, masked_batch() | {"fused_lm_head": True, "num_items_in_batch": torch.tensor(9)}, 6)
 
 
@@ -108,7 +116,7 @@ def assert_same_outputs(model, batch, at_least):
 
 
 def test_distillation():
-    _, model, patched = pair()
+    _, model, patched = pair(layers=0)
     teacher = tiny_model("qwen3", seed=3)
     patched.fuse(LossOptions(distillation=Distillation(ce_weight=0.3)))
     batch = masked_batch()
@@ -118,9 +126,10 @@ def test_distillation():
     assert_same_outputs(model, batch, 12)
 
 
-def test_batches_of_other_sizes_and_another_divisor():
+@pytest.mark.parametrize("layers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_batches_of_other_sizes_and_another_divisor(layers):
     """Two graphs, the second for any size; none that is made anew for each number of labels."""
-    plain, model, _ = pair()
+    plain, model, _ = pair(layers=layers)
     counter = CompileCounterWithBackend("aot_eager")
     step = compiled(model, backend=counter)
     for i, length in enumerate((7, 9, 11, 12, 13)):
@@ -129,53 +138,44 @@ def test_batches_of_other_sizes_and_another_divisor():
     assert counter.frame_count == 2
 
 
-def test_the_model_is_left_as_it_was():
-    _, model, patched = pair()
-    before = {id(m): dict(vars(m)) for m in model.modules()}
-    compiled(model)(**masked_batch()).loss.backward()
-    for module in model.modules():
-        assert vars(module).keys() - {"_is_torch_compile"} == before[id(module)].keys()  # transformers' own
-    patched.undo()
-    assert "forward" not in vars(model) and "_loss_function" not in vars(model)
-
-
 def test_loss_without_gradients_leaves_the_logits_for_later():
     """One graph for all that is computed, and one break after it: a graph cannot make logits that wait."""
-    plain, model, _ = pair()
-    batch, counter = masked_batch(), CompileCounterWithBackend("aot_eager")
+    plain, model, _ = pair(layers=0)
+    batch, counter = masked_batch(), CompileCounterWithBackend("eager")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         got, want = torch.compile(model, backend=counter)(**batch), plain(**batch)
         assert isinstance(got.logits, LazyLogits)
         torch.testing.assert_close(got.loss, want.loss)
         torch.testing.assert_close(got.logits + 0, want.logits)
-        skipped = compiled(model)(**batch, skip_logits=True)
+        skipped = compiled(model, backend="eager")(**batch, skip_logits=True)
     assert counter.frame_count == 1 and "logits" not in skipped
-    assert isinstance(compiled(model)(**batch).logits, DeferredLogits)
 
 
-def test_adapters():
-    plain = tiny_model(num_hidden_layers=1)
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    plain = get_peft_model(plain, config).eval()
-    model = copy.deepcopy(plain)
-    assert patch(model).report.swapped["LoRA linear"]
-    assert_same((model, compiled(model)(**masked_batch()).loss), (plain, plain(**masked_batch()).loss))
-
-
-def test_a_head_that_cannot_be_deferred_warns_when_it_is_traced():
-    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+def test_adapters_also_on_a_head_that_cannot_be_deferred_which_warns_when_it_is_traced():
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
     model = copy.deepcopy(plain)
-    patch(model)
+    swapped = patch(model).report.swapped
+    assert swapped["LoRA linear"] and swapped["LoRA MLP"]
     liger_trainer.losses.fused_forward._warn_once.cache_clear()
     with pytest.warns(MaterializedLogitsWarning, match="does more than a linear map"):
         loss = compiled(model)(**masked_batch()).loss
     assert_same((model, loss), (plain, plain(**masked_batch()).loss))
 
 
+@pytest.mark.slow
+def test_adapters_on_all_but_the_head():
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    plain = get_peft_model(tiny_model(num_hidden_layers=1), config).eval()
+    model = copy.deepcopy(plain)
+    patch(model)
+    assert_same((model, compiled(model)(**masked_batch()).loss), (plain, plain(**masked_batch()).loss))
+
+
 def test_an_unknown_operation_on_the_logits_warns_when_it_is_traced():
-    plain, model, _ = pair()
+    plain, model, _ = pair(layers=0)
     hidden = torch.randn(2, 32)
     with pytest.warns(MaterializedLogitsWarning, match="__neg__"):
         with deferred_logits(model):
@@ -197,7 +197,7 @@ def test_elementwise_kernels_make_way_for_inductor(monkeypatch):
         if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: True)
     ids = {"input_ids": masked_batch()["input_ids"]}
-    torch.testing.assert_close(compiled(model)(**ids).logits, plain(**ids).logits)
+    torch.testing.assert_close(compiled(model, backend="eager")(**ids).logits, plain(**ids).logits)
     with pytest.raises(RuntimeError, match="launched"):
         model(**ids)
 
@@ -210,35 +210,20 @@ def test_inductor():
     assert_same((model, compiled(model, backend="inductor")(**batch).loss), (plain, plain(**batch).loss))
 
 
-# Trainers: the losses of a run of theirs with the plain model, and no graph break that it does not have.
+# Trainers: the losses of an eager run of theirs with the plain model, and no graph break.
 
-RUN = {"max_steps": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-
-
-def losses(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def breaks():
-    return {reason.splitlines()[0] for reason in counters["graph_break"]}
+RUN = {"max_steps": 2, "pad_to_multiple_of": 32}  # batches of one size, compiled once
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
 def run(make, **options):
     """Losses and graph breaks of a trainer's run."""
     torch.compiler.reset()
     counters.clear()
-    return losses(make(tiny_model("qwen3", num_hidden_layers=1), **options)), breaks()
-
-
-def stock_trainer(model, **options):
-    ids = [row["input_ids"] for row in tiny_tokens()]
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    return Trainer(model, train_args(TrainingArguments, **options), train_dataset=data)  # pyright: ignore[reportArgumentType]
-
-
-def tiny_tokens():
-    return [{"input_ids": masked_batch(seed)["input_ids"][0]} for seed in range(12)]
+    trainer = make(tiny_model("qwen3", num_hidden_layers=1), **options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {reason.splitlines()[0] for reason in counters["graph_break"]}
 
 
 def sft(cls):
@@ -249,22 +234,28 @@ def sft(cls):
     return make
 
 
-@pytest.mark.parametrize(
-    ("plain", "ours", "flag"),
-    [
-        pytest.param(stock_trainer, stock_trainer, {"use_liger_kernel": True}, id="stock flag", marks=pytest.mark.slow),
-        pytest.param(sft(SFTTrainer), sft(LigerTrainer), {}, id="LigerTrainer"),
-    ],
-)
-def test_trainers(plain, ours, flag):
-    want, plain_breaks = run(plain, **RUN)
+def test_sft_trainer():
+    want, _ = run(sft(SFTTrainer), **RUN)
+    got, breaks = run(sft(LigerTrainer), **RUN, **COMPILED)
+    assert got == pytest.approx(want, rel=1e-4) and len(got) == 2
+    assert not breaks
+
+
+@pytest.mark.slow
+def test_stock_trainer_with_the_flag():
+    def make(model, **options):
+        ids = [masked_batch(seed)["input_ids"][0] for seed in range(12)]
+        data = [{"input_ids": row, "labels": row} for row in ids]
+        return Trainer(model, train_args(TrainingArguments, **options), train_dataset=data)  # pyright: ignore[reportArgumentType]
+
+    want, plain_breaks = run(make, max_steps=2, **COMPILED)
     liger_trainer.enable()
     try:
-        got, our_breaks = run(ours, **RUN, **flag)
+        got, breaks = run(make, max_steps=2, use_liger_kernel=True, **COMPILED)
     finally:
         liger_trainer.disable()
     assert got == pytest.approx(want, rel=1e-4) and len(got) == 2
-    assert our_breaks <= plain_breaks
+    assert breaks <= plain_breaks
 
 
 @pytest.mark.slow
@@ -275,7 +266,6 @@ def test_distillation_trainer():
             train_dataset=texts(), processing_class=tiny_tokenizer(),
         )  # fmt: skip
 
-    padded = {"pad_to_multiple_of": 32}  # one size, compiled once
-    got, found = run(make, **RUN, **padded)
-    want, _ = run(make, max_steps=2, **padded)
-    assert got == pytest.approx(want, rel=1e-5) and not found
+    got, breaks = run(make, **RUN, **COMPILED)
+    want, _ = run(make, **RUN)
+    assert got == pytest.approx(want, rel=1e-5) and not breaks

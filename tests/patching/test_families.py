@@ -6,7 +6,6 @@ import inspect
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES as TINY
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -81,7 +80,6 @@ def test_a_family_that_is_unknown_names_those_that_are_known():
 
 
 WAYS = {
-    "from_pretrained": lambda folder: LlamaForCausalLM.from_pretrained(folder),
     "auto": lambda folder: AutoModelForCausalLM.from_pretrained(folder),
     "bf16": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float(),
     "from_config": lambda folder: AutoModelForCausalLM.from_config(tiny_model("llama").config),
@@ -162,7 +160,7 @@ def test_the_constructor_keeps_its_signature():
 # With a model
 
 
-@pytest.mark.parametrize("family", [name for name in TINY if name != "llama_tied"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "phi", "mixtral"])  # test_patcher.py has others
 def test_an_instance_computes_what_it_did(family):
     model = tiny_model(family)
     plain = copy.deepcopy(model)
@@ -185,25 +183,6 @@ def test_the_function_for_instances_of_any_family():
 
 
 # Flags
-
-
-SHOWS = {
-    "rope": ("llama", "rope"),
-    "rms_norm": ("llama", "RMSNorm"),
-    "swiglu": ("llama", "SwiGLU"),
-    "geglu": ("gemma2", "GEGLU"),
-    "layer_norm": ("phi", "LayerNorm"),
-    "fused_linear_cross_entropy": ("llama", "fused loss"),
-}
-
-
-@pytest.mark.parametrize("flag", SHOWS)
-def test_each_flag_does_what_it_says(flag):
-    family, kind = SHOWS[flag]
-    on = patch(tiny_model(family), {flag: True}).report.swapped
-    off = patch(tiny_model(family), {flag: False}).report.swapped
-    assert kind in on and kind not in off
-    assert {k: n for k, n in on.items() if k != kind} == dict(off)
 
 
 def test_cross_entropy_computes_the_loss_from_stored_logits():

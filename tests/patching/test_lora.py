@@ -13,10 +13,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
-from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching import lora as patch_lora
-from liger_trainer.patching.mlps import patch_mlps
-from liger_trainer.patching.patcher import PatchOptions, PatchReport, patch
+from liger_trainer.patching.patcher import patch
 
 LORA_ONLY = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
 
@@ -176,8 +174,11 @@ def test_disabled_adapters_are_the_base_model(calls):
     assert calls == {"peft": 14, "lora_linear": 8, "lora_mlp": 2}
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
-@pytest.mark.parametrize("name", ["gate_proj", "down_proj", "act_fn"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gate_proj", "forward_hook"), ("down_proj", "full_backward_hook"), ("act_fn", "forward_pre_hook"),
+     ("down_proj", "full_backward_pre_hook"), ("act_fn", "full_backward_hook")],
+)  # fmt: skip
 def test_hooks_on_an_mlps_children_run(name, kind):
     """A layer with a hook is called, so that the hook sees what it would."""
     model, seen = wrapped(tiny_model()), []
@@ -258,22 +259,7 @@ def test_a_copy_runs_on_its_own_tensors():
     assert loss_and_gradients(twin)[0] == pytest.approx(want, rel=1e-6) != loss_and_gradients(model)[0]
 
 
-@pytest.mark.parametrize("name", ["mlp", "self_attn.q_proj"])
-def test_compiles_whole(name):
-    """Reading a layer leaves no break in the graph."""
-    plain, model = (wrapped(tiny_model()).base_model.model.model.layers[0].get_submodule(name) for _ in range(2))
-    holder, replacements, report = nn.ModuleDict({"layer": model}), Replacements(), PatchReport("")
-    patch_mlps(holder, PatchOptions(), replacements, report)
-    patch_lora.patch_lora(holder, PatchOptions(), replacements, report)
-    assert report.swapped["LoRA MLP"] == (name == "mlp") and report.swapped["LoRA linear"]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.manual_seed(0)
-    x = torch.randn(3, 32)
-    torch.testing.assert_close(compiled(x), plain(x))
-
-
-@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("adapters", "autocast"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 def test_half_precision_within_twice_pefts_error(adapters, autocast):
     """A bf16 base with PEFT's default adapters (fp32) and with bf16 ones: gradients against the model in fp64."""
     base = tiny_model(dtype=torch.bfloat16)

@@ -88,6 +88,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "llama_tied",
         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
+    "saved norms": ("llama", {"target_modules": ["up_proj"], "modules_to_save": ["norm", "post_attention_layernorm"]}),
     "saved projection": ("llama", {"target_modules": ["q_proj", "gate_proj"], "modules_to_save": ["up_proj"]}),
     "trained tokens": ("llama", {"trainable_token_indices": TOKENS}),
     "trained tokens, tied": ("llama_tied", {"trainable_token_indices": TOKENS}),
@@ -106,6 +107,12 @@ def test_adapters(case):
     model = wrapped(model, lora(**options))
     patch(model)
     assert_same(plain, model)
+    if case == "saved norms":  # a copy of a swapped norm is a swapped norm
+        assert order == "before"
+        assert sum("forward" in vars(m) for n, m in model.named_modules() if "modules_to_save.default" in n) == 5
+    if case in ("lora", "dora", "saved norms"):
+        got, want = (each.merge_and_unload()(**masked_batch()).loss for each in (model, plain))
+        assert torch.allclose(got, want, rtol=1e-5)
 
 
 def two_adapters(model: Any) -> Any:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -54,29 +55,50 @@ def make_changes(page: Path, checkout: Path) -> list[str]:
     return commands
 
 
-def run(checkout: Path, *command: str | Path) -> str:
-    environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-6000:]}{done.stderr[-3000:]}"
-    return done.stdout
-
-
 def test_every_walkthrough_leads_to_tests_that_pass(checkout):
-    """All in one copy, and the tests in one process, which takes longer to start than they take."""
-    commands = [shlex.split(command) for page in PAGES for command in make_changes(page, checkout)]
-    assert {words[0] for words in commands} == {"liger-trainer", "pytest"}
-    for command in {tuple(words[1:]) for words in commands if words[0] == "liger-trainer"}:
-        run(checkout, "-m", "liger_trainer", *command)
-    files = [file for words in commands if words[0] == "pytest" for file in words[1:]]
-    run(checkout, "-m", "pytest", "-n", "0", "-q", *files)
+    """All in one copy, and by one process, which takes longer to start than they take."""
+    commands = [command for page in PAGES for command in make_changes(page, checkout)]
+    assert {command.partition(" ")[0] for command in commands} == {"liger-trainer", "pytest"}
+    processes.run_on(1, __file__, checkout, *dict.fromkeys(commands))
+
+
+def follow(checkout: Path, commands: list[str]) -> int:
+    """Run commands in a copy of the repository, in this process. Returns the status of the tests."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET"):
+        os.environ.pop(name, None)
+    os.chdir(checkout)
+    for name, module in list(sys.modules.items()):  # from here on the copy's
+        ours = name.partition(".")[0] == "liger_trainer" or str(getattr(module, "__file__", "")).startswith(str(ROOT))
+        if ours and name != "__main__":
+            del sys.modules[name]
+    sys.path[:] = [str(checkout), *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    from liger_trainer.cli import app
+
+    assert Path(app.__file__).is_relative_to(checkout)
+    files = []
+    for program, *words in map(shlex.split, commands):
+        if program == "pytest":
+            files += words
+            continue
+        try:
+            app.main(words)
+        except SystemExit as stopped:
+            assert not stopped.code, words
+    return pytest.main(["-n", "0", "-q", *files])
 
 
 @pytest.mark.slow
 def test_the_ops_kernels_compile(checkout):
     """Together with all others: the script knows no less."""
     make_changes(ROOT / "docs" / "extending" / "op.md", checkout)
-    compiled = run(checkout, checkout / "tests" / "support" / "compile_kernels.py", "float32")
-    lines = [json.loads(line) for line in compiled.splitlines()]
+    environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(checkout)}
+    script = [sys.executable, checkout / "tests" / "support" / "compile_kernels.py", "float32"]
+    done = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["kernel"] for line in lines if line["file"] == "softsign"} == {"_forward_kernel", "_backward_kernel"}
     assert not [line for line in lines if line["file"] == "softsign" and "error" in line]
+
+
+if __name__ == "__main__":
+    sys.exit(follow(Path(sys.argv[1]), sys.argv[2:]))

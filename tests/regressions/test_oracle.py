@@ -131,15 +131,12 @@ ARMS = {
 }
 
 
-def trained(arm: str, seed: int, steps: int) -> LlamaForCausalLM:
+def trained(arm: str, seed: int, steps: int, layers: int) -> LlamaForCausalLM:
     source, data = source_and_data(seed, steps)
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2,
+    }  # fmt: skip
     student = LlamaForCausalLM(LlamaConfig(vocab_size=V, max_position_embeddings=LENGTH, **sizes))
     optimizer = torch.optim.AdamW(student.parameters(), lr=8e-3, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, steps, pct_start=0.1)
@@ -168,9 +165,9 @@ def true_kl(student: PreTrainedModel, source: MarkovSource, seed: int) -> float:
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
 
 
-def mean_kl(arms: list[str], steps: int, seeds: int) -> dict[str, float]:
+def mean_kl(arms: list[str], steps: int, seeds: int, layers: int) -> dict[str, float]:
     def of_seed(arm: str, seed: int) -> float:
-        return true_kl(trained(arm, seed, steps), source_and_data(seed, steps)[0], seed)
+        return true_kl(trained(arm, seed, steps, layers), source_and_data(seed, steps)[0], seed)
 
     by_arm = {arm: [of_seed(arm, seed) for seed in range(seeds)] for arm in arms}
     for arm, values in by_arm.items():
@@ -180,17 +177,17 @@ def mean_kl(arms: list[str], steps: int, seeds: int) -> dict[str, float]:
 
 def test_what_is_known_of_the_teacher_decides_what_is_learnt():
     arms = ["ce", "forward_kl", "top-4 and tail", "top-4, renormalised", "top-4, 8 draws", "12 draws"]
-    kl = mean_kl(arms, steps=130, seeds=2)
-    assert kl["forward_kl"] < 0.8 * kl["ce"]
+    kl = mean_kl(arms, steps=70, seeds=1, layers=1)
+    assert kl["forward_kl"] < 0.85 * kl["ce"]
     assert kl["top-4, 8 draws"] < 1.03 * kl["forward_kl"]
     assert kl["12 draws"] < 1.1 * kl["forward_kl"]
-    assert kl["12 draws"] < kl["top-4 and tail"] < 0.95 * kl["top-4, renormalised"]
-    assert kl["top-4 and tail"] < kl["ce"]
+    assert kl["12 draws"] < kl["top-4 and tail"] < 0.98 * kl["top-4, renormalised"]
+    assert kl["top-4 and tail"] < 0.9 * kl["ce"]
 
 
 @pytest.mark.slow
 def test_the_order_of_all_losses_after_longer_training():
-    kl = mean_kl(list(ARMS), steps=400, seeds=4)
+    kl = mean_kl(list(ARMS), steps=400, seeds=4, layers=2)
     assert kl["forward_kl"] < 0.8 * kl["ce"]
     assert kl["12 draws"] < 1.1 * kl["forward_kl"]
     order = ["forward_kl", "jsd", "reverse_kl", "ce", "top-4, renormalised"]

@@ -70,7 +70,7 @@ def test_the_table_of_the_documentation_has_all_of_them():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command(name):
+def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid(name):
     what, needs, command = source_of(name).splitlines()[:3]
     assert re.match(r"# (Distil|Fine-tune) \S", what) and len(what) <= 120
     assert re.match(r"# Needs \S", needs) and len(needs) <= 120
@@ -81,15 +81,12 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command(name):
     assert config.recipe == name.partition("/")[2].partition("_")[0]
     assert config["output_dir"] == f"outputs/{name}"
     assert (config["teacher"] == "cache") == cached if config.recipe == "distill" else not cached
+    assert load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args().output_dir == f"outputs/{name}"
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_holds_what_the_comment_says(name):
     comment = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
     if not name.startswith("smollm2/"):
         assert comment
-    if comment:
-        config = load_run_config(name)
+    if comment:  # what a step holds
         keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"]
         keys += ["max_length"] if comment[3] == "tokens" else []
         factors = [config[key] for key in keys if config[key] is not None]
@@ -125,12 +122,6 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
             tokenizer = AutoTokenizer.from_pretrained(stand_ins.path(config["model_name_or_path"]))
             assert not has_generation_markers(tokenizer.chat_template)
             assert has_generation_markers(get_training_chat_template(tokenizer))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_takes_the_arguments(name):
-    args = load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args()
-    assert args.output_dir == f"outputs/{name}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A disk that is full or read-only: one message, exit code 8, and what was there before is as it was."""
 
-import json
 import os
 import re
 import shutil
@@ -10,33 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from caches import config as cache_config
+from commands import call, save_models, settings, texts, write_rows
 from safetensors.torch import save_file
-from tiny import WORDS, completions, tiny_model, tiny_tokenizer
+from tiny import completions, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in, damage
 from liger_trainer.common.files import sha256
 from liger_trainer.common.storage import writing_to
 from liger_trainer.errors import StorageError
 from liger_trainer.trainers.capture import capture
 
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: disk/out
-max_steps: 3
-save_strategy: steps
-save_steps: 1
-logging_steps: 1
-per_device_train_batch_size: 4
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 0
-use_cpu: true
-disable_tqdm: true
-"""
+SETTINGS = settings(output_dir="disk/out", save_strategy="steps", save_steps=1)
 MIB = 2**20
 
 
@@ -51,14 +36,18 @@ def mounted(disk: Path, *options: str) -> None:
 def disk(tmp_path, monkeypatch):
     """A disk of 4 MiB at disk/, beside a model, rows and a configuration."""
     monkeypatch.chdir(tmp_path)
-    tiny_model("llama_tied", hidden_size=64, intermediate_size=96).save_pretrained("student")
-    tiny_tokenizer().save_pretrained("student")
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(WORDS[i : i + 5])}) + "\n" for i in range(20)))
+    save_models(tmp_path, "student", hidden_size=64, intermediate_size=96)
+    write_rows(Path("rows.jsonl"), texts(20))
     Path("run.yaml").write_text(SETTINGS)
     disk = tmp_path / "disk"
     mounted(disk, "size=4m")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # it has a test of its own
 
 
 def leave(disk: Path, size: int) -> None:
@@ -67,21 +56,20 @@ def leave(disk: Path, size: int) -> None:
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(arguments))
-    return int(stopped.value.code or 0), capsys.readouterr().err
+    code, _, err = call(capsys, *arguments)
+    return code, err
 
 
 def hashes(folder: Path) -> dict[str, str]:
     return {str(path): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_training_on_a_full_disk_keeps_the_checkpoints_before(disk, capsys):
+def test_training_on_a_full_disk_keeps_the_checkpoints_before(disk, capsys, no_report):
     assert run(capsys, "run", "run.yaml", "max_steps=1", "save_steps=1")[0] == 0
     (disk / "out" / "metrics.json").unlink()  # as after an interruption
     size = sum(path.stat().st_size for path in (disk / "out" / "checkpoint-1").iterdir())
     before = hashes(disk / "out" / "checkpoint-1")
-    for share in (0.02, 0.2, 0.5, 0.9, 1.2):  # weights, optimizer, ..., the model at the end
+    for share in (0.02, 0.5, 1.2):  # weights, optimizer, the model at the end
         leave(disk, int(size * share))
         code, err = run(capsys, "resume", "disk/out", "--checkpoint", "checkpoint-1", "max_steps=3")
         message = err.splitlines()[-1]
@@ -101,6 +89,7 @@ def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
     """They come last: the model is there, and the old report stays as it was."""
     from liger_trainer.run import output_dir
 
+    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda *arguments: [])
     finish = output_dir.finish
 
     def full(*args):
@@ -121,7 +110,7 @@ def test_metrics_and_report_on_a_full_disk(disk, capsys, monkeypatch):
     assert hashes(disk / "out") == before
 
 
-def test_merging_onto_a_full_disk_leaves_nothing(disk, capsys):
+def test_merging_onto_a_full_disk_leaves_nothing(disk, capsys, no_report):
     lora = ("use_peft=true", "lora_target_modules=[q_proj,v_proj]", "output_dir=adapter")
     code, err = run(capsys, "run", "run.yaml", *lora, "save_strategy=no", "max_steps=1")
     assert code == 0, err

@@ -250,43 +250,6 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     assert "dagshub needs mlflow" in (trackers.not_installed("dagshub") or "")
 
 
-WRITER = '''
-import json, pathlib
-
-class SummaryWriter:
-    """Writes each number as a line, where tensorboardX would write an event."""
-
-    def __init__(self, log_dir=None, **options):
-        self.file = pathlib.Path(log_dir, "scalars.jsonl")
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-
-    def add_scalar(self, name, value, step):
-        with self.file.open("a") as file:
-            file.write(json.dumps([name, float(value), step]) + "\\n")
-
-    def __getattr__(self, name):
-        return lambda *arguments, **options: None
-'''
-
-
-def test_tensorboard_gets_what_is_logged(run, tmp_path, monkeypatch):
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "tensorboardX.py").write_text(WRITER)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # tensorboardX is asked for where it is missing
-    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
-    output_dir = run("smollm2/distill_layerdrop", "report_to=tensorboard")
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "scalars.jsonl").read_text().splitlines()]
-    monkeypatch.delitem(sys.modules, "tensorboardX")
-    logged = json.loads((output_dir / "metrics.json").read_text())["log_history"]
-    steps = {step: value for name, value, step in lines if name == "train/forward_kl"}
-    assert steps == pytest.approx({entry["step"]: entry["forward_kl"] for entry in logged if "forward_kl" in entry})
-    assert {"train/loss", "train/learning_rate", "eval/forward_kl", "eval/agreement_at_1"} <= {
-        name for name, *_ in lines
-    }
-
-
 @pytest.mark.parametrize(
     ("teacher", "told"),
     [

@@ -4,12 +4,8 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import call, save_models, settings, write_rows
 from planted import PLACES, Plant
+from processes import run_on
 from safetensors.torch import load_file, save_file
 from tiny import WORDS, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
-import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
@@ -37,43 +34,22 @@ from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.trainers.finite_weights import is_finite
 from liger_trainer.trainers.sft_trainer import LigerTrainer
 
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 3
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-logging_steps: 1
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 2
-max_new_tokens: 4
-use_cpu: true
-"""
+SETTINGS = settings(num_sample_completions=2, max_new_tokens=4)
 TEACHER = "teacher_model_name_or_path: teacher\n"
 
 
 def chat(i: int, answer: str | None = None) -> dict:
     answer = answer if answer is not None else f"w{i} w{i + 1} w{i + 2}"
     question = " ".join(WORDS[i : i + 3])
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-    }
+    return {"prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}]}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Two models of one tokenizer, and one of the same size whose tokenizer has two words exchanged."""
     folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed, num_hidden_layers=4).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-    tiny_model("llama_tied").save_pretrained(folder / "stranger")
-    tiny_tokenizer().save_pretrained(folder / "stranger")
+    save_models(folder, "student", "teacher", num_hidden_layers=4)
+    save_models(folder, "stranger")
     table = json.loads((folder / "stranger" / "tokenizer.json").read_text())
     vocabulary = table["model"]["vocab"]
     vocabulary["w3"], vocabulary["w5"] = vocabulary["w5"], vocabulary["w3"]
@@ -87,11 +63,6 @@ def fill(folder: Path, models: Path) -> None:
         (folder / name).symlink_to(models / name)
     write_rows(folder / "rows.jsonl", map(chat, range(20)))
     (folder / "run.yaml").write_text(SETTINGS)
-
-
-def write_rows(file: Path, rows) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +88,8 @@ def run(models, tmp_path, monkeypatch, capsys):
 
     def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
         (tmp_path / "run.yaml").write_text(settings)
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "run.yaml", *overrides])
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(printed.out.split()), printed.err  # lines wrap anywhere
+        code, out, err = call(capsys, "run", "run.yaml", *overrides)
+        return code, " ".join(out.split()), err  # lines wrap anywhere
 
     return run_main
 
@@ -148,10 +117,8 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
     assert written["after"]["loss"] < written["before"]["loss"]
     assert math.isclose(written["after"]["perplexity"], math.exp(written["after"]["loss"]), rel_tol=1e-4)
     assert written["data"]["train_rows"] == 16 and written["data"]["form"] == "prompt-completion"
-    assert {name: (rows["rows"], rows["rows_dropped"]) for name, rows in written["rows"].items()} == {
-        "train": (16, 0),
-        "eval": (4, 0),
-    }
+    counted = {name: (rows["rows"], rows["rows_dropped"]) for name, rows in written["rows"].items()}
+    assert counted == {"train": (16, 0), "eval": (4, 0)}
     assert written["training"]["steps"] == 3 and written["training"]["tokens"] > 0
     assert written["training"]["peak_memory_mib"] > 100 and written["training"]["tokens_per_second"] > 0
     assert set(written["seconds"]) == {"load", "measure_before", "train", "save", "measure_after"}
@@ -159,7 +126,7 @@ def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
     assert {"torch", "trl", "liger-trainer", "python"} <= written["versions"].keys()
     assert len(written["completions"]) == 2 and written["completions"][0]["teacher"] is None
     assert "before and after training" in out and "token accuracy" in out and "tokens/s" in out
-    assert "max_steps" in out and "run.yaml:5" in out  # the effective configuration
+    assert "max_steps" in out and "run.yaml:4" in out  # the effective configuration
 
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert model.config.use_cache
@@ -211,17 +178,6 @@ def test_distillation_of_a_thinned_student_full_and_lora(run, tmp_path):
     assert not torch.equal(saved.model.layers[1].mlp.up_proj.weight, base.model.layers[1].mlp.up_proj.weight)
 
 
-def test_lora_saves_an_adapter_that_transformers_loads(run, tmp_path, models):
-    code, _, err = run(SETTINGS, "use_peft=true", "lora_target_modules=[q_proj,v_proj]")
-    assert code == 0, err
-    assert (tmp_path / "out" / "adapter_config.json").exists()
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert any("lora_A" in name for name, _ in model.named_parameters())
-    written = metrics(tmp_path / "out")
-    assert 0 < written["training"]["trainable_parameters"] < written["training"]["parameters"]
-
-
 def test_the_written_configuration_runs_again_with_the_same_result(run, tuned, tmp_path):
     again = (tuned[0] / "out" / "config.yaml").read_text()
     assert run(again, "output_dir=again")[0] == 0
@@ -268,51 +224,40 @@ def test_no_supervised_token_at_all(run):
 
 
 @pytest.mark.parametrize(
-    ("settings", "overrides", "expected_code", "message"),
+    ("overrides", "code", "message"),
     [
-        (SETTINGS.replace("dataset_name: rows.jsonl\n", ""), [], 2, "run.yaml: dataset_name: missing"),
-        (SETTINGS, ["learning_rte=1"], 2, "learning_rte: unknown key. Did you mean learning_rate?"),
-        (SETTINGS, ["max_steps=0"], 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
-        (SETTINGS, ["max_steps=2.5"], 2, "max_steps: expected an integer, got 2.5"),
-        (SETTINGS, ["dataset_name=missing.jsonl"], 2, "dataset_name: no such file or directory: missing.jsonl"),
-        (SETTINGS, ["model_name_or_path=./missing"], 2, "model_name_or_path: no such directory: ./missing"),
-        (SETTINGS, ["model_name_or_path=rows"], 2, "model_name_or_path: rows cannot be read as a model directory"),
-        (SETTINGS, ["dataset_text_field=words", "dataset_name=other.jsonl"], 4, "the rows have: text"),
-        (SETTINGS, ["dataset_name=empty.jsonl"], 4, "the file is empty"),
-        (SETTINGS, ["dataset_name=broken.jsonl"], 4, "broken.jsonl:2: not valid JSON"),
-        (SETTINGS, ["dataset_name=null.jsonl"], 4, "null.jsonl:1: column 'completion': expected text, as in the other"),
-        (SETTINGS, ["eos_token=<end>"], 2, "eos_token: '<end>' is not in the vocabulary"),
-        (SETTINGS, ["keep_layers=[0,9]"], 2, "keep_layers: expected indices from 0 to 3"),
-        (SETTINGS, ["keep_every_nth_layer=5"], 2, "keep_every_nth_layer: expected at most 4"),
-        (SETTINGS, ["chat_template_path=missing.jinja"], 2, "chat_template_path: no such file"),
-        (SETTINGS, ["output_dir=student"], 2, "output_dir: student is also model_name_or_path"),
-        (SETTINGS, ["output_dir=rows.jsonl"], 2, "output_dir: rows.jsonl is no directory that can be written to"),
-        (
-            SETTINGS,
-            ["load_best_model_at_end=true", "eval_strategy=epoch"],
-            2,
-            "needs checkpoints where evaluations are",
-        ),
-        (SETTINGS, ["resume_from_checkpoint=true"], 2, "resume_from_checkpoint: no checkpoint in out"),
-        (SETTINGS, ["resume_from_checkpoint=checkpoint-9"], 2, "resume_from_checkpoint: no such directory"),
-        (SETTINGS + TEACHER, ["losses=[{type: klx}]"], 2, "losses: [0].type: expected one of forward_kl"),
-        (
-            SETTINGS,
-            ["teacher_model_name_or_path=stranger"],
-            2,
-            "different tokenizers: 2 of 64 shared ids differ; id 3 is 'w3' for the student and 'w5' for the teacher",
-        ),
+        ("~dataset_name", 2, "dataset_name: missing"),
+        ("learning_rte=1", 2, "learning_rte: unknown key. Did you mean learning_rate?"),
+        ("max_steps=0", 2, "max_steps: expected a number of at least 1, or -1 for num_train_epochs, got 0"),
+        ("max_steps=2.5", 2, "max_steps: expected an integer, got 2.5"),
+        ("dataset_name=missing.jsonl", 2, "dataset_name: no such file or directory: missing.jsonl"),
+        ("model_name_or_path=./missing", 2, "model_name_or_path: no such directory: ./missing"),
+        ("model_name_or_path=rows", 2, "model_name_or_path: rows cannot be read as a model directory"),
+        ("dataset_text_field=words dataset_name=other.jsonl", 4, "the rows have: text"),
+        ("dataset_name=empty.jsonl", 4, "the file is empty"),
+        ("dataset_name=broken.jsonl", 4, "broken.jsonl:2: not valid JSON"),
+        ("dataset_name=null.jsonl", 4, "null.jsonl:1: column 'completion': expected text, as in the other"),
+        ("eos_token=<end>", 2, "eos_token: '<end>' is not in the vocabulary"),
+        ("keep_layers=[0,9]", 2, "keep_layers: expected indices from 0 to 3"),
+        ("keep_every_nth_layer=5", 2, "keep_every_nth_layer: expected at most 4"),
+        ("chat_template_path=missing.jinja", 2, "chat_template_path: no such file"),
+        ("output_dir=student", 2, "output_dir: student is also model_name_or_path"),
+        ("output_dir=rows.jsonl", 2, "output_dir: rows.jsonl is no directory that can be written to"),
+        ("load_best_model_at_end=true eval_strategy=epoch", 2, "needs checkpoints where evaluations are"),
+        ("resume_from_checkpoint=true", 2, "resume_from_checkpoint: no checkpoint in out"),
+        ("resume_from_checkpoint=checkpoint-9", 2, "resume_from_checkpoint: no such directory"),
+        ('teacher_model_name_or_path=teacher losses=[{"type":"klx"}]', 2, "losses: [0].type: expected one of forward"),
+        ("teacher_model_name_or_path=stranger", 2, "different tokenizers: 2 of 64 shared ids differ; "
+         "id 3 is 'w3' for the student and 'w5' for the teacher"),
     ],
-)
-def test_bad_input_is_told_before_weights_are_loaded(
-    run, tmp_path, no_weights, settings, overrides, expected_code, message
-):
+)  # fmt: skip
+def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, overrides, code, message):
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n{"prompt": "a", "completion": "b"}\n')
-    code, _, err = run(settings, *overrides)
-    assert code == expected_code, err
+    found, _, err = run(SETTINGS, *overrides.split())
+    assert found == code, err
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
@@ -363,26 +308,21 @@ def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
     assert "64 tokens, the same in both" in out and "1 token of the teacher's alone" in out
 
 
-def test_a_finished_run_is_not_overwritten_unasked(run, tuned, tmp_path):
+def test_an_earlier_run_is_not_overwritten_unasked(run, tuned, tmp_path):
+    """Resuming would go on from its checkpoint with the highest step, and save_total_limit would keep that."""
     shutil.copytree(tuned[0] / "out", tmp_path / "out")
-    before = (tmp_path / "out" / "metrics.json").read_text()
     code, _, err = run(SETTINGS)
     assert code == 2 and "holds a finished run" in err and "overwrite_output_dir=true" in err
-    assert (tmp_path / "out" / "metrics.json").read_text() == before
-    assert run(SETTINGS, "overwrite_output_dir=true", "max_steps=1")[0] == 0
-    assert metrics(tmp_path / "out")["training"]["steps"] == 1
-
-
-def test_checkpoints_of_an_earlier_run_are_not_taken_for_those_of_this(run, tmp_path):
-    """Resuming would go on from the one with the highest step, and save_total_limit would keep it."""
+    assert metrics(tmp_path / "out") == metrics(tuned[0] / "out")
+    (tmp_path / "out" / "metrics.json").unlink()
     earlier = tmp_path / "out" / "checkpoint-9"
-    earlier.mkdir(parents=True)
-    code, _, err = run(SETTINGS, "max_steps=1")
+    earlier.mkdir()
+    code, _, err = run(SETTINGS)
     assert code == 2 and "out holds checkpoint-9 of an earlier run; set resume_from_checkpoint=true" in err
     code, _, err = run(SETTINGS, "overwrite_output_dir=true", "model_name_or_path=out/checkpoint-9")
     assert code == 2 and "out/checkpoint-9 is also model_name_or_path" in err and earlier.is_dir()
     assert run(SETTINGS, "overwrite_output_dir=true", "max_steps=1")[0] == 0
-    assert not earlier.exists()
+    assert metrics(tmp_path / "out")["training"]["steps"] == 1 and not earlier.exists()
 
 
 def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
@@ -395,64 +335,18 @@ def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
     assert message.endswith(f"resume {tmp_path} --checkpoint checkpoint-2") and "checkpoint-4" not in message
 
 
-def test_an_interrupted_run_saves_a_checkpoint_and_goes_on_from_it(run, tmp_path, monkeypatch):
-    """SIGINT in step 2 of 6: exit code 130, a checkpoint; resumed, the end is that of an uninterrupted run."""
-    assert run(SETTINGS, "max_steps=6", "output_dir=whole")[0] == 0
-
-    class Interrupt(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        train = SFTTrainer.train
-        patch.setattr(SFTTrainer, "train", lambda self, **kw: (self.add_callback(Interrupt()), train(self, **kw))[1])
-        handler = signal.getsignal(signal.SIGINT)
-        code, _, err = run(SETTINGS, "max_steps=6")
-        assert signal.getsignal(signal.SIGINT) is handler
-        assert run(SETTINGS, "max_steps=2", "output_dir=last")[0] == 0  # a signal in the last step: it is finished
-    assert code == 130
-    assert "Stopped at step 2 of 6; saved" in err and "Traceback" not in err
-    assert "liger-trainer resume out\n" in err
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-    code, _, err = run(SETTINGS, "max_steps=6", "resume_from_checkpoint=true")
-    assert code == 0, err
-    resumed, whole = metrics(tmp_path / "out"), metrics(tmp_path / "whole")
-    for part in ("before", "after"):
-        assert resumed[part]["loss"] == pytest.approx(whole[part]["loss"], rel=1e-6)
-    assert resumed["completions"] == whole["completions"]
-    steps, since = resumed["training"]["steps"], resumed["training"]["resumed_at"]
-    assert (steps, since, whole["training"]["resumed_at"]) == (6, 2, 0)
-    counted = {log["step"]: log["num_tokens"] for log in whole["log_history"] if "num_tokens" in log}
-    assert resumed["training"]["tokens"] == whole["training"]["tokens"] == counted[6]
-    rate, seconds = resumed["training"]["tokens_per_second"], resumed["training"]["seconds"]
-    assert rate * seconds == pytest.approx(counted[6] - counted[2], rel=0.2)
-
-
 def test_two_processes_train_as_one(run, tuned, tmp_path):
     """The first evaluation must not keep Trainer from averaging gradients over the processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "liger_trainer"]
-    command += ["run", "run.yaml", "output_dir=two", "ddp_backend=gloo"]
-    command += ["per_device_train_batch_size=2", "per_device_eval_batch_size=2"]
-    root = str(Path(liger_trainer.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            printed, complaint = process.communicate(timeout=200)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher's children too
-            raise
-    assert process.returncode == 0, complaint
+    rows = ("per_device_train_batch_size=2", "per_device_eval_batch_size=2")
+    logs = run_on(2, "command_ranks.py", "none", "run", "run.yaml", "output_dir=two", "ddp_backend=gloo", *rows)
+    assert all(log.endswith("exit code 0\n") for log in logs), logs
     one, two = metrics(tuned[0] / "out"), metrics(tmp_path / "two")
     assert two["training"]["processes"] == 2 and two["training"]["tokens"] == one["training"]["tokens"]
     for name in ("loss", "grad_norm"):
         logged = [[entry[name] for entry in written["log_history"] if name in entry] for written in (one, two)]
         assert logged[0] == pytest.approx(logged[1], rel=1e-4)
     assert two["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-5)
-    assert printed.count("before and after training") == 1
+    assert "".join(logs).count("before and after training") == 1
 
 
 def test_wrong_rows_are_left_out_and_counted(run, tmp_path):
@@ -502,7 +396,6 @@ def half_a_bin(folder: Path) -> None:
     ("harm", "message"),
     [
         (cut(-100), "cut off or damaged"),
-        (cut(20), "cut off or damaged"),
         (cut(0), "cut off or damaged"),
         (half_a_bin, "cut off or damaged"),
         (other_shape, "of another shape: model.layers.0.mlp.up_proj.weight"),
@@ -535,7 +428,9 @@ def test_a_training_that_diverges_ends_with_the_checkpoint_before(run, tmp_path)
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [p if p in ("loss", "teacher") else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+)
 def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_path, monkeypatch, capsys, place):
     """With `logging_steps=500`, where nothing is logged before the end."""
     train = LigerTrainer.train
@@ -546,9 +441,8 @@ def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_p
     saved = checkpoints_in(tmp_path / "out")
     assert [path.name for path in saved] == [f"checkpoint-{step}" for step in (1, 2, 3)] and all(map(is_finite, saved))
     monkeypatch.setattr(LigerTrainer, "train", train)
-    with pytest.raises(SystemExit) as stopped:
-        main(re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
-    assert not stopped.value.code, capsys.readouterr().err
+    code, _, err = call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
+    assert code == 0, err
     assert metrics(tmp_path / "out")["training"]["resumed_at"] == 3
 
 

@@ -11,9 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import commands
 import pytest
 import yaml
-from tiny import WORDS, tiny_model, tiny_tokenizer
+from commands import save_models, write_rows
+from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import liger_trainer
@@ -39,25 +41,10 @@ from liger_trainer.run.reports.tables import before_and_after, data_facts, diffe
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
 VOID = {"meta", "link", "br", "use", "img"}
-SETTINGS = """
-model_name_or_path: student
-teacher_model_name_or_path: teacher
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 4
-logging_steps: 1
-eval_strategy: steps
-eval_steps: 2
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-gradient_checkpointing: false
-save_strategy: no
-max_length: 16
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 3
-use_cpu: true
-"""
+SETTINGS = commands.settings(
+    teacher_model_name_or_path="teacher", max_length=16, num_sample_completions=1, max_new_tokens=3,
+    eval_strategy="steps", eval_steps=2,
+)  # fmt: skip
 
 
 def log_history(steps: int, scale: float = 1.0) -> list[dict]:
@@ -65,12 +52,8 @@ def log_history(steps: int, scale: float = 1.0) -> list[dict]:
     logs = []
     for step in range(steps + 1):
         kl = scale * math.exp(-step / 10) + 0.1
-        metrics = {
-            "kd_loss": kl,
-            "forward_kl": kl,
-            "agreement_at_1": 1 - kl / 2,
-            "student_perplexity": math.exp(9 * kl),
-        }
+        metrics = {"kd_loss": kl, "forward_kl": kl, "agreement_at_1": 1 - kl / 2}
+        metrics["student_perplexity"] = math.exp(9 * kl)
         if step % 5 == 0:
             told = {"loss": kl, **metrics, "teacher_perplexity": 7.0, "runtime": 1.0, "samples_per_second": 9.0}
             logs.append({**{f"eval_{name}": value for name, value in told.items()}, "epoch": 0.1 * step, "step": step})
@@ -160,6 +143,12 @@ def call(*arguments) -> int:
     with pytest.raises(SystemExit) as stopped:
         main(["report", *map(str, arguments)])
     return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr(html_report, "draw", lambda *arguments: [])
 
 
 class Page(HTMLParser):
@@ -310,6 +299,10 @@ def test_what_is_drawn_are_these_points(make, monkeypatch):
     (drawing,) = draw([run])
     assert [args for args, _ in drawn] == [([0, 1, 2, 3, 4], [10.0**-s for s in range(5)])]
     assert scales == [("log",)] and drawing.note == "logarithmic"
+    drawn.clear()
+    once = [{"step": 1, "loss": 1.0}, *({"step": step, "eval_loss": 1.0} for step in (1, 2))]
+    draw([read_run(make("once", metrics={"log_history": once}))])
+    assert drawn[0][0] == ([1], [1.0]) and drawn[0][1]["marker"] == "o"  # without it one point would not show
 
 
 def test_long_curves_have_a_running_mean(make):
@@ -373,7 +366,7 @@ def test_an_unfinished_run_tells_what_there_is(unfinished):
     assert read_run(unfinished / "checkpoint-5").steps == 5  # a checkpoint alone, such as a plain Trainer leaves
 
 
-def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path):
+def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves):
     """What one of them does not tell has no column, and is no difference."""
     one = make("one")
     assert call(one, unfinished, "--output", tmp_path / "both.html") == 0
@@ -397,16 +390,10 @@ def test_a_run_of_a_version_that_recorded_less(make):
     (folder / "config.yaml").unlink()
     assert call(folder) == 0
     page = Page(folder / "report.html")
-    assert [name for name in page.ids if name in SECTIONS] == [
-        "metrics",
-        "data",
-        "configuration",
-        "cost",
-        "environment",
-    ]
+    assert [name for name in page.ids if name in SECTIONS] == "metrics data configuration cost environment".split()
 
 
-def test_numbers_that_are_none(make):
+def test_numbers_that_are_none(make, no_curves):
     logs = [{"step": step, "loss": 1.0 if step < 3 else "nan"} for step in range(5)]
     resumed = {**content()["training"], "resumed_at": 14}
     after = {"forward_kl": "nan", "loss": "inf"}
@@ -418,7 +405,7 @@ def test_numbers_that_are_none(make):
     assert points(read_run(folder), "loss") == ([0, 1, 2], [1.0] * 3)
 
 
-def test_errors(make, unfinished, tmp_path, capsys):
+def test_errors(make, unfinished, tmp_path, capsys, no_curves):
     def told(code: int, *arguments) -> str:
         assert call(*arguments) == code
         printed = capsys.readouterr().err
@@ -528,19 +515,15 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
 
 def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model("llama_tied", seed=seed).save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
+    save_models(tmp_path, "student", "teacher")
     rows = [{"prompt": WORDS[i], "completion": " " + " ".join(WORDS[i : i + 2 + i])} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    write_rows(tmp_path / "rows.jsonl", [*rows, rows[0]])
     (tmp_path / "run.yaml").write_text(SETTINGS)
     saved = []
     draw_all = html_report.draw
     monkeypatch.setattr(html_report, "draw", lambda *args: saved.append(os.listdir("out")) or draw_all(*args))
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml", "max_steps=3", "hub_token=secret-token"])
-    out, err = capsys.readouterr()
-    assert not stopped.value.code, err
+    code, out, err = commands.call(capsys, "run", "run.yaml", "max_steps=3", "hub_token=secret-token")
+    assert code == 0, err
     assert {"metrics.json", "config.yaml", "model.safetensors"} <= set(saved[0])  # before anything is drawn
 
     page = Page(tmp_path / "out" / "report.html")

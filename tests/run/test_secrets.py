@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 from canaries import ENVIRONMENT, SETTINGS, TENSORBOARD, holding
+from commands import call, save_models, write_rows
 from served import Reply, served
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from tiny import completions as rows_of_words
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli import main
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.secrets import redact
@@ -23,8 +23,7 @@ from liger_trainer.secrets import redact
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tiny_model("llama_tied").save_pretrained(folder / "student")
-    tiny_tokenizer().save_pretrained(folder / "student")
+    save_models(folder, "student")
     return folder
 
 
@@ -44,16 +43,14 @@ def run(models, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["liger-trainer", "run", "run.yaml", "hub_token=canary-hub-token"])
     (tmp_path / "student").symlink_to(models / "student")
     rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " w1 w2"} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
 
     def run_main(change=None) -> tuple[int, str]:
         with served(tiny_model(seed=1), change) as server:
             url = server.url.replace("http://", "http://me:canary-in-url@")
             (tmp_path / "run.yaml").write_text(SETTINGS.format(url=url))
-            with pytest.raises(SystemExit) as stopped:
-                main(["run", "run.yaml"])
-        printed = capfd.readouterr()
-        return int(stopped.value.code or 0), printed.out + printed.err
+            code, out, err = call(capfd, "run", "run.yaml")
+        return code, out + err
 
     yield run_main
     for name in ("MY_AUTH", "DATABASE_URL"):
@@ -69,6 +66,12 @@ def test_a_canary_given_in_nine_ways_is_nowhere(run, tmp_path):
     assert {"config.yaml", "metrics.json", "report.html", "README.md", "training_args.bin"} <= files
     tracked = (tmp_path / "tracked.txt").read_text()
     assert "hub_token=<secret>" in tracked and '"teacher_server_base_url": "http://<secret>@127' in tracked
+    scalars = [line.split()[1:] for line in tracked.splitlines() if line.startswith("scalar ")]
+    logged = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
+    assert {int(step): float(value) for name, step, value in scalars if name == "train/forward_kl"} == pytest.approx(
+        {entry["step"]: entry["forward_kl"] for entry in logged if "forward_kl" in entry}
+    )
+    assert {"train/loss", "train/learning_rate", "eval/forward_kl"} <= {name for name, *_ in scalars}
     args = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
     assert args.max_steps == 2 and args.hub_token is None
 

@@ -1,55 +1,39 @@
 """Stopping a run from outside: signals to one process, to a rank and to launchers, and the limit of hours."""
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from launched import ACCELERATE, ENVIRONMENT, OURS, TORCHRUN, Launched
-from tiny import WORDS, tiny_model, tiny_tokenizer
+from commands import call, save_models, settings, texts, write_rows
+from processes import run_on
 from transformers import TrainerCallback
 
-from liger_trainer.cli import main
-from liger_trainer.common.signals import SIGNALS
+import liger_trainer
+from liger_trainer.common.signals import SIGNALS, handling
 from liger_trainer.run import train_loop
 
-SETTINGS = """
-model_name_or_path: student
-dataset_name: rows.jsonl
-output_dir: out
-per_device_train_batch_size: 2
-learning_rate: 1e-2
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 0
-use_cpu: true
-max_steps: 100000
-logging_steps: 1
-disable_tqdm: false
-"""
+ROOT = str(Path(liger_trainer.__file__).parents[1])
+SETTINGS = settings(max_steps=100000, per_device_train_batch_size=2, disable_tqdm=False)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    tiny_model("llama_tied").save_pretrained("student")
-    tiny_tokenizer().save_pretrained("student")
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(WORDS[i : i + 5])}) + "\n" for i in range(20)))
+    save_models(tmp_path, "student")
+    write_rows(Path("rows.jsonl"), texts(20))
     Path("run.yaml").write_text(SETTINGS)
     return tmp_path
 
 
 def run(capsys, *overrides: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml", *overrides])
-    return int(stopped.value.code or 0), capsys.readouterr().err
+    code, _, err = call(capsys, "run", "run.yaml", *overrides)
+    return code, err
 
 
 class Send(TrainerCallback):
@@ -88,8 +72,17 @@ def send(monkeypatch):
     return add
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_each_signal_saves_a_checkpoint(folder, capsys, send, number):
+def test_each_signal_is_handled_and_earlier_handlers_come_back():
+    handlers, heard = [signal.getsignal(each) for each in SIGNALS], []
+    with handling(lambda number, frame: heard.append(number)):
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+    assert heard == list(SIGNALS) and [number.name[3:] for number in SIGNALS] == "INT TERM HUP USR1 USR2".split()
+    assert [signal.getsignal(each) for each in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_saves_a_checkpoint(folder, capsys, send, number):
     """Schedulers send it to all processes, and launchers pass it on: it may come twice."""
     send(number, number)
     handlers = [signal.getsignal(each) for each in SIGNALS]
@@ -130,47 +123,133 @@ def test_a_signal_before_training_ends_the_run(folder, capsys, monkeypatch):
     assert code == 130 and "interrupted" in err and not Path("out").exists()
 
 
-def test_max_hours_saves_a_checkpoint(folder, capsys):
+def test_max_hours_saves_a_checkpoint(folder, capsys, send):
     code, err = run(capsys, "max_hours=1e-9")
     assert code == 124 and "max_hours: 1e-09 is over. Stopped at step 1 of 100000; saved out/checkpoint-1." in err
     assert "To go on: liger-trainer resume out\n" in err
-    assert run(capsys, "max_hours=9", "max_steps=2", "output_dir=whole")[0] == 0
-    code, _ = run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=last")
+    code, _ = run(capsys, "max_hours=1e-9", "max_steps=1", "output_dir=ended")
     assert code == 0  # over in the last step: the run is finished
+    send(signal.SIGINT)
+    assert run(capsys, "max_steps=2", "output_dir=last")[0] == 0  # so is a signal
     code, err = run(capsys, "max_hours=0")
     assert code == 2 and "max_hours" in err
 
 
-@pytest.mark.parametrize(
-    ("command", "target", "number", "code"),
-    [
-        (OURS, "launcher", signal.SIGTERM, 130),
-        (OURS, "launcher", signal.SIGKILL, -9),
-        pytest.param(OURS, "rank", signal.SIGUSR1, 130, marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "launcher", signal.SIGTERM, 1, marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "launcher", signal.SIGUSR1, -signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, "launcher", signal.SIGINT, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_two_ranks_stop_together(folder, command, target, number, code):
-    """They save the same step, and nothing goes on training, whatever becomes of the launcher."""
-    launched = Launched(command)
+MODULE = ["-m", "liger_trainer", "run", "run.yaml", "ddp_backend=gloo"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *MODULE]
+TWO = ["--multi_gpu", "--num_processes", "2"]  # without it accelerate starts one process where there is no GPU
+OURS = [*MODULE, "--", *TWO]
+ACCELERATE = ["-m", "accelerate.commands.launch", *TWO, *MODULE]
+
+
+def ended(command: list[str], ready: str, number: int | None) -> tuple[int, str]:
+    """Start a launcher, send it a signal when its log matches `ready`, and wait until none of its processes lives;
+    return its exit code and its log."""
+    environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        environment.pop(name, None)
+    log, end = Path("log"), time.monotonic() + 120
+    with log.open("w") as file:
+        command = [sys.executable, *command]
+        launcher = psutil.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    processes = [launcher]
     try:
-        {"launcher": launched.launcher, "rank": launched.ranks[-1]}[target].send_signal(number)
-        assert launched.ended() == code
+        while number is not None and not re.search(ready, log.read_text(), re.DOTALL):
+            assert launcher.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        processes += launcher.children(recursive=True)
+        if number is not None:
+            launcher.send_signal(number)
+        alive = psutil.wait_procs(processes, timeout=60)[1]
+        assert not alive, f"still there: {alive}\n{log.read_text()}"
+        return launcher.returncode, log.read_text()
     finally:
-        launched.kill()
-    log = launched.log.read_text()
+        for process in processes:
+            if process.is_running():
+                process.kill()
+
+
+def check_one_checkpoint(log: str) -> None:
     stopped = re.findall(r"Stopped at step (\d+) of 100000; saved out/checkpoint-(\d+)", log)
     assert len(stopped) == 1 and len(set(stopped[0])) == 1, log
     saved = Path(f"out/checkpoint-{stopped[0][0]}")
     assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in saved.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (OURS, signal.SIGTERM, 130),
+        pytest.param(OURS, signal.SIGKILL, -9, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, signal.SIGUSR1, -signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(ACCELERATE, signal.SIGINT, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_stop_together(folder, command, number, code):
+    """They save the same step, and nothing goes on training, whatever becomes of the launcher."""
+    found, log = ended(command, r"[1-9]\d*/100000", number)
+    assert found == code, log
+    check_one_checkpoint(log)
     if command is OURS:
         assert "Traceback" not in log
 
 
-def test_the_launcher_has_the_exit_code_of_the_first_rank_that_failed(folder):
-    Path("rows.jsonl").write_text('{"text": 3}\n{"text": "a"}\n')
-    environment = {**os.environ, **ENVIRONMENT}
-    ended = subprocess.run([sys.executable, *OURS], env=environment, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 4, ended.stderr
+def test_a_signal_to_one_rank_stops_both(folder):
+    logs = run_on(2, "command_ranks.py", "SIGUSR1", "run", "run.yaml", "ddp_backend=gloo")
+    assert all(log.endswith("exit code 130\n") for log in logs), logs
+    check_one_checkpoint("".join(logs))
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "rank.py"], env={**os.environ, "RANK": rank}) for rank in "01"]
+while ranks[0].poll() is None and not ranks[1].poll():
+    time.sleep(0.05)
+if ranks[1].poll():
+    ranks[0].terminate()
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from liger_trainer.common.signals import handling
+from liger_trainer.errors import DataError, Interrupted, LigerTrainerError
+from liger_trainer.run.launch import as_rank
+
+def stop(number, frame):
+    raise Interrupted(f"rank heard {signal.Signals(number).name}")
+
+try:
+    with as_rank(), handling(stop):
+        print("rank ready", flush=True)
+        while True:
+            time.sleep(0.05)
+            if os.environ["RANK"] == "1" and Path("fail").exists() and Path("log").read_text().count("ready") == 2:
+                raise DataError("wrong rows")
+except LigerTrainerError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "heard"),
+    [
+        (signal.SIGUSR1, 130, ["SIGUSR1", "SIGUSR1"]),
+        (signal.SIGKILL, -9, ["SIGTERM", "SIGTERM"]),  # the ranks miss it
+        (None, 4, ["SIGTERM"]),  # rank 1 has failed
+    ],
+)
+def test_our_launcher_and_its_ranks_end_together(tmp_path, monkeypatch, number, code, heard):
+    """Behind a stand-in for accelerate; where a rank fails, its exit code is that of all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    Path("accelerate/commands").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("commands/__init__", ""), ("commands/launch", LAUNCHER)):
+        Path(f"accelerate/{name}.py").write_text(text)
+    Path("rank.py").write_text(RANK)
+    Path("wait" if number else "fail").touch()
+    script = "from liger_trainer.run.launch import launch; launch([], [])"
+    found, log = ended(["-c", script], "ready.*ready", number)
+    assert (found, re.findall(r"rank heard (\w+)", log)) == (code, heard), log

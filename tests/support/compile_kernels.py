@@ -241,6 +241,7 @@ def heads(dtype: torch.dtype) -> None:
     labels = torch.randint(V, (N,)).index_fill(0, torch.tensor([0]), -100)
     for num_items in (None, torch.tensor(3.0)):
         _labelled_rows._find_triton(labels, num_items, -100)
+    _triton._probe_kernel[(1,)](torch.zeros(16), BLOCK=16)
     head = partial(step, loss_of(linear_cross_entropy), hidden, weight, labels)
     teacher = leaf(N, 24, dtype=dtype), leaf(V, 24, dtype=dtype)
     divergence = partial(step, loss_of(linear_divergence), hidden, weight, *teacher)

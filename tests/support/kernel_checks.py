@@ -41,7 +41,7 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
         if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
     monkeypatch.setattr(_cross_entropy_rows, "BLOCK", block)
-    monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 4))
+    monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 2))
     monkeypatch.setattr(_divergence_rows, "VECTOR_BYTES", 8)
     return TRITON_DEVICE if path == "triton" else "cpu"
 

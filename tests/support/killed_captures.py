@@ -11,10 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import datasets
-import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig
@@ -96,6 +92,5 @@ def is_finished(path: str) -> bool:
 
 if __name__ == "__main__":
     cache_capture.MIB, cache_capture.SECONDS_OF_A_PART = BYTES_OF_A_SHARD, 0.0  # a part after each batch
-    torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    print(f"killed {main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))} times")
+    folder = Path(sys.argv[1])
+    (folder / "times").write_text(str(main(folder, sys.argv[2], int(sys.argv[3]))))

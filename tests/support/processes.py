@@ -1,5 +1,6 @@
 """Run a script of the tests in several processes that train together on this machine, as torchrun does."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -14,8 +15,8 @@ HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
 
 
-def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> None:
-    """Run tests/support/`script` in `count` processes, each on a GPU of its own if `gpus`.
+def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus: bool = False) -> list[str]:
+    """Run tests/support/`script` in `count` processes, each on a GPU of its own if `gpus`; return what each printed.
 
     On the CPU they are forked from one process that has imported torch and the trainers, which takes 8 seconds, once.
 
@@ -48,10 +49,13 @@ def run_on(count: int, script: str, *arguments: Any, timeout: float = 300, gpus:
             for process in processes:
                 process.kill()
         codes = [process.exitcode for process in processes]
-        assert codes == [0] * count, f"{codes}\n" + "\n".join(log.read_text() for log in logs if log.is_file())
+        printed = [log.read_text() if log.is_file() else "" for log in logs]
+        assert codes == [0] * count, f"{codes}\n" + "\n".join(printed)
+        return printed
 
 
 def _run(rank: int, environment: dict[str, str], command: list[str], log: Path) -> None:
+    gc.freeze()  # each training collects garbage, see frozen_heap of conftest.py
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)

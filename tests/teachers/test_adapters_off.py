@@ -20,12 +20,9 @@ CASES = {
     "lora": ("qwen3", {"target_modules": "all-linear"}),
     "geglu and softcap": ("gemma2", {"target_modules": "all-linear"}),
     "dropout": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.4}),
-    "dora": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-    "lm_head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
     "lm_head, dora": ("llama", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}),
     "lm_head, tied": ("llama_tied", {"target_modules": ["q_proj", "lm_head"]}),
     "embeddings": ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "saved lm_head": ("llama", {"modules_to_save": ["lm_head"]}),
     "saved embeddings and lm_head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "trained tokens": ("llama_tied", {"trainable_token_indices": TOKENS}),
 }
@@ -51,8 +48,8 @@ def make(model, teacher=None, data=None, **options):
     )  # fmt: skip
 
 
-def step(trainer):
-    evaluated = trainer.evaluate()
+def step(trainer, evaluate=True):
+    evaluated = trainer.evaluate() if evaluate else {}
     gradients = capture_gradients(trainer)
     torch.manual_seed(7)  # dropout
     trainer.train()
@@ -75,13 +72,12 @@ def test_it_equals_a_copy_of_the_base(case):
 @pytest.mark.parametrize("options", [
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    {"packing": True, "max_length": 24},
+    {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
     {"bf16": True},
-    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-], ids=["checkpointing", "reentrant", "packing", "bf16", "accumulation"])  # fmt: skip
+], ids=["checkpointing", "reentrant", "packing", "bf16"])  # fmt: skip
 def test_options_of_the_trainer(options):
-    logs, gradients = step(make(student(), **options))
-    want_logs, want = step(make(student(), teacher=tiny_model("qwen3"), **options))
+    logs, gradients = step(make(student("dropout"), **options), evaluate=False)
+    want_logs, want = step(make(student("dropout"), teacher=tiny_model(), **options), evaluate=False)
     rel = 2e-2 if "bf16" in options else 1e-5
     assert logs == pytest.approx(want_logs, rel=rel)
     for name, gradient in want.items():
@@ -96,7 +92,7 @@ def state_of(model):
 
 
 def test_afterwards_everything_is_as_it_was():
-    model = student("saved lm_head")
+    model = student("saved embeddings and lm_head")
     model.base_model.model.model.layers[0].eval()  # no rule of PEFT's or torch's would bring these back
     next(p for name, p in model.named_parameters() if "lora_A" in name).requires_grad_(False)
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
@@ -150,8 +146,8 @@ def test_another_tuner_of_layers():
     config = IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     )
-    logs, _ = step(make(student(config=config)))
-    want_logs, _ = step(make(student(config=config), teacher=tiny_model("qwen3")))
+    logs, _ = step(make(student(config=config)), evaluate=False)
+    want_logs, _ = step(make(student(config=config), teacher=tiny_model("qwen3")), evaluate=False)
     assert logs == pytest.approx(want_logs, rel=1e-5) and want_logs["forward_kl"] > 1e-3
 
 

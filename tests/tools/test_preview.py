@@ -30,10 +30,7 @@ TEACHER = "teacher_model_name_or_path: teacher\n"
 
 def chat(i: int) -> dict:
     question, answer = " ".join(WORDS[i : i + 2 + i % 9]), " ".join(WORDS[i : i + 1 + i % 6])
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-    }
+    return {"prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}]}
 
 
 @pytest.fixture
@@ -78,12 +75,11 @@ def trained_on(*overrides: str) -> list[tuple[str, list[bool]]]:
     "overrides",
     [
         (),
-        ("completion_only_loss=false",),
         ("packing=true", "max_length=30"),
         ("packing=true", "packing_strategy=wrapped"),
         ("packing=true", "packing_strategy=bfd_split"),
         ("packing=true", "max_length=9", "truncation_mode=keep_end"),  # best fit keeps the start all the same
-        ("max_length=6", "truncation_mode=keep_end"),
+        ("completion_only_loss=false", "max_length=6", "truncation_mode=keep_end"),
         ("pad_to_multiple_of=8", "shuffle_dataset=true"),
     ],
 )
@@ -165,7 +161,7 @@ def test_errors(folder, capsys, arguments, code, message):
 @pytest.mark.parametrize("limit", [None, 1, 4, 20])
 def test_rows_are_counted_as_by_plain_loops(mode, limit):
     random = np.random.default_rng(0)
-    made = [random.choice([-100, 5, 7], size=random.integers(1, 13)).tolist() for _ in range(5000)]
+    made = [random.choice([-100, 5, 7], size=random.integers(1, 13)).tolist() for _ in range(500)]
     dataset = Dataset.from_dict({"labels": made}).shuffle(seed=3)  # rows behind a mapping of indices
     rows = list(dataset["labels"])
     facts, kept = count_rows(dataset, limit, mode)

@@ -76,13 +76,23 @@ def run(tmp_path, monkeypatch):
     return load
 
 
+def trainer_of(rows, tokenizer=None, cls: type[SFTConfig] = SFTConfig, **options):
+    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return LigerTrainer(
+        tiny_model(), args=train_args(cls, **options), train_dataset=rows,
+        processing_class=tokenizer or tiny_tokenizer(),
+    )  # fmt: skip
+
+
 def seen(run, rows: list[dict], *overrides: str) -> list:
     return [row.documents for row in preview(*run(rows, *overrides), 100).rows]
 
 
-@pytest.mark.parametrize("options", [(), ("assistant_only_loss=true",), ("last_turn_only=true",)])
-@pytest.mark.parametrize(("theirs", "ours"), EQUAL, ids=["sharegpt", "alpaca"])
-def test_preview_shows_the_same_text_and_the_same_supervised_tokens(run, theirs, ours, options):
+@pytest.mark.parametrize(
+    ("data", "options"), [(0, ()), (0, ("assistant_only_loss=true",)), (0, ("last_turn_only=true",)), (1, ())]
+)
+def test_preview_shows_the_same_text_and_the_same_supervised_tokens(run, data, options):
+    theirs, ours = EQUAL[data]
     got = seen(run, theirs, *options)
     assert len(got) == 10 and got == seen(run, ours, *options)
     assert all("<user>" in str(row) and "<assistant>" in str(row) and "<unk>" not in str(row) for row in got)
@@ -124,10 +134,7 @@ def test_stanfords_prompt_as_a_message_and_as_text(run):
     assert {(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in chat} == {
         (asked[i], answers[i]) for i in asked
     }
-    args = train_args(LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
-    trainer = LigerTrainer(
-        tiny_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
-    )
+    trainer = trainer_of(rows, cls=LigerConfig, alpaca_prompt="stanford_text", max_length=None)  # and in Python
     tokenizer = tiny_tokenizer()
     assert trainer.train_dataset[0]["input_ids"] == tokenizer(asked["Add."] + "\n4<eos>")["input_ids"]
     assert trainer.train_dataset[0]["labels"][-3:] == [-100, *tokenizer("4 <eos>")["input_ids"]]
@@ -153,8 +160,7 @@ def test_training_and_capture_in_python(theirs, ours, tmp_path):
         theirs = theirs.remove_columns("text")
 
     def prepared(rows, **options):
-        args = train_args(SFTConfig, max_length=64, max_steps=1, **options)
-        trainer = LigerTrainer(tiny_model(), args=args, train_dataset=rows, processing_class=tiny_tokenizer())
+        trainer = trainer_of(rows, max_length=64, max_steps=1, **options)
         return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
 
     assert prepared(theirs) == prepared(ours)
@@ -203,12 +209,7 @@ def test_a_role_that_the_template_does_not_know_is_named_with_its_row(run, key):
     with pytest.raises(DataError, match=r"rows.jsonl:7: the chat template does not know the role 'critic'"):
         run(rows)
     with pytest.raises(DataError, match=r"^row 6 of the train dataset: .*'critic'"):
-        LigerTrainer(
-            tiny_model(),
-            args=train_args(SFTConfig),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tiny_tokenizer(),
-        )
+        trainer_of(rows)
 
 
 def test_tool_roles_where_the_template_names_them():
@@ -345,10 +346,7 @@ def test_what_trl_refuses_is_refused_in_its_words():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template is not set"):
-        LigerTrainer(
-            tiny_model(), args=train_args(SFTConfig), train_dataset=Dataset.from_list(OF_MESSAGES),
-            processing_class=tokenizer,
-        )  # fmt: skip
+        trainer_of(OF_MESSAGES, tokenizer)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
         LigerTrainer(
             tiny_model(), args=train_args(SFTConfig), train_dataset=OF_MESSAGES, processing_class=tiny_tokenizer()

@@ -22,7 +22,7 @@ from tiny import (
     tiny_model,
     tiny_tokenizer,
     train_args,
-)
+)  # fmt: skip
 from transformers import TrainerCallback
 from trl import SFTConfig
 
@@ -36,14 +36,10 @@ pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogits
 
 def make(student=None, teacher=None, data=None, eval_data=None, peft_config=None, **options):
     return LigerDistillTrainer(
-        student or tiny_model(),
-        teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
-        args=train_args(LigerDistillConfig, **options),
-        train_dataset=data or completions(),
-        eval_dataset=eval_data,
-        processing_class=tiny_tokenizer(),
-        peft_config=peft_config,
-    )
+        student or tiny_model(), teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
+        args=train_args(LigerDistillConfig, **options), train_dataset=data or completions(), eval_dataset=eval_data,
+        processing_class=tiny_tokenizer(), peft_config=peft_config,
+    )  # fmt: skip
 
 
 # However a batch is split
@@ -71,7 +67,7 @@ def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
     assert len(ROWS) == 8 and sum(lengths[:4]) != sum(lengths[4:]) and len(set(lengths)) > 4
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["ce", "kd", "hidden", "on_policy"])  # the others: in two processes
 def test_micro_batches_equal_one_batch(whole_batch, objective):
     assert_same_step(one_step(objective, batch=1, accumulation=8), whole_batch[objective])
 
@@ -109,10 +105,9 @@ def test_the_layers_of_student_and_teacher_are_patched_and_said_so(capsys):
 
 
 def test_liger_kernel_config_is_of_both():
-    trainer = make(liger_kernel_config={"rms_norm": False}, use_liger_kernel=True, max_steps=1)
+    trainer = make(liger_kernel_config={"rms_norm": False}, use_liger_kernel=True)
     for record in (trainer.patched, trainer.teacher_patched):
         assert "RMSNorm" not in record.report.swapped and "rope" in record.report.swapped
-    trainer.train()
 
 
 def test_a_teacher_with_nothing_to_replace_is_as_good():
@@ -120,7 +115,7 @@ def test_a_teacher_with_nothing_to_replace_is_as_good():
     del every["cross_entropy"]
     losses = []
     for config in (every, None):
-        trainer = make(liger_kernel_config=config, max_steps=2)
+        trainer = make(liger_kernel_config=config, max_steps=1)
         assert (trainer.teacher_patched is None) == (config is not None)
         trainer.train()
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
@@ -151,19 +146,9 @@ def token_values(student, teacher, dataset, how, vocab=VOCAB):
         q, p = s.log_softmax(-1), t.log_softmax(-1)
         soft = sum(w * divergence_by_hand(s, t, k, how.temperature, how.beta) for k, w in how.weights.items() if w)
         hard, teachers = (-x.gather(-1, labels[keep, None])[:, 0] for x in (q, p))
-        rows.append(
-            torch.stack(
-                [
-                    how.temperature**2 * soft,
-                    hard,
-                    divergence_by_hand(s, t, "forward_kl", 1.0),
-                    divergence_by_hand(s, t, "reverse_kl", 1.0),
-                    (s.argmax(-1) == t.argmax(-1)).double(),
-                    teachers,
-                    -(p.exp() * p).sum(-1),
-                ]
-            )
-        )
+        kls = (divergence_by_hand(s, t, kind, 1.0) for kind in ("forward_kl", "reverse_kl"))
+        agree, entropy = (s.argmax(-1) == t.argmax(-1)).double(), -(p.exp() * p).sum(-1)
+        rows.append(torch.stack([how.temperature**2 * soft, hard, *kls, agree, teachers, entropy]))
     return torch.cat(rows, 1)
 
 
@@ -207,17 +192,10 @@ def test_logs_equal_values_by_hand_in_train_and_eval():
     assert evaluated["eval_perplexity"] == evaluated["eval_student_perplexity"]
 
 
-def test_the_loss_is_the_weighted_sum_of_its_parts():
-    trainer = make(data=completions(4), losses=LOSSES, beta=0.3, temperature=2.0, learning_rate=0.0, max_steps=1)
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["loss"] == pytest.approx(logs["kd_loss"] + 0.25 * logs["ce_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 32}, {"label_smoothing_factor": 0.1}],
-                         ids=["padding", "packing", "label_smoothing"])  # fmt: skip
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"label_smoothing_factor": 0.1}],
+                         ids=["packing", "label_smoothing"])  # fmt: skip
 def test_no_logits_of_a_batch_exist_in_train_or_eval(options, monkeypatch):
-    trainer = make(data=texts(), eval_data=texts(8, seed=3), losses=LOSSES, max_steps=2, **options)
+    trainer = make(data=texts(), eval_data=texts(8, seed=3), losses=LOSSES, max_steps=1, **options)
     with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:
         trainer.train()
         trainer.evaluate()
@@ -265,9 +243,7 @@ def test_temperature_squared_scales_value_and_gradient():
 
 
 def test_temperature_and_its_square_leave_cross_entropy_alone():
-    ce = [{"type": "ce"}]
-    logs, gradient = gradient_of(losses=ce)
-    hot_logs, hot = gradient_of(losses=ce, temperature=4.0)
+    (logs, gradient), (hot_logs, hot) = (gradient_of(losses=[{"type": "ce"}], temperature=t) for t in (1.0, 4.0))
     assert logs["loss"] == hot_logs["loss"] == pytest.approx(logs["ce_loss"], rel=1e-5)
     assert torch.equal(gradient, hot)
 
@@ -278,11 +254,8 @@ def test_temperature_and_its_square_leave_cross_entropy_alone():
         ({}, {"forward_kl": 1.0}),
         ({"beta": 1.0}, {"reverse_kl": 1.0}),
         ({"beta": 0.4}, {"jsd": 1.0}),
-        ({"losses": [{"type": "forward_kl", "weight": 2}]}, {"forward_kl": 2.0}),
         ({"losses": '[{"type": "reverse_kl"}, {"type": "jsd", "weight": 0.5}]', "beta": 0.5},
          {"reverse_kl": 1.0, "jsd": 0.5}),
-        ({"losses": [{"type": "jsd", "weight": 0.5}, {"type": "forward_kl"}], "beta": 0.4},
-         {"jsd": 0.5, "forward_kl": 1.0}),
         ({"losses": [{"type": "ce", "weight": 0.3}]}, {}),
     ],
 )  # fmt: skip
@@ -296,32 +269,19 @@ def test_what_the_options_mean(options, weights):
 
 def test_label_smoothing_is_of_the_cross_entropy():
     losses = [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}]
-    logs, _ = gradient_of(losses=losses)
-    smooth, _ = gradient_of(losses=losses, label_smoothing_factor=0.3)
+    (logs, _), (smooth, _) = (gradient_of(losses=losses, label_smoothing_factor=x) for x in (0.0, 0.3))
+    assert logs["loss"] == pytest.approx(logs["kd_loss"] + 0.5 * logs["ce_loss"], rel=1e-5)
     assert smooth["loss"] > logs["loss"] + 1e-3
     assert smooth["kd_loss"] == pytest.approx(logs["kd_loss"], rel=1e-6)
 
 
 def test_a_mixture_of_experts_learns_with_its_auxiliary_loss():
-    plain, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.0)
-    logs, _ = gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=0.2)
+    (plain, _), (logs, _) = (gradient_of(student=tiny_model("mixtral"), router_aux_loss_coef=x) for x in (0.0, 0.2))
     assert "aux_loss" not in plain
     assert logs["loss"] == pytest.approx(plain["loss"] + 0.2 * logs["aux_loss"], rel=1e-5)
 
 
 # Training
-
-
-def test_the_student_comes_nearer_to_the_teacher():
-    student, teacher = tiny_model(), tiny_model("llama", seed=9, hidden_size=48)
-    trainer = make(student, teacher, texts(32), texts(8, seed=8), max_steps=40, learning_rate=1e-2)
-    before = {name: p.clone() for name, p in teacher.named_parameters()}
-    first = trainer.evaluate()
-    trainer.train()
-    last = trainer.evaluate()
-    assert last["eval_forward_kl"] < 0.8 * first["eval_forward_kl"]
-    assert last["eval_teacher_perplexity"] == first["eval_teacher_perplexity"]
-    assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
 
 
 @pytest.mark.parametrize("teachers", ["model", "models"])
@@ -344,15 +304,15 @@ def test_a_fresh_trainer_measures_what_the_one_that_trained_does(tmp_path, teach
     assert {k: measured[k] for k in measured.keys() - changing} == {k: again[k] for k in again.keys() - changing}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_bf16_autocast_stays_near_fp32(options):
+def test_bf16_autocast_stays_near_fp32():
     logs = []
     for bf16 in (False, True):
-        trainer = make(data=texts(16), eval_data=texts(8, seed=8), losses=LOSSES, bf16=bf16, max_steps=4, **options)
+        trainer = make(data=texts(8), eval_data=texts(8, seed=8), losses=LOSSES, bf16=bf16, max_steps=2,
+                       gradient_checkpointing=True)  # fmt: skip
         evaluated = trainer.evaluate()
         trainer.train()
         assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
-        logs.append({**evaluated, **trainer.state.log_history[3]})
+        logs.append({**evaluated, **trainer.state.log_history[-2]})
     want, got = logs
     compared = ("loss", "eval_loss", "eval_forward_kl", "eval_reverse_kl", "eval_ce_loss", "eval_teacher_entropy")
     for name in compared:
@@ -362,9 +322,9 @@ def test_bf16_autocast_stays_near_fp32(options):
 
 def test_packing_and_assistant_only_loss():
     for data, options in (
-        (completions(), {"packing": True, "max_length": 24}),
-        (completions(), {"padding_free": True, "max_length": None}),
-        (chats(), {"assistant_only_loss": True}),
+        (completions(12), {"packing": True, "max_length": 24}),
+        (completions(12), {"padding_free": True, "max_length": None}),
+        (chats(12), {"assistant_only_loss": True}),
     ):
         student, teacher = tiny_model(), tiny_model("phi", seed=5)
         trainer = make(student, teacher, data, learning_rate=0.0, num_train_epochs=1, max_steps=-1,
@@ -383,7 +343,7 @@ def test_lora_students_train_adapters_only():
     student = tiny_model()
     before = {name: p.clone() for name, p in student.named_parameters()}
     config = LoraConfig(target_modules="all-linear", r=4)
-    trainer = make(student, eval_data=texts(8), data=texts(), peft_config=config, max_steps=20, learning_rate=1e-2)
+    trainer = make(student, eval_data=texts(8), data=texts(16), peft_config=config, max_steps=12, learning_rate=1e-2)
     first = trainer.evaluate()
     trainer.train()
     assert trainer.evaluate()["eval_forward_kl"] < 0.9 * first["eval_forward_kl"]
@@ -425,18 +385,6 @@ def test_what_a_student_puts_in_front_of_its_rows_is_refused():
     assert trainer.state.log_history[0]["kd_loss"] > 0
 
 
-def test_resuming_from_a_checkpoint_ends_at_the_same_weights(tmp_path):
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
-    whole = make(losses=LOSSES, gradient_accumulation_steps=2, per_device_train_batch_size=2, **options)
-    whole.train()
-    resumed = make(losses=LOSSES, gradient_accumulation_steps=2, per_device_train_batch_size=2, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-    moved = [not torch.equal(a, b) for a, b in zip(whole.model.parameters(), tiny_model().parameters(), strict=True)]
-    assert all(moved)
-
-
 # The teacher
 
 
@@ -445,6 +393,8 @@ def test_the_teacher_is_frozen_and_no_part_of_what_is_trained_and_saved(tmp_path
     trainer = make(teacher=teacher, max_steps=2, save_strategy="steps", save_steps=2, output_dir=str(tmp_path))
     trainer.train()
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    pairs = zip(trainer.model.parameters(), tiny_model().parameters(), strict=True)
+    assert not any(torch.equal(now, before) for now, before in pairs)
     trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert trained.isdisjoint(id(p) for p in teacher.parameters())
     assert trained == {id(p) for p in trainer.model.parameters()}
@@ -486,7 +436,6 @@ def test_a_teacher_by_its_directory(tmp_path):
     teacher = tiny_model("gemma2", seed=5, hidden_size=48)
     teacher.save_pretrained(tmp_path)
     want = train_logs(teacher=teacher)
-    assert train_logs(teacher=str(tmp_path)) == want
     args = train_args(LigerDistillConfig, teacher_model_name_or_path=str(tmp_path), max_steps=2, learning_rate=0.0)
     trainer = LigerDistillTrainer(
         tiny_model(), args=args, train_dataset=completions(4), processing_class=tiny_tokenizer()
@@ -496,16 +445,14 @@ def test_a_teacher_by_its_directory(tmp_path):
     assert [log["loss"] for log in trainer.state.log_history[:2]] == want
 
 
-@pytest.mark.parametrize("kwargs", [{"dtype": "bfloat16"}, '{"dtype": "bfloat16"}'])
-def test_the_teachers_own_dtype(tmp_path, kwargs):
+def test_the_teachers_own_dtype(tmp_path):
     tiny_model("gemma2", seed=5, hidden_size=48).save_pretrained(tmp_path)
-    trainer = make(teacher=str(tmp_path), teacher_model_init_kwargs=kwargs, data=completions(4), max_steps=2,
-                   learning_rate=0.0)  # fmt: skip
+    trainer = make(teacher=str(tmp_path), teacher_model_init_kwargs='{"dtype": "bfloat16"}', data=completions(4),
+                   max_steps=1, learning_rate=0.0)  # fmt: skip
     assert trainer.teacher.dtype == torch.bfloat16 and trainer.model.dtype == torch.float32
     trainer.train()
-    # The teacher's rounding, and no more.
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(train_logs()[0], rel=0.05)
-    assert trainer.state.log_history[0]["loss"] != train_logs()[0]
+    got, want = trainer.state.log_history[0]["loss"], train_logs()[0]
+    assert got == pytest.approx(want, rel=0.05) and got != want  # the teacher's rounding, and no more
 
 
 @pytest.mark.parametrize("bf16, dtype", [(False, "float32"), (True, "bfloat16")])
@@ -532,30 +479,19 @@ def test_what_reaches_the_loading_of_a_teacher(monkeypatch, bf16, dtype):
     "options, message",
     [
         ({"beta": 1.5}, "beta: expected a number of at most 1, got 1.5"),
-        ({"beta": -0.1}, "beta: expected a number of at least 0, got -0.1"),
         ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
-        ({"temperature": -1.0}, "temperature: expected a number above 0, got -1.0"),
         ({"temperature": float("inf")}, "temperature: expected a finite number, got inf"),
         ({"losses": [{"type": "ce", "weight": 0}]}, "every weight is 0, so nothing would be learned"),
-        ({"cache_entries": 0}, "cache_entries: expected a number of at least 1, got 0"),
         ({"loss_type": "dft"}, "loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'"),
         ({"losses": []}, r"losses must be a list such as .*, got \[\]"),
-        ({"losses": {"type": "ce"}}, "losses must be a list such as"),
         ({"losses": ["ce"]}, "Each of losses needs a type out of forward_kl, reverse_kl, jsd, .*; got 'ce'"),
         ({"losses": [{"type": "kl"}]}, "Each of losses needs a type out of .*; got {'type': 'kl'}"),
-        ({"losses": [{"weight": 1.0}]}, "Each of losses needs a type"),
         ({"losses": [{"type": "ce", "beta": 1.0}]}, "losses: ce: beta: unknown key. Known: type, weight"),
         ({"losses": [{"type": "ce", "weight": "much"}]}, "losses: ce: weight: expected a number, got 'much'"),
-        ({"losses": [{"type": "ce", "weight": True}]}, "losses: ce: weight: expected a number, got true"),
         ({"losses": [{"type": "ce"}, {"type": "ce"}]}, "losses names ce twice"),
         ({"kd_temperature": 2.0, "losses": [{"type": "ce"}]}, "kd_temperature: has no effect: nothing in the loss"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect: it is of the cross-entropy"),
         ({"teacher": "self", "teacher_tokenizer_name_or_path": "d"}, "teacher_tokenizer_name_or_path: has no effect"),
-        ({"teacher_server_model": "m"}, "teacher_server_model: has no effect without `teacher: server`"),
-        (
-            {"teacher_server_top_k": 8, "teacher": "self"},
-            "teacher_server_top_k: has no effect without `teacher: server`",
-        ),
         ({"verify_teacher_cache": True}, "verify_teacher_cache: has no effect without `teacher: cache`"),
     ],
 )
@@ -588,9 +524,7 @@ def test_wrong_arguments_of_the_trainer():
     with pytest.raises(ConfigError, match="args must be a LigerDistillConfig, got NoneType"):
         trainer(tiny_model(), teacher_model=tiny_model())
     args = train_args(LigerDistillConfig)
-    with pytest.raises(
-        ConfigError, match="No teacher was given: pass teacher_model, or set teacher_model_name_or_path"
-    ):
+    with pytest.raises(ConfigError, match="No teacher was given: pass teacher_model, or set teacher_model_name_or_p"):
         trainer(tiny_model(), args=args)
     for options in ({}, {"teacher": "self"}):  # in the arguments of a capture it says where to
         elsewhere = train_args(LigerDistillConfig, teacher_cache_dir="c", **options)

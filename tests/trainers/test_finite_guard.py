@@ -53,8 +53,9 @@ def stopped(trainer, **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+@pytest.mark.parametrize(
+    "place, optim", [*((place, "adamw_torch_fused") for place in PLACES), ("gradient", "adamw_torch")]
+)
 def test_nan_stops_within_a_step_and_the_advice_loads(place, optim):
     """Step 5 is poisoned; a checkpoint follows steps 2, 4, 6."""
     trainer = distill(optim=optim)
@@ -68,6 +69,8 @@ def test_nan_stops_within_a_step_and_the_advice_loads(place, optim):
     assert re.match(rf"In step 5 {quantity}", message), message
     advised = re.search(r"resume_from_checkpoint='(.*?)'", message)
     assert advised and advised[1] == str(saved[-1])
+    if place != "gradient":
+        return
     again = distill(output_dir=trainer.args.output_dir, max_steps=6)  # fused, on a state that need not be
     again.train(resume_from_checkpoint=advised[1])
     assert again.state.global_step == 6

@@ -1,5 +1,7 @@
 """supervised_part: any chat template learns parts of messages, and is otherwise the template that it was."""
 
+import functools
+
 import pytest
 from datasets import Dataset
 from foreign_masks import HEADER, MESSAGES, PAIRS, mask_tokenizer
@@ -27,19 +29,22 @@ NOT_ALIKE = {"gptoss", "gptoss_training", "qwen3", "qwen3_5_nothink", "qwen3_5_t
 OF_PARTS = {"llava_next", "llava_next_training"}  # messages of text and images
 
 
+one_tokenizer = functools.cache(mask_tokenizer)
+
+
 def rendered(template, chat, **options):
-    return mask_tokenizer().apply_chat_template(chat, chat_template=template, tokenize=False, **options)
+    return one_tokenizer().apply_chat_template(chat, chat_template=template, tokenize=False, **options)
 
 
 def masks(template, chat):
-    row = mask_tokenizer().apply_chat_template(
+    row = one_tokenizer().apply_chat_template(
         chat, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
     return row["input_ids"], row["assistant_masks"]
 
 
 def learned(trainer):
-    tokenizer = mask_tokenizer()
+    tokenizer = one_tokenizer()
     return [
         shown((tokenizer.decode([i]), label != -100) for i, label in zip(row["input_ids"], row["labels"], strict=True))
         for row in trainer.train_dataset

@@ -8,17 +8,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import (
-    VOCAB,
-    chats,
-    completions,
-    double_copy,
-    kl,
-    texts,
-    tiny_model,
-    tiny_tokenizer,
-    train_args,
-)
+from tiny import VOCAB, chats, completions, double_copy, kl, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl.generation import vllm_generation
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -36,14 +26,11 @@ EOS = VOCAB - 3
 
 def make(data=None, eval_data=None, student=None, teacher=None, peft_config=None, **options):
     return LigerDistillTrainer(
-        student or tiny_model(),
-        teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
+        student or tiny_model(), teacher_model=teacher or tiny_model("gemma2", seed=5, hidden_size=48),
         args=train_args(LigerDistillConfig, **{"max_completion_length": 6, "max_steps": 2, **options}),
-        train_dataset=completions() if data is None else data,
-        eval_dataset=eval_data,
-        processing_class=tiny_tokenizer(),
-        peft_config=peft_config,
-    )
+        train_dataset=completions() if data is None else data, eval_dataset=eval_data,
+        processing_class=tiny_tokenizer(), peft_config=peft_config,
+    )  # fmt: skip
 
 
 def sampler(**options):
@@ -64,6 +51,14 @@ def spied(trainer):
 
     trainer.compute_loss = compute_loss
     return seen
+
+
+class OnStep(TrainerCallback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_end(self, *args, **kwargs):
+        self.act()
 
 
 # Prompts and rows
@@ -107,7 +102,7 @@ def test_whose_completions_follows_from_seed_and_step():
 
 
 def test_samples_follow_the_models_distribution_at_the_temperature():
-    model, draws = tiny_model(), 6000
+    model, draws = tiny_model(), 5000
     model.generation_config.top_k, model.generation_config.temperature = 1, 9.0  # the model's own wishes do not count
     prompts = [[3, 4, 5] if i % 2 else [4, 5, 6, 7, 8] for i in range(draws)]  # padded on the left
     tokens = torch.tensor([t[0] for t in sampler(max_completion_length=1, temperature=0.7).sample(model, prompts, 1)])
@@ -272,15 +267,12 @@ def test_gradient_checkpointing_keeps_the_cache_and_is_back_for_the_step():
     for checkpointing in (False, True):
         trainer = make(lmbda=1.0, gradient_checkpointing=checkpointing)
         widths, trained = [], []
-        layer = trainer.student.model.layers[0]
-        handle = layer.register_forward_pre_hook(
-            lambda layer, args, kwargs, trained=trained, widths=widths: (trained if layer.training else widths).append(
-                (args[0] if args else kwargs["hidden_states"]).shape[1]
-            ),
-            with_kwargs=True,
-        )
+
+        def look(layer, args, kwargs, trained=trained, widths=widths):
+            (trained if layer.training else widths).append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+        trainer.student.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
         trainer.train()
-        handle.remove()
         assert set(widths[1:6]) == {1}  # one token at a time
         assert trainer.student.is_gradient_checkpointing == checkpointing and len(trained) >= 2
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -288,18 +280,13 @@ def test_gradient_checkpointing_keeps_the_cache_and_is_back_for_the_step():
 
 
 def test_runs_repeat_and_resume(tmp_path):
-    options = {"lmbda": 0.5, "seq_kd": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
-               "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # fmt: skip
-    whole = make(output_dir=str(tmp_path / "a"), **options)
+    options = {"lmbda": 0.5, "seq_kd": True, "max_steps": 2, "save_strategy": "steps", "save_steps": 1,
+               "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}  # fmt: skip
+    whole, resumed, seeded = (make(output_dir=str(tmp_path / f"{seed}"), seed=seed, **options) for seed in (42, 42, 1))
     whole.train()
-    again = make(output_dir=str(tmp_path / "b"), **options)
-    again.train()
-    resumed = make(output_dir=str(tmp_path / "c"), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    for other in (again, resumed):
-        for got, want in zip(other.model.parameters(), whole.model.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-    seeded = make(output_dir=str(tmp_path / "d"), seed=1, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "42" / "checkpoint-1"))
+    for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
     seeded.train()
     assert not torch.equal(seeded.model.lm_head.weight, whole.model.lm_head.weight)
 
@@ -322,30 +309,22 @@ def test_metrics_are_split_by_whose_completions_they_are_at_no_extra_forward():
 
 
 def test_lmbda_may_change_while_training():
-    class Rise(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainer.lmbda = 1.0
-
     trainer = make(max_steps=2)
-    trainer.add_callback(Rise())
+    trainer.add_callback(OnStep(lambda: setattr(trainer, "lmbda", 1.0)))
     trainer.train()
     first, second = trainer.state.log_history[:2]
     assert "on_policy_share" not in first and second["on_policy_share"] == 1.0
 
 
-def test_a_schedule_of_lmbda():
-    trainer = make(schedules={"lmbda": {"from": 0.0, "to": 1.0, "steps": 2}}, max_steps=3)
-    trainer.train()
-    logs = trainer.state.log_history[:3]
-    assert [entry["schedule/lmbda"] for entry in logs] == [0.0, 0.5, 1.0] and trainer.lmbda == 1.0
-    want = [sources(lmbda, False, 42, step, 1).count(STUDENT) for step, lmbda in enumerate((0.0, 0.5, 1.0))]
-    assert [entry["on_policy_share"] for entry in logs] == want
-
-
 def test_a_schedule_of_lmbda_logs_after_a_resume_what_it_would_have(tmp_path):
-    options = {"schedules": {"lmbda": {"from": 0.0, "to": 1.0}}, "max_steps": 4, "save_strategy": "steps"}
-    whole, resumed = (make(output_dir=str(tmp_path), save_steps=3, **options) for _ in range(2))
+    schedule = {"lmbda": {"from": 0.0, "to": 1.0, "steps": 2}}
+    options = {"schedules": schedule, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    whole, resumed = (make(output_dir=str(tmp_path), **options) for _ in range(2))
     whole.train()
+    logs = whole.state.log_history[:3]
+    assert [entry["schedule/lmbda"] for entry in logs] == [0.0, 0.5, 1.0] and whole.lmbda == 1.0
+    drawn = [sources(lmbda, False, 42, step, 1).count(STUDENT) for step, lmbda in enumerate((0.0, 0.5, 1.0))]
+    assert [entry["on_policy_share"] for entry in logs] == drawn
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     want, got = (trainer.state.log_history[3] for trainer in (whole, resumed))
     assert want["step"] == 4 and want.keys() == got.keys() and "on_policy/forward_kl" in want
@@ -355,13 +334,6 @@ def test_the_evaluation_is_on_the_datasets_completions():
     want = make(eval_data=completions(6)).evaluate()
     got = make(eval_data=completions(6), lmbda=1.0).evaluate()
     assert got["eval_forward_kl"] == want["eval_forward_kl"] and got["eval_loss"] == want["eval_loss"]
-
-
-def test_the_student_comes_nearer_to_the_teacher_on_its_own_completions():
-    trainer = make(teacher=tiny_model("llama", seed=9), lmbda=1.0, max_steps=30, learning_rate=1e-2)
-    trainer.train()
-    kls = [entry["forward_kl"] for entry in trainer.state.log_history if "forward_kl" in entry]
-    assert sum(kls[-5:]) < 0.7 * sum(kls[:5])
 
 
 def test_adapters_of_a_student_learn_from_their_own_completions():
@@ -547,22 +519,14 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lmbda": 1.5}, "lmbda: expected a number of at most 1, got 1.5"),
-        ({"lmbda": -0.1}, "lmbda: expected a number of at least 0"),
         ({"top_p": 0.0}, "top_p: expected a number above 0, got 0.0"),
         ({"top_k": -1}, "top_k: expected a number of at least 0"),
-        ({"min_p": 2.0}, "min_p: expected a number of at most 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0"),
         ({"max_completion_length": 0}, "max_completion_length: expected a number of at least 1, got 0"),
         ({"max_completion_length": None}, "max_completion_length: expected a number, got null"),
-        ({"generation_batch_size": 0}, "generation_batch_size: expected a number of at least 1"),
         ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server, got 'remote'"),
         ({"kd_temperature": 0.0}, "temperature: expected"),
         ({"temperature": -1.0, "kd_temperature": 1.0}, "temperature: expected"),
-        (
-            {"teacher": "cache", "teacher_cache_dir": "x", "lmbda": 0.1},
-            "a cache knows the completions in the rows alone",
-        ),
+        ({"teacher": "cache", "teacher_cache_dir": "x", "lmbda": 0.1}, "a cache knows the completions in the rows"),
     ],
 )
 def test_wrong_values(options, message):
@@ -607,12 +571,7 @@ def test_and_by_the_trainer():
         return [str(w.message) for w in caught if "no effect" in str(w.message)]
 
     assert warned(top_p=0.9, use_vllm=True) == [f"top_p {NOTHING_SAMPLED}", f"use_vllm {NOTHING_SAMPLED}"]
-    for sampled in (
-        {"lmbda": 0.5},
-        {"seq_kd": True},
-        {"eval_data": prompts_only(4)},
-        {"schedules": {"lmbda": {"to": 1.0}}},
-    ):
+    for sampled in ({"lmbda": 0.5}, {"seq_kd": True}, {"eval_data": prompts_only(4)}):
         assert not warned(top_p=0.9, **sampled)
     assert warned(lmbda=1.0, vllm_mode="server") == ["vllm_mode has no effect without `use_vllm: true`."]
 
@@ -626,7 +585,6 @@ def test_and_by_the_trainer():
         ("lmbda: 0.5\nfsdp: full_shard\n", "lmbda: a model that FSDP splits is not sampled from"),
         ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
         ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", "packing: completions are sampled for rows one by one"),
-        ("lmbda: 2\n", "lmbda: expected"),
     ],
 )
 def test_keys_that_do_not_go_together(text, message):

@@ -1,6 +1,7 @@
 """The private names of other libraries that the trainers rely on: there as they were, and all of them listed."""
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -14,6 +15,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from liger_trainer.trainers import seams
 from liger_trainer.trainers.seams import SEAMS
 
+source_of = functools.cache(inspect.getsource)
 FILES = [path for path in Path(seams.__file__).parent.glob("*.py") if path.name != "seams.py"]
 
 
@@ -28,7 +30,7 @@ def test_a_seam_is_there_as_the_trainers_need_it(seam):
     found = getattr(holder, attribute, None)
     if found is None:
         sources = [cls for cls in holder.__mro__ if cls is not object] if inspect.isclass(holder) else [holder]
-        assert any(re.search(rf"\b{attribute}\b", inspect.getsource(each)) for each in sources), sentence
+        assert any(re.search(rf"\b{attribute}\b", source_of(each)) for each in sources), sentence
     if seam.parameters is not None:
         assert tuple(name for name in inspect.signature(found).parameters if name != "self") == seam.parameters, (
             sentence

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from tiny import (
     VOCAB,
     WORDS,
@@ -22,7 +22,7 @@ from tiny import (
     tiny_model,
     tiny_tokenizer,
     train_args,
-)
+)  # fmt: skip
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import sft_trainer
 
@@ -35,28 +35,22 @@ pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogits
 
 COMPARED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "grad_norm")
 
-STEPS = 8
-LABELS = {"label_smoothing_factor": 0.1}
+STEPS = 4
 RUNS = {
-    "padding": ("llama_tied", texts, {}),
     "completion_only": ("llama_tied", completions, {}),
     "packing_bfd": ("llama_tied", completions, {"packing": True, "max_length": 24}),
     "packing_bfd_split": ("llama", texts, {"packing": True, "max_length": 10, "packing_strategy": "bfd_split"}),
-    "packing_wrapped": ("llama_tied", texts, {"packing": True, "max_length": 24, "packing_strategy": "wrapped"}),
     "padding_free": ("llama_tied", completions, {"padding_free": True, "max_length": None}),
-    "truncated": ("llama_tied", texts, {"max_length": 9}),
     "assistant_only_loss": ("llama_tied", chats, {"assistant_only_loss": True}),
-    "label_smoothing": ("llama_tied", completions, LABELS),
+    "label_smoothing": ("llama_tied", completions, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}),
     "dft": ("llama_tied", completions, {"loss_type": "dft"}),
     "accumulation": ("llama", completions, {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
-    "checkpointing": ("llama_tied", texts, {"gradient_checkpointing": True}),
     # in one batch: SFTTrainer averages over batches
-    "evaluation": ("llama", completions, {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 9}),
-    "lora": ("llama", completions, {"peft_config": LoraConfig(target_modules="all-linear", r=4)}),
+    "evaluation": ("llama", completions, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 9}),
+    "lora": ("llama", texts, {"max_length": 9, "peft_config": LoraConfig(target_modules="all-linear", r=4)}),
     "experts": ("mixtral", completions, {"gradient_accumulation_steps": 2, "router_aux_loss_coef": 0.2}),
     "experts without aux_loss": ("mixtral", completions, {"router_aux_loss_coef": 0.0}),
     "softcap": ("gemma2", completions, {}),
-    "bias": ("phi", completions, {}),
 }
 
 
@@ -108,8 +102,7 @@ def test_the_same_logs_as_sfttrainer(run):
     if eval_data is not None:
         assert sum("eval_loss" in log for log in ours.state.log_history) == 2
     for (name, got), want in zip(ours.model.named_parameters(), trls.model.parameters(), strict=True):
-        # The gradient of a key's bias is zero but for rounding, of which Adam makes steps.
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2 if name.endswith("k_proj.bias") else 1e-4)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
         assert got.requires_grad == (run != "lora" or "lora_" in name)
 
 
@@ -136,13 +129,6 @@ def make(cls=LigerTrainer, model=None, data=None, eval_data=None, arguments=None
         model or tiny_model(), args=train_args(SFTConfig, **options), train_dataset=data or completions(),
         eval_dataset=eval_data, processing_class=tiny_tokenizer(), **(arguments or {}),
     )  # fmt: skip
-
-
-def test_evaluate_before_train_gives_what_sfttrainer_gives():
-    options = {"eval_data": completions(10, seed=5), "per_device_eval_batch_size": 10}
-    got, want = (make(cls, **options).evaluate() for cls in (LigerTrainer, SFTTrainer))
-    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"):
-        assert got[name] == pytest.approx(want[name], rel=1e-5), name
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -234,10 +220,10 @@ def test_perplexity_is_of_the_mean_over_tokens():
 # What is stored
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 32}, {"label_smoothing_factor": 0.1}],
-                         ids=["padding", "packing", "label_smoothing"])  # fmt: skip
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"label_smoothing_factor": 0.1}],
+                         ids=["packing", "label_smoothing"])  # fmt: skip
 def test_no_logits_of_a_batch_exist_in_train_or_eval(options, monkeypatch):
-    trainer = make(data=texts(), eval_data=texts(8, seed=3), max_steps=2, **options)
+    trainer = make(data=texts(), eval_data=texts(8, seed=3), max_steps=1, **options)
     with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:
         trainer.train()
         trainer.evaluate()
@@ -279,22 +265,20 @@ def test_compute_loss_func_gets_logits():
 
     logs = []
     for cls in (LigerTrainer, SFTTrainer):
-        trainer = make(cls, max_steps=2, arguments={"compute_loss_func": compute_loss_func})
+        trainer = make(cls, max_steps=1, arguments={"compute_loss_func": compute_loss_func})
         trainer.train()
-        logs.append(trainer.state.log_history[1])
+        logs.append(trainer.state.log_history[0])
     assert shapes[0][-1] == VOCAB
     for name in ("loss", "entropy", "mean_token_accuracy"):
         assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-5)
 
 
-def test_undo_takes_the_fused_loss_off():
-    trainer = make()
-    trainer.fused.undo()
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert isinstance(trainer.model(**batch).logits, torch.Tensor)
-
-
 # Layers
+
+
+@pytest.fixture(scope="module")
+def trls():
+    return train(SFTTrainer, tiny_model(), completions())
 
 
 def test_layers_are_patched_and_one_line_says_so(capsys):
@@ -311,14 +295,11 @@ def test_liger_kernel_config_says_what_is_replaced():
     assert "RMSNorm" not in trainer.patched.report.swapped and "SwiGLU" in trainer.patched.report.swapped
 
 
-def test_the_flag_simply_works(monkeypatch):
+def test_the_flag_simply_works(monkeypatch, trls):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # whose import is an error
-    options = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 8}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*use_liger_kernel.*")
-        ours = train(LigerTrainer, tiny_model(), completions(), completions(8, seed=3), use_liger_kernel=True,
-                     **options)  # fmt: skip
-    trls = train(SFTTrainer, tiny_model(), completions(), completions(8, seed=3), **options)
+        ours = train(LigerTrainer, tiny_model(), completions(), use_liger_kernel=True)
     assert_same_logs(ours, trls)
     assert ours.patched is patched_record(ours.model) and ours.patched.report.swapped["RMSNorm"] == 5
 
@@ -336,13 +317,13 @@ def test_options_that_make_no_sense_are_refused(config, message):
         make(liger_kernel_config=config)
 
 
-def test_a_model_that_was_patched_before_keeps_its_layers():
+def test_a_model_that_was_patched_before_keeps_its_layers(trls):
     model = tiny_model()
     record = patch(model, swiglu=False)
     trainer = train(LigerTrainer, model, completions())
     assert trainer.patched is record and trainer.fused is record.fused
     assert "SwiGLU" not in record.report.swapped and record.report.swapped["fused loss"] == 1
-    assert_same_logs(trainer, train(SFTTrainer, tiny_model(), completions()))
+    assert_same_logs(trainer, trls)
     with pytest.raises(ConfigError, match="was patched with .* before"):
         make(model=model, liger_kernel_config={"swiglu": True})
     record.undo()
@@ -355,20 +336,6 @@ def test_a_model_that_was_patched_with_the_loss_on_stored_logits_is_refused_as_i
     with pytest.raises(ConfigError, match="was patched with cross_entropy=True before.*without cross_entropy"):
         make(model=model)
     assert record.report.swapped["cross-entropy"] == 1 and patched_record(model) is record
-
-
-def test_another_model_of_the_class_is_untouched():
-    other = tiny_model()
-    before = [vars(layer).keys() for layer in other.modules()]
-    make()
-    assert [vars(layer).keys() for layer in other.modules()] == before and patched_record(other) is None
-
-
-def test_a_second_trainer_of_the_same_model():
-    model = tiny_model()
-    make(model=model, max_steps=1, learning_rate=0.0).train()
-    second = train(LigerTrainer, model, completions(), label_smoothing_factor=0.1)
-    assert_same_logs(second, train(SFTTrainer, tiny_model(), completions(), label_smoothing_factor=0.1))
 
 
 def test_trainers_of_one_model_take_turns():
@@ -402,13 +369,9 @@ def head_adapter():
     return LoraConfig(target_modules=["lm_head", "q_proj"], r=4, lora_alpha=32, init_lora_weights=False)
 
 
-@pytest.mark.parametrize("wrapped", ["before", "by the trainer"])
-def test_adapters_on_the_head_are_part_of_the_loss(wrapped):
+def test_adapters_on_the_head_are_part_of_the_loss():
     torch.manual_seed(0)
-    before = wrapped == "before"
-    model = get_peft_model(tiny_model(), head_adapter()) if before else tiny_model()
-    peft_config = None if before else head_adapter()
-    trainer = make(model=model, arguments={"peft_config": peft_config})
+    trainer = make(arguments={"peft_config": head_adapter()})
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.patched.undo()
     truth = double_copy(trainer.model)
@@ -427,14 +390,6 @@ def test_adapters_on_the_head_are_part_of_the_loss(wrapped):
     assert len(names) == 2
     for name, gradient in zip(names, gradients, strict=True):
         torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_adapters_on_the_head_are_trained():
-    trainer = make(arguments={"peft_config": head_adapter()}, max_steps=2)
-    before = copy.deepcopy(trainer.model.get_output_embeddings().lora_B.default.weight)
-    with stored_or_not():
-        trainer.train()
-    assert not torch.equal(trainer.model.get_output_embeddings().lora_B.default.weight, before)
 
 
 def test_trl_still_refuses_them():

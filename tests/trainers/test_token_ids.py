@@ -18,7 +18,6 @@ from trl import SFTConfig
 from trl.generation import vllm_client, vllm_generation
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.trainers.capture import capture
 from liger_trainer.trainers.samplers import ModelSampler
@@ -46,7 +45,7 @@ def with_tokens(*tokens: str) -> PreTrainedTokenizerFast:
 
 
 def make(student, taught_by, data=None, tokenizer=None, **options):
-    options = {"max_completion_length": 6, "max_steps": 2, "learning_rate": 0.0, **options}
+    options = {"max_completion_length": 4, "max_steps": 1, "learning_rate": 0.0, **options}
     peft = options.pop("peft_config", None)
     return LigerDistillTrainer(
         student, teacher_model=taught_by, args=train_args(LigerDistillConfig, **options),
@@ -117,7 +116,7 @@ def test_tokens_of_one_tokenizer_alone_are_not_sampled(tmp_path):
 
 def test_the_other_tokens_keep_their_shares():
     """Of a softmax over the tokens that there are; `suppress_tokens` of one's own count beside ours."""
-    model, draws = hot(), 4000
+    model, draws = hot(), 2500
     args = train_args(LigerDistillConfig, max_completion_length=1, generation_kwargs={"suppress_tokens": [7]})
     sampler = ModelSampler(args, tiny_tokenizer(), Writable(VOCAB, frozenset({9, 200})))
     assert sampler.settings(model).suppress_tokens == [7, 9, *range(VOCAB, PADDED)]
@@ -310,20 +309,6 @@ def test_rows_of_several_teachers_and_of_one_of_another_tokenizer(tmp_path):
     tiny_model(vocab_size=PADDED).save_pretrained(tmp_path)
     with_tokens(*(f"{word}x" for word in WORDS[:8])).save_pretrained(tmp_path)
     make(tiny_model(), str(tmp_path), texts(8), losses=[{"type": "uld"}]).train()
-
-
-def test_by_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    tiny_model().save_pretrained("student")
-    with_tokens("<more>").save_pretrained("student")
-    lines = [{"prompt": "w1 w2", "completion": " w3"}] * 9 + [{"prompt": "w1", "completion": " <more>"}] * 9
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = "model_name_or_path: student\ndataset_name: rows.jsonl\noutput_dir: out\nuse_cpu: true\nbf16: false\n"
-    (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml"])
-    assert stopped.value.code == ConfigError.exit_code
-    assert f"the tokenizer of student has ids up to {VOCAB}, but the model has 64 tokens" in capsys.readouterr().err
 
 
 def test_the_largest_of_each_row():

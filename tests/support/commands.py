@@ -1,0 +1,48 @@
+"""The command line in this process, and what it trains on: tiny models, and rows in a file."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import WORDS, tiny_model, tiny_tokenizer
+
+from liger_trainer.cli import main
+
+_SETTINGS = {
+    "model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out", "max_steps": 3,
+    "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "gradient_checkpointing": False,
+    "save_strategy": "no", "max_length": 32, "holdout_fraction": 0.2, "num_sample_completions": 0, "use_cpu": True,
+    "disable_tqdm": True,
+}  # fmt: skip
+
+
+def settings(**changes: Any) -> str:
+    """The configuration of a short run on the CPU."""
+    return yaml.safe_dump({**_SETTINGS, **changes}, sort_keys=False)
+
+
+def call(capture: Any, *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `liger-trainer WORD ...`; `capture` is capsys or capfd."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    printed = capture.readouterr()
+    return int(stopped.value.code or 0), printed.out, printed.err
+
+
+def save_models(folder: Path, *names: str, **options: Any) -> None:
+    """Save models with tied embeddings, each of a seed of its own, and their tokenizer."""
+    for seed, name in enumerate(names):
+        tiny_model("llama_tied", seed=seed, **options).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+
+
+def texts(count: int) -> list[dict[str, str]]:
+    return [{"text": " ".join(WORDS[i : i + 5])} for i in range(count)]
+
+
+def write_rows(file: Path, rows: Iterable[dict]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
