@@ -34,6 +34,7 @@ _QUERY = re.compile(
     r"(?<=[?&])((?:[\w-]{0,40}(?:token|key|secret|passw|signature|credential)[\w-]{0,40}|sig|auth)=)[^&\s\"'#<>]+", re.I
 )
 _HEADER = re.compile(r"(authorization\W{1,4}(?:bearer|basic)\s+)[^\s\"',]+", re.I)
+_SCHEME = re.compile(r"^(?:bearer|basic|token)\s+", re.I)
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}"
     r"|eyJ[\w-]{10,200}\.[\w-]{10,}\.[\w-]{5,})"
@@ -109,6 +110,7 @@ def _known() -> set[str]:
         if names_a_secret(name):
             values.add(value.strip())
         values.update(_logins(value))
+    values |= {_SCHEME.sub("", value) for value in values}  # a header's value may be quoted without its scheme
     values = {value for value in values if _can_be_found(value)}
     ways = (quote, quote_plus, html.escape, lambda value: json.dumps(value)[1:-1], lambda value: repr(value)[1:-1])
     return values | {way(value) for value in values for way in ways}

@@ -6,11 +6,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.reliability import corrupt, kill
+from benchmarks.reliability import corrupt, disk, fuzz, kill, nonfinite, rows, secrets, signals
 from benchmarks.reliability.runs import KINDS, Bench
 from benchmarks.report import join_versions, provenance, write
 
-PARTS = {"kill": kill, "corrupt": corrupt}
+PARTS = {
+    "kill": kill,
+    "corrupt": corrupt,
+    "nonfinite": nonfinite,
+    "disk": disk,
+    "signals": signals,
+    "rows": rows,
+    "yaml": fuzz,
+    "secrets": secrets,
+}
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "liger-trainer")
 
 
@@ -20,6 +29,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--moments", type=int, default=50, help="random moments of each kind of run")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of runs that are killed")
+    parser.add_argument("--inputs", type=int, default=10_000, help="configurations that are broken")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
@@ -27,6 +37,7 @@ def main() -> int:
     if unknown:
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     parts, file = options.parts or list(PARTS), options.output / "reliability.json"
+    where = provenance(PACKAGES, cuda=False)  # before the results change the checkout
     results = json.loads(file.read_text()) if file.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="liger-trainer-reliability-") as folder:
         bench = Bench(Path(folder))
@@ -34,7 +45,7 @@ def main() -> int:
             start = time.perf_counter()
             measured = PARTS[name].measure(bench, options)
             took = round(time.perf_counter() - start)
-            results[name] = {**provenance(PACKAGES, cuda=False), "seconds": took, "results": measured}
+            results[name] = {**where, "seconds": took, "results": measured}
             write(options.output / "reliability", results, page(results))
     print(page(results))
     return int(any(result["failures"] for name in parts for result in results[name]["results"]))
@@ -45,10 +56,11 @@ def page(results: dict) -> str:
         "# Reliability",
         "",
         "Runs of tiny models from the command line, on a CPU, that are disturbed; and whether they end with",
-        "the weights of the run that nobody disturbed, bit for bit. `python -m benchmarks.reliability`",
-        "measures it again. What holds and how: [reliability](../reliability.md).",
+        "the weights of the run that nobody disturbed, bit for bit. Then wrong input and secrets.",
+        "`python -m benchmarks.reliability` measures it again. What holds and how:",
+        "[reliability](../reliability.md).",
     ]
-    for name, part in results.items():
+    for name, part in sorted(results.items(), key=lambda item: list(PARTS).index(item[0])):
         where = f"{part['date']}, commit {part['commit']}, {part['seconds']} s."
         lines += ["", f"## {PARTS[name].TITLE}", "", *PARTS[name].lines(part["results"]), "", where]
         lines += [join_versions(part["packages"]) + "."]

@@ -74,7 +74,7 @@ def _killed(bench: Bench, kind: str, command: list[str], out: Path, rng: random.
     """Start a command and kill it. Whether that came before its end."""
     want = bench.undisturbed(kind)
     if rng.random() < 0.5:
-        run = bench.start(command, kind, bench.counting(out, rng.randint(1, want.calls)))
+        run = bench.start(command, kind, bench.counting(out / CONFIG, rng.randint(1, want.calls)))
     else:
         run = bench.start(command, kind)
         wait_for(out / CONFIG, run)

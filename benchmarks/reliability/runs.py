@@ -1,4 +1,4 @@
-"""Tiny runs of the command line, forked from this process, which has imported everything."""
+"""Tiny runs of the command line and of trainers, forked from this process, which has imported everything."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ from transformers.utils import logging
 
 from liger_trainer.cli import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
+from liger_trainer.errors import LigerTrainerError
 from liger_trainer.recipes import distill, sft
 from liger_trainer.run import output_dir
 
 RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
+Command = Sequence[str] | Callable[[], object]
 SETTINGS = {
     "model_name_or_path": "student", "dataset_name": "rows.jsonl", "max_steps": STEPS, "save_strategy": "steps",
     "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "learning_rate": 1e-2,
@@ -44,6 +47,10 @@ KINDS = {
     "on-policy": ("on-policy distillation", ON_POLICY, 1),
     "ranks": ("fine-tuning on two processes", {"ddp_backend": "gloo", "per_device_train_batch_size": 2}, 2),
 }
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
@@ -72,6 +79,10 @@ class Run:
         return all(code == 0 for code in self.codes)
 
     @property
+    def code(self) -> int | None:
+        return self.codes[0]
+
+    @property
     def printed(self) -> str:
         return self.log.read_text(errors="replace") if self.log.is_file() else ""
 
@@ -94,8 +105,8 @@ class Bench:
         for name, (_, settings, _) in KINDS.items():
             (folder / f"{name}.yaml").write_text(json.dumps({**SETTINGS, **settings}))  # JSON is YAML
 
-    def start(self, command: Sequence[str], kind: str, before: Callable[[], None] = lambda: None) -> Run:
-        """Start `liger-trainer COMMAND`. Each process calls `before` first."""
+    def start(self, command: Command, kind: str = "sft", before: Callable[[], None] = lambda: None) -> Run:
+        """Start `liger-trainer COMMAND`, or call a function, on the processes of a kind. Each calls `before` first."""
         ranks, log = KINDS[kind][2], self.folder / "log"
         log.unlink(missing_ok=True)
         with socket.socket() as free:
@@ -107,7 +118,13 @@ class Bench:
         ] if ranks > 1 else [{}]  # fmt: skip
         return Run([self._fork(command, log, environment, before) for environment in environments], log)
 
-    def _fork(self, command: Sequence[str], log: Path, environment: dict, before: Callable[[], None]) -> int:
+    def end(self, command: Command, before: Callable[[], None] = lambda: None) -> Run:
+        """Start a command or a function on one process and wait for its end."""
+        run = self.start(command, before=before)
+        run.wait()
+        return run
+
+    def _fork(self, command: Command, log: Path, environment: dict, before: Callable[[], None]) -> int:
         sys.stdout.flush()
         child = os.fork()
         if child:
@@ -120,10 +137,13 @@ class Bench:
             os.chdir(self.folder)
             os.environ.update({name: str(value) for name, value in environment.items()})
             before()
-            main(list(command))
+            command() if callable(command) else main(list(command))
             code = 0
         except SystemExit as stopped:
             code = int(stopped.code or 0)
+        except BaseException as error:
+            traceback.print_exc()
+            code = error.exit_code if isinstance(error, LigerTrainerError) else 1
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -133,26 +153,25 @@ class Bench:
         """Return the run that nobody disturbs, made once for each kind."""
         if kind not in self._undisturbed:
             out = self.folder / f"undisturbed-{kind}"
-            run = self.start(["run", f"{kind}.yaml", f"output_dir={out}"], kind, self.counting(out))
+            run = self.start(["run", f"{kind}.yaml", f"output_dir={out}"], kind, self.counting(out / CONFIG))
             begun = wait_for(out / CONFIG, run)
             start = time.perf_counter()
             assert run.wait() and begun, run.printed
             seconds = time.perf_counter() - start
-            calls = int.from_bytes(self.calls[:8], "little")
-            self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, calls)
+            self._undisturbed[kind] = Undisturbed(out, outcome(out), seconds, self.counted())
         return self._undisturbed[kind]
 
-    def counting(self, out: Path, last: int = 0) -> Callable[[], None]:
-        """Return what makes a run count its calls of fsync and replace once training begins, and die at one of them."""
+    def counting(self, begun: Path, last: int = 0, then: Callable[[], object] = _die) -> Callable[[], None]:
+        """Return what makes a run count its calls of fsync and replace once a path is there; at one it calls `then`."""
         self.calls[:8] = bytes(8)
 
         def counted(function):
             def call(*arguments, **options):
-                if (out / CONFIG).exists() and os.environ.get("RANK", "0") == "0":
-                    number = int.from_bytes(self.calls[:8], "little") + 1
+                if begun.exists() and os.environ.get("RANK", "0") == "0":
+                    number = self.counted() + 1
                     self.calls[:8] = number.to_bytes(8, "little")
                     if number == last:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        then()
                 return function(*arguments, **options)
 
             return call
@@ -161,6 +180,9 @@ class Bench:
             os.fsync, os.replace = counted(os.fsync), counted(os.replace)
 
         return patch
+
+    def counted(self) -> int:
+        return int.from_bytes(self.calls[:8], "little")
 
 
 @dataclass(frozen=True)
@@ -190,6 +212,10 @@ def outcome(out: Path) -> dict:
     numbers = {part: {name: metrics[part][name] for name in ("loss", "num_tokens") if name in metrics[part]}
                for part in ("before", "after")}  # fmt: skip
     return {"weights": {path.name: sha256(path) for path in sorted(out.glob("*.safetensors"))}, **numbers}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def remove(out: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import StorageError
 
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors, which is written in Rust
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors and tokenizers, written in Rust
 _OF_TORCH = re.compile(r"PytorchStreamWriter|inline_container\.cc.*(unexpected pos|open file failed)", re.DOTALL)
 
 
@@ -19,8 +19,8 @@ _OF_TORCH = re.compile(r"PytorchStreamWriter|inline_container\.cc.*(unexpected p
 def writing_to(path: Path, advice: str = "") -> Iterator[None]:
     """Within it, what the disk refuses is a StorageError that names the file or `path`, the free space and `advice`.
 
-    OSErrors know the reason but not always the file, safetensors puts the reason into its text, and torch.save says
-    only that writing failed.
+    OSErrors know the reason but not always the file, safetensors and tokenizers put the reason into their text, and
+    torch.save says only that writing failed.
 
     Raises:
         StorageError: the disk is full, read-only or over its quota, or it fails; or there are no rights to write.
@@ -31,7 +31,8 @@ def writing_to(path: Path, advice: str = "") -> Iterator[None]:
         _refuse(error, path, advice)
         raise
     except Exception as error:
-        if type(error).__name__ == "SafetensorError":  # by its name: safetensors need not be there yet
+        # By its name, as safetensors need not be imported yet; tokenizers raises a bare Exception.
+        if type(error).__name__ in ("SafetensorError", "Exception"):
             _refuse(error, path, advice)
         raise
 

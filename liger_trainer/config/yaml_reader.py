@@ -19,6 +19,13 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError):  # what PyYAML makes of `!!timestamp x` and `!!bool x`
+            tag = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(problem=f"no value of type {tag}", problem_mark=node.start_mark) from None
+
 
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),

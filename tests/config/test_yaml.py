@@ -27,9 +27,11 @@ MERGES = LISTS.replace("[", "{<<: [").replace("]", "]}")
         ("".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else 0}]\n" for i in range(99)), "more than 50 levels inside"),
         ("a: 1\nb: x\0y\n", r"run.yaml:2:5: the character '\x00' is not allowed in YAML."),
         ("a: !!python/object/apply:os.system [ls]\n", "run.yaml:1:4: could not determine a constructor"),
+        ("a: 1\nb: !!timestamp x\n", "run.yaml:2:4: no value of type timestamp."),
+        ("a: !!bool x\n", "run.yaml:1:4: no value of type bool."),
         ("a: " + "9" * 6000, "run.yaml: not valid YAML: Exceeds the limit"),
     ],
-    ids="open-list no-mapping laughs merges self-alias brackets chain nul tag digits".split(),
+    ids="open-list no-mapping laughs merges self-alias brackets chain nul tag no-time no-switch digits".split(),
 )
 def test_what_cannot_be_read_is_refused_at_once(text, complaint):
     start = time.process_time()

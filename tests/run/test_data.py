@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+from malformed import TEN_KINDS, located, malformed
 
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
@@ -224,33 +225,6 @@ def test_only_line_feeds_end_lines(load, tmp_path):
     assert sorted([*data.train["text"], *data.test["text"]]) == ["a\u2028b", "c\u0085d"]
 
 
-IDS = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
-TEN_KINDS = {
-    "no JSON": ('{"input_ids": [1', "not valid JSON"),
-    "no UTF-8": (b'{"input_ids": [1], "a": "\xff"}', "expected UTF-8 text"),
-    "half a surrogate pair": ('{"input_ids": [1], "a": "\\ud800"}', r"half of a surrogate pair alone \(\\ud800\)"),
-    "nested": ('{"input_ids": [1], "a": ' + "[" * 3000 + "]" * 3000 + "}", "levels of lists and mappings"),
-    "no object": ("true", "expected a JSON object"),
-    "no column": ('{"labels": [1]}', "column 'input_ids': expected a list of integers"),
-    "booleans": ('{"input_ids": [true, 2, 3]}', "column 'input_ids': expected a list of integers"),
-    "floats": ('{"input_ids": [1, 2, 3.5]}', "column 'input_ids': expected a list of integers"),
-    "other length": (json.dumps({**IDS, "labels": [1, 2]}), "column 'labels': expected as many values as input_ids"),
-    "beyond the vocabulary": (json.dumps({**IDS, "input_ids": [1, 2, 64]}), "ids from 0 to 63"),
-}
-
-
-def malformed(path, rows: int, each: int) -> dict[str, list[int]]:
-    """Write so many lines of IDs with `each` of TEN_KINDS among them; return the lines of each kind."""
-    lines = [json.dumps(IDS).encode()] * rows
-    places = {}
-    for number, (kind, (line, _)) in enumerate(TEN_KINDS.items()):
-        places[kind] = [1 + number + 10 * i * (rows // (10 * each)) for i in range(each)]
-        for place in places[kind]:
-            lines[place - 1] = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return places
-
-
 def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset_name: rows.jsonl\n")
@@ -261,9 +235,7 @@ def test_a_thousand_wrong_lines_of_ten_kinds_are_located_or_skipped(tmp_path, mo
     assert message.endswith("Wrong rows: 1,000. Mend them, or leave them out: bad_rows=skip.")
     for kind, (_, complaint) in TEN_KINDS.items():
         assert re.search(complaint, message), kind
-    listed = " ".join(re.findall(r"such rows: rows.jsonl:(.*)", message))
-    ranges = [span.split("-") for span in re.findall(r"[\d-]+", listed)]
-    named = {place for span in ranges for place in range(int(span[0]), int(span[-1]) + 1)}
+    named = located(message)
     assert named == {place for each in places.values() for place in each}
 
     data = load_run_datasets(load_run_config("run.yaml", ["bad_rows=skip"]), vocabulary=64)

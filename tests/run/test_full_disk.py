@@ -12,6 +12,8 @@ from caches import config as cache_config
 from commands import call, save_models, settings, texts, write_rows
 from safetensors.torch import save_file
 from tiny import completions, tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from liger_trainer.common.checkpoints import checkpoints_in, damage
 from liger_trainer.common.files import sha256
@@ -136,6 +138,7 @@ WRITERS = {
     "a file": lambda path: path.write_bytes(bytes(MIB)),
     "safetensors": lambda path: save_file({"a": torch.zeros(MIB)}, path),
     "torch.save": lambda path: torch.save({"a": torch.zeros(MIB)}, path),
+    "tokenizers": lambda path: Tokenizer(WordLevel({str(i): i for i in range(MIB // 16)}, "0")).save(str(path)),
 }
 
 

@@ -4,10 +4,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from canaries import ENVIRONMENT, SETTINGS, TENSORBOARD, holding
 from commands import call, save_models, write_rows
 from served import Reply, served
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
@@ -18,56 +18,6 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.config.run_config import check_text
 from liger_trainer.errors import ConfigError
 from liger_trainer.secrets import redact
-
-SETTINGS = """
-model_name_or_path: student
-teacher: server
-teacher_server_model: teacher
-teacher_server_base_url: {url}
-teacher_server_protocol: vllm
-teacher_server_top_k: 8
-teacher_server_retries: 0
-teacher_server_api_key_env: MY_SERVER
-dataset_name: rows.jsonl
-output_dir: out
-run_name: run of canary-by-value
-max_steps: 2
-save_steps: 1
-per_device_train_batch_size: 4
-logging_steps: 1
-gradient_checkpointing: false
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 2
-use_cpu: true
-report_to: tensorboard
-hub_token: canary-hub-token
-model_init_kwargs: '{{"token": "canary-of-model"}}'
-env:
-  MY_AUTH: Bearer canary-by-env
-  DATABASE_URL: postgres://me:canary-in-env-url@db/x
-"""
-ENVIRONMENT = {
-    "HF_TOKEN": "canary-of-environment",
-    "MY_SERVER": "canary-of-server",
-    "OTHER_PASSWORD": "canary-by-value",
-    "QUEUE": "amqp://me:canary-in-url-of-environment@queue",
-}
-# stands in for a tracker that is installed: what transformers hands to TensorBoard goes into a file
-TENSORBOARD = """
-import sys
-class SummaryWriter:
-    def __init__(self, log_dir=None):
-        self.file = open("tracked.txt", "a")
-        print(sys.argv, file=self.file)
-    def add_scalar(self, name, value, step):
-        print(f"scalar {name} {step} {float(value)}", file=self.file, flush=True)
-    def add_text(self, name, text):
-        print(name, text, file=self.file, flush=True)
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: print(name, args, kwargs, file=self.file, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +57,6 @@ def run(models, tmp_path, monkeypatch, capfd):
         os.environ.pop(name, None)
 
 
-def holding(folder: Path, secret: bytes = b"canary") -> list[str]:
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "run.yaml"]
-    return [str(file.relative_to(folder)) for file in files if secret in file.read_bytes()]
-
-
 def test_a_canary_given_in_nine_ways_is_nowhere(run, tmp_path):
     code, printed = run()
     assert code == 0, printed
@@ -136,7 +81,7 @@ def test_an_error_quotes_no_canary(run, tmp_path):
     quoted = b"no rights: canary-of-server at http://me:canary-in-url@host, MY_AUTH=canary-by-env"
     code, printed = run(lambda *_: Reply(quoted, 403))
     assert code == 2 and "no rights" in printed
-    assert "canary" not in printed.replace("MY_AUTH=canary-by-env", "")
+    assert "canary" not in printed
     assert holding(tmp_path) == []
 
 
