@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from trl import SFTTrainer
 from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
-from liger_trainer.run import train_loop
+from liger_trainer.run import recipe, train_loop
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.drop_layers import drop_layers
 from liger_trainer.run.reports.html import _notes_on
@@ -456,3 +457,17 @@ def test_the_report_counts_steps_that_are_left_out(run, tmp_path, monkeypatch):
     assert written["training"]["skipped_steps"] == 1
     assert [entry["skipped_steps"] for entry in written["log_history"] if "skipped_steps" in entry][-1] == 1
     assert training_facts(read_run(tmp_path / "out"))["skipped steps"] == "1"
+
+
+def test_a_metric_of_the_trained_model_that_is_nan_is_the_exit_code_and_in_the_metrics(run, tmp_path, monkeypatch):
+    measured = recipe.measure
+
+    def last_is_nan(trainer, *how):
+        result = measured(trainer, *how)
+        wrong = {"loss": math.nan} if trainer.state.global_step else {}
+        return replace(result, metrics=result.metrics | wrong)
+
+    monkeypatch.setattr(recipe, "measure", last_is_nan)
+    code, _, err = run(SETTINGS)
+    assert code == 5 and "the trained model's loss is NaN" in err
+    assert metrics(tmp_path / "out")["after"]["loss"] == "nan"
