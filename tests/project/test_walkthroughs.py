@@ -62,16 +62,21 @@ def test_every_walkthrough_leads_to_tests_that_pass(checkout):
     processes.run_on(1, __file__, checkout, *dict.fromkeys(commands))
 
 
+def _is_of_repository(path: str) -> bool:
+    """Whether a file is the repository's, and not of an environment that lies in its folder."""
+    return path.startswith(str(ROOT)) and "site-packages" not in path
+
+
 def follow(checkout: Path, commands: list[str]) -> int:
     """Run commands in a copy of the repository, in this process. Returns the status of the tests."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET"):
         os.environ.pop(name, None)
     os.chdir(checkout)
     for name, module in list(sys.modules.items()):  # from here on the copy's
-        ours = name.partition(".")[0] == "liger_trainer" or str(getattr(module, "__file__", "")).startswith(str(ROOT))
+        ours = name.partition(".")[0] == "liger_trainer" or _is_of_repository(str(getattr(module, "__file__", "")))
         if ours and name != "__main__":
             del sys.modules[name]
-    sys.path[:] = [str(checkout), *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    sys.path[:] = [str(checkout), *(path for path in sys.path if not _is_of_repository(path))]
     from liger_trainer.cli import app
 
     assert Path(app.__file__).is_relative_to(checkout)
