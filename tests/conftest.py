@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -35,8 +34,6 @@ if INTERPRETER:
     import quick_interpreter
 
     quick_interpreter.install()
-    with suppress(ImportError):  # now: Triton 3.4 refuses to import it once `chunked_torch` has switched this off
-        import triton.experimental.gluon.language  # noqa: F401
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
 

@@ -274,7 +274,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
 # These describe a tensor without reading it. `.T`, `.data` and the like are views and reach __torch_dispatch__.
 _DESCRIBES = {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.element_size, Tensor.__len__,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 
 
@@ -300,19 +300,28 @@ class LazyLogits(Tensor):
         if func in _DESCRIBES or getattr(func, "__name__", "") in ("__get__", "__set__"):
             with torch._C.DisableTorchFunctionSubclass():  # whose result is not made a LazyLogits again
                 return func(*args, **(kwargs or {}))
-        if func is Tensor.float:  # mixed precision casts what a model returns, read or not
-            return args[0] if args[0].dtype == torch.float32 else args[0]._as_float()
+        dtype = _cast_of(func, args, kwargs)
+        if dtype is not None:  # mixed precision casts what a model returns, read or not
+            return args[0] if args[0].dtype == dtype else args[0]._cast(dtype)
         return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
-    def _as_float(self) -> "LazyLogits":
+    def _cast(self, dtype: torch.dtype) -> "LazyLogits":
         deferred, autocast = self._real.args
-        lazy = LazyLogits.of(deferred.float())
-        lazy._real = functools.partial(_compute, deferred.float(), autocast)
+        lazy = LazyLogits.of(deferred.to(dtype))
+        lazy._real = functools.partial(_compute, deferred.to(dtype), autocast)
         return lazy
+
+
+def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype that a call casts logits to, if it does nothing else: `x.float()` or `x.to(dtype)`."""
+    if func is Tensor.float:
+        return torch.float32
+    alone = func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits)
+    return args[1] if alone and isinstance(args[1], torch.dtype) and args[1].is_floating_point else None
 
 
 def _compute(deferred: DeferredLogits, autocast: Any) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils.operations import convert_to_fp32, pad_across_processes
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
 from liger_trainer.losses.deferred_logits import DeferredLogits, Forward, LazyLogits
 from liger_trainer.losses.model_parts import Head
@@ -43,16 +44,19 @@ def test_a_description_computes_nothing(logits, computed):
     for describe in (
         lambda x: x.shape, lambda x: x.dtype, lambda x: x.device, lambda x: x.ndim, lambda x: x.requires_grad, len,
         lambda x: x.size(-1), lambda x: x.dim(), lambda x: x.numel(), lambda x: x.is_floating_point(),
-        lambda x: x.is_cuda, lambda x: x.layout,
+        lambda x: x.is_cuda, lambda x: x.layout, torch.is_floating_point, torch.is_complex, torch.numel,
     ):  # fmt: skip
         assert describe(lazy) == describe(real)
     assert computed == []
 
 
-def test_a_cast_to_fp32_computes_nothing(logits, computed):
+def test_a_cast_computes_nothing(logits, computed):
+    """As accelerate casts what a model returns, and FSDP2 with an output_dtype."""
     lazy, real = logits
-    half = LazyLogits.of(lazy._real.args[0].to(torch.bfloat16))
-    for cast in (lazy.float(), half.float(), convert_to_fp32({"logits": half})["logits"]):
+    half = lazy.to(torch.bfloat16)
+    assert isinstance(half, LazyLogits) and half.dtype == torch.bfloat16
+    by_fsdp = _cast_fp_tensor(torch.float32, half)
+    for cast in (lazy.float(), half.float(), convert_to_fp32({"logits": half})["logits"], by_fsdp):
         assert isinstance(cast, LazyLogits) and cast.dtype == torch.float32
     assert computed == []
     torch.testing.assert_close(half.detach(), real.bfloat16())
@@ -61,7 +65,7 @@ def test_a_cast_to_fp32_computes_nothing(logits, computed):
 
 OPERATIONS = {
     "detach": torch.Tensor.detach, "cpu": torch.Tensor.cpu, "clone": torch.Tensor.clone, "data": lambda x: x.data,
-    "transpose": lambda x: x.mT, "to": lambda x: x.to(torch.float64), "argmax": lambda x: x.argmax(-1),
+    "transpose": lambda x: x.mT, "to": lambda x: x.to("cpu", torch.float64), "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: torch.softmax(x, -1), "index": lambda x: x[0, 1:], "sum": lambda x: x + 1,
     "reflected": lambda x: 1 - x, "compare": lambda x: x > 0, "cat": lambda x: torch.cat([x[:1], x[1:]]),
     "numpy": lambda x: torch.from_numpy(x.numpy()), "array": lambda x: torch.from_numpy(x.__array__()),
