@@ -97,13 +97,24 @@ NO_VALUE = {
     "result", "self", "self.x", "self.w", "self._x_sum", "self._bias", "self._terms", "self._factor", "self._overwrite",
     "ctx", "ctx.targets", "ctx.options", "ctx.dtype", "ctx.per_token_loss", "ctx.reduction", "ctx.inplace", "ctx.ready",
     "sides", "of_logits", "ends", "values", "wanted", "other_side", "chunk", "weight", "ctx.needs", "label_logits",
-    "flags", "graded", "kinds", "measured", "written",
+    "(ws, other_side)", "flags", "graded", "kinds", "measured", "written",
 }  # fmt: skip
-SIZING = ("__post_init__", "tensors", "logits_dtype", "bytes_per_logit", "plan", "memory", "_tiles")
+SIZING = (
+    "__post_init__",
+    "tensors",
+    "logits_dtype",
+    "bytes_per_logit",
+    "plan",
+    "memory",
+    "new_values",
+    "other_side",
+    "_tiles",
+)
 # of DivergenceOptions, for kernels alone: torch reads the options themselves
 FOR_KERNELS = ("measured", "graded", "form", "numbers", "flags")
 TOP = "where maxima start: any number below the logits does"
 BEFORE = "what a lane holds before its first logit is multiplied by exp(-1e30)"
+BEYOND = "columns beyond the vocabulary are read, and weigh nothing"
 STEPS = "one step of a search more or less: its last ones find nothing"
 ON_GPU = "runs on a GPU alone"
 PARTIAL_SUMS = "{0}_total, {0}_moment, {0}_ratio, {0}_total_T, {0}_ratio_T = (zero, zero, zero, zero, zero) [{1}]"
@@ -120,7 +131,10 @@ EQUIVALENT = {
     "first_pass: s_top = zero - 1e+30": TOP,
     "first_pass: t_top = zero - 1e+30": TOP,
     "first_pass: t_at_s_top = zero - 1e+30": TOP,
-    "divergence_rows: padded = -(-vocab // 16) * 16": "columns beyond the vocabulary are read, and weigh nothing",
+    "divergence_rows: padded = -(-vocab // 16) * 16": BEYOND,
+    "second_pass: V = sides[9]": BEYOND,
+    "write_gradient: V, padded = (sides[9], sides[10]) [1]": BEYOND,
+    "write_metrics: return (s_max, t_max, s_lse, t_lse, forward, reverse) [0]": "what a sum is scaled by, and back",
     "divergence_rows: argument ALIASED": "a barrier, which the interpreter does not need",
     "_adaptive_kl: gaps = (x.p - x.q).abs()": "a share of the gaps, of which a factor cancels",
     "first_pass: u_top = zero - 1e+30": TOP,
