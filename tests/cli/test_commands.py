@@ -53,6 +53,7 @@ def call(tmp_path, monkeypatch, capsys):
     return run_main
 
 
+@pytest.mark.skipif(not shipped_schema().is_of_installed(), reason="the keys of other releases come from their classes")
 def test_what_starts_nothing_imports_no_torch(tmp_path):
     """One process runs them all: in ten of their own they would import the same."""
     (tmp_path / "wrong.yaml").write_text(MISTAKES)
