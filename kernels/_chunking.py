@@ -80,8 +80,13 @@ def workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)[:, :vocab]
 
 
+_was_short: list[bool] = []
+
+
 def fitted(plan: ChunkPlan, allocate: Callable[[ChunkPlan], Memory]) -> tuple[ChunkPlan, Memory]:
     """Return (plan, allocate(plan)), the rows of a chunk halved as often as the GPU lacks the memory for them.
+
+    The first time, a warning says so: plans differ from batch to batch, and so would its text.
 
     Nothing is computed before the workspace is there, so the loss and its gradients stay right. The weight's gradient
     is rounded once for each chunk.
@@ -100,7 +105,8 @@ def fitted(plan: ChunkPlan, allocate: Callable[[ChunkPlan], Memory]) -> tuple[Ch
             break
         # outside of the handler, where the error would keep what was allocated
         fits = fits._replace(rows=max(LEAST_ROWS, _whole_tiles(fits.rows // 2, down=True)))
-    if fits != plan:
+    if fits != plan and not _was_short:
+        _was_short.append(True)
         warnings.warn(
             f"The GPU's memory is short: the loss takes {fits.rows} rows at a time instead of {plan.rows}, which is "
             "slower. A smaller batch or workspace_mb would leave more room.",

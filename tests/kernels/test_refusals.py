@@ -1,6 +1,7 @@
 """Where ops cannot work as usual: dtypes and sizes that none supports, short memory, a Triton that does not compile."""
 
 import gc
+import importlib.util
 import warnings
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from kernel_checks import evaluate, random_inputs, random_pair, set_path
 
 from liger_trainer.kernels import (
     _autograd,
+    _chunking,
     _cross_entropy_rows,
     _divergence_rows,
     _fused_linear,
@@ -73,6 +75,7 @@ def test_rows_that_fit_no_block():
 def short_memory(monkeypatch):
     """Let a workspace of more than so many rows be too large for the GPU."""
     set_path(monkeypatch, "torch")
+    monkeypatch.setattr(_chunking, "_was_short", [])
 
     def limit(rows: int) -> None:
         for module in (_fused_linear, cross_entropy_module):
@@ -114,6 +117,14 @@ def test_short_memory_of_hidden_states_that_are_overwritten(short_memory):
     with pytest.warns(UserWarning, match="memory is short"):
         loss = linear_cross_entropy(hidden * 1, weight, labels, overwrite_hidden=True).loss
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), expected)
+
+
+def test_short_memory_is_said_once_however_batches_differ(short_memory):
+    short_memory(100)
+    with pytest.warns(UserWarning, match="memory is short") as caught:
+        for rows in (300, 290, 900):
+            evaluate(linear_cross_entropy, random_inputs(rows, 6, 37))
+    assert len(caught) == 1
 
 
 def test_memory_for_no_chunk_at_all(short_memory):
@@ -255,6 +266,18 @@ def test_strictly_a_gpu_on_which_triton_fails_is_an_error(probed, monkeypatch):
     monkeypatch.setattr(_triton, "STRICT", True)
     with pytest.raises(_triton.LaunchError, match="does not work on a GPU"):
         probed(RuntimeError("no compiler"))
+
+
+@pytest.mark.parametrize(
+    "name, value, flag", [("LIGER_TRAINER_TRITON", "0", "OFF"), ("LIGER_TRAINER_STRICT", "1", "STRICT")]
+)
+def test_the_environment_variables(monkeypatch, name, value, flag):
+    spec = importlib.util.spec_from_file_location("read_again", _triton.__file__)
+    for given, expected in ((value, True), ("", False)):
+        monkeypatch.setenv(name, given)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert getattr(module, flag) is expected
 
 
 def test_triton_can_be_switched_off(probed, monkeypatch):

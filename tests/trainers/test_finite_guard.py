@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.errors import ConfigError, NonFiniteError
 from liger_trainer.trainers.finite_guard import MOST_IN_A_ROW, FiniteGuard
@@ -274,6 +274,10 @@ def test_nothing_waits_for_the_device_between_logs(monkeypatch):
 def test_another_policy_is_refused():
     with pytest.raises(ValueError, match="on_non_finite must be one of stop, skip_step, got 'ignore'"):
         sft(on_non_finite="ignore")
+    with pytest.raises(ValueError, match="on_non_finite: expected one of stop, skip_step, got 'ignore'"):
+        train_args(LigerConfig, on_non_finite="ignore")
+    with pytest.raises(ValueError, match="on_non_finite: skip_step leaves the optimizer's step out"):
+        train_args(LigerConfig, on_non_finite="skip_step", optim="lomo")
     trainer = sft(on_non_finite="skip_step")
     trainer.args.optim = "lomo"
     with pytest.raises(ConfigError, match="optim=lomo updates weights in its backward"):
