@@ -19,6 +19,7 @@ from ..teachers.config import (
 )
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
+from ..trainers.step_config import StepConfig
 from .run_options import RunOptions
 from .schema import Key
 from .settings import Finding, Setting
@@ -236,7 +237,7 @@ _OF_A_FILE = (
         "and name its directory.",
     ),
 )
-_DECLARED = (RunOptions, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, TeacherConfig)
+_DECLARED = (RunOptions, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig)
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 

@@ -14,10 +14,11 @@ from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
+from .step_config import StepConfig
 
 
 @dataclass
-class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, NonFiniteConfig, SFTConfig):
+class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
 
     Args:
@@ -25,6 +26,7 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
         losses, beta, temperature, schedules, ...: what is minimised; see `LossConfig`.
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
+        attention: how a step is computed; see `StepConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         disable_dropout: switch the student's dropout off.
@@ -48,7 +50,7 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
-        check_options(self, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, TeacherConfig)
+        check_options(self, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig)
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):
