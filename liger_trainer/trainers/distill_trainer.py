@@ -133,6 +133,12 @@ class LigerDistillTrainer(LigerTrainer):
     def teacher_patched(self) -> Patched | None:
         return self.teaching.patched
 
+    def frozen_models(self) -> dict[str, Any]:
+        # the student, with its adapters off, is a teacher too, but has its own graphs
+        with self.teaching.live() as models:
+            frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
+        return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
+
     def distil(self, **changes: Any) -> None:
         """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
 

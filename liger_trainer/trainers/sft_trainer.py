@@ -21,6 +21,7 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
+from .host_ahead import host_ahead
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
 from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
@@ -46,6 +47,7 @@ class LigerTrainer(CheckpointingTrainer):
         finite: the guard that watches for them; `trainer.finite.skipped` counts the steps left out.
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
+        graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
@@ -69,6 +71,10 @@ class LigerTrainer(CheckpointingTrainer):
             super().__init__(*args, **kwargs)
         self.check_rows()
         self._resume_check = ResumeCheck(self)
+        self.graph_reports: dict[str, str] = {}
+        self._flos_per_token: float | None = None
+        if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
+            self.accelerator.dataloader_config.non_blocking = True
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
@@ -101,7 +107,7 @@ class LigerTrainer(CheckpointingTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         saves = self.args.save_strategy != "no"
-        with self.folder_locked(trial) if saves else nullcontext():
+        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self):
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()
@@ -164,6 +170,19 @@ class LigerTrainer(CheckpointingTrainer):
     def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return what the student's forward gets beside the batch."""
         return {}
+
+    def frozen_models(self) -> dict[str, Any]:
+        """Return the models beside the student that run in each step, by name."""
+        return {}
+
+    def floating_point_ops(self, inputs):
+        ids = inputs.get("input_ids")
+        if ids is None or getattr(self.model, "main_input_name", None) != "input_ids":
+            return super().floating_point_ops(inputs)
+        per_token = self._flos_per_token  # transformers would count all parameters again for each micro-batch
+        if per_token is None:
+            per_token = self._flos_per_token = super().floating_point_ops(inputs) / ids.numel()
+        return round(per_token * ids.numel())
 
     def _averaged_ranks(self) -> int:
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""

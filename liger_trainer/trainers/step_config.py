@@ -1,10 +1,11 @@
-"""The fields of LigerConfig and LigerDistillConfig about how a step is computed: which attention reads packed rows."""
+"""The fields of LigerConfig and LigerDistillConfig about how a step is computed: attention, CUDA graphs."""
 
 from dataclasses import dataclass
 
 from ..common.options import option
 
 AUTO, MODEL = "auto", "model"
+ALWAYS, NEVER = "always", "never"
 
 
 @dataclass
@@ -16,6 +17,9 @@ class StepConfig:
             over each document by its length, for models that run PyTorch's or eager attention; other
             implementations, such as flash_attention_2, stay. "model": the model's own implementation in any case,
             which masks the row with a matrix of its length squared.
+        cuda_graphs: whether decoder layers, of student and teacher, are recorded in CUDA graphs and replayed, so that
+            the GPU does not wait for the host. "auto": where the layers are small enough to profit and nothing is
+            against it. "always": layers of any size; what is against it is an error. "never".
     """
 
     attention: str = option(
@@ -23,4 +27,10 @@ class StepConfig:
         "What reads packed rows: auto takes each document by its length where the model runs sdpa or eager attention; "
         "model leaves the model's own attention, whose mask is as large as the row's length squared.",
         choices=[AUTO, MODEL],
+    )
+    cuda_graphs: str = option(
+        AUTO,
+        "Record the decoder layers of student and teacher in CUDA graphs once a shape comes again: auto where they are "
+        "small enough that the GPU would wait for the host; always; never.",
+        choices=[AUTO, ALWAYS, NEVER],
     )

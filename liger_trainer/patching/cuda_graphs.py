@@ -1,0 +1,353 @@
+"""The decoder layers of one model in CUDA graphs, recorded when a shape comes again.
+
+The layers' forwards are replaced. In the first passes of a shape they run as they are, while what they are called with
+is noted; then their graphs are recorded (layer_graphs.py), and later passes replay them. Embedding, head and loss stay
+outside. A pass that differs in anything, such as a flag or a weight's address, is one of another shape, or runs as it
+is.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ..common.console import announce
+from ..common.hooks import is_hooked
+from ..common.replacements import Replacements
+from ..errors import ConfigError
+from ..losses.model_parts import decoder_layers
+from .layer_graphs import (
+    CudaRecorder,
+    LayerCall,
+    LayerGraph,
+    NotCapturable,
+    Recorder,
+    Tensors,
+    Turn,
+    flatten,
+    record_stack,
+)
+
+SEEN = 2  # passes of a shape before its graphs are recorded: a compiler of kernels has its turn, and shapes come again
+SHAPES = 4  # that graphs are recorded for: each keeps its layers' inputs
+REMEMBERED = 64  # shapes whose passes are counted
+# Products of a layer's forward, in FLOP, up to which an H100 waits for the host: `auto` records no larger layers.
+HOST_BOUND = 2e12
+
+
+class GraphedLayers:
+    """The decoder layers of `model` in CUDA graphs.
+
+    Args:
+        model: a transformers model; the base model of a PEFT model.
+        name: of the model, for messages.
+        trained: whether its passes with gradients are recorded, or those without, as of a teacher.
+        always: record layers of any size.
+        recorder: the class of what records.
+
+    Attributes:
+        report: what was done, in a line.
+
+    Raises:
+        NotCapturable: the model's layers cannot be in graphs. The message says why.
+    """
+
+    def __init__(
+        self, model: Any, name: str = "student", trained: bool = True, always: bool = False,
+        recorder: type[Recorder] = CudaRecorder,
+    ):  # fmt: skip
+        self.layers = layers_of(model)
+        self.name, self._trained, self._always, self._make_recorder = name, trained, always, recorder
+        self._check()
+        largest = max(sum(p.numel() for p in layer.parameters() if p.dim() > 1) for layer in self.layers)
+        self._most_rows = float("inf") if always else HOST_BOUND / (2 * largest)
+        self.report = f"CUDA graphs: none for the {name} yet"
+        self._off: str | None = None
+        self._sizes: list[str] = []
+        self._seen: OrderedDict[Any, int] = OrderedDict()
+        self._calls: dict[Any, list[LayerCall]] = {}
+        self._graphs: dict[Any, list[LayerGraph]] = {}
+        self._recorder: Recorder | None = None
+        self._pass: _Noting | _Replaying | None = None
+        self._turn: weakref.ref[Turn] | None = None
+        self._weights: tuple[tuple[int, bool], ...] = ()
+        self._gradient_addresses: set[int] = set()
+        self._replacements = Replacements()
+        for index, layer in enumerate(self.layers):
+            self._replacements.forward(layer, _forward_in(self, index))
+
+    def undo(self) -> None:
+        """Give the layers their forwards back, and the memory of the graphs."""
+        self._replacements.undo()
+        self._forget()
+
+    def call(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a layer, or replay it."""
+        plain = functools.partial(type(layer).forward, layer)
+        if layer is not self.layers[index] or not self._applies(layer):
+            return plain(*args, **kwargs)
+        if index == 0:
+            self._pass = self._begin(args, kwargs)
+        current = self._pass
+        if layer is self.layers[-1]:
+            self._pass = None
+        return plain(*args, **kwargs) if current is None else current.call(index, plain, args, kwargs)
+
+    def _applies(self, layer: nn.Module) -> bool:
+        """Whether this pass is of the recorded kind; not a checkpoint's second forward, nor one that is compiled."""
+        return (
+            self._off is None
+            and torch.is_grad_enabled() is self._trained is layer.training
+            and not torch.compiler.is_compiling()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> "_Noting | _Replaying | None":
+        """Decide what is done with a pass: it is replayed, noted for a recording, or neither (None)."""
+        tensors: Tensors = []
+        try:
+            shape = (flatten((args, kwargs), tensors), *self._modes(tensors))
+        except NotCapturable:  # as with a cache of keys and values: another kind of pass
+            return None
+        try:
+            if self._hooks != RemovableHandle.next_id:
+                self._check()
+            if shape in self._graphs and self._weights != self._addresses():
+                self._forget()  # the weights have moved
+            if shape not in self._graphs and shape in self._calls and not self._is_busy():
+                self._record(shape)
+        except NotCapturable as error:
+            return self._give_up(str(error))
+        if shape in self._graphs:
+            return None if self._is_busy() else self._replaying(self._graphs[shape])
+        rows = tensors[0].numel() // tensors[0].shape[-1]
+        free = len(self._graphs) + len(self._calls) < SHAPES
+        return self._noting(shape) if free and rows <= self._most_rows else None
+
+    def _check(self) -> None:
+        """Raise NotCapturable if the layers cannot be in graphs, as far as that can be seen."""
+        reason = obstacle(self.layers, self._make_recorder.device_type)
+        if reason is not None:
+            raise NotCapturable(reason)
+        self._hooks = RemovableHandle.next_id  # torch counts all hooks that are registered
+        self._places = [
+            (module._parameters, name) for layer in self.layers for module in layer.modules()
+            for name, parameter in module._parameters.items() if parameter is not None
+        ]  # fmt: skip
+
+    def _modes(self, tensors: Tensors) -> tuple[Any, ...]:
+        """Return what else decides what the layers launch.
+
+        Raises:
+            NotCapturable: a tensor is not on the GPU.
+        """
+        device = self._make_recorder.device_type
+        elsewhere = next((tensor for tensor in tensors if tensor.device.type != device), None)
+        if elsewhere is not None:
+            raise NotCapturable(f"a layer gets a tensor on {elsewhere.device.type}")
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), self._recomputes()
+
+    def _noting(self, shape: Any) -> "_Noting | None":
+        """Count a pass; note the last one before the recording."""
+        self._seen[shape] = self._seen.pop(shape, 0) + 1
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        if self._seen[shape] < SEEN:
+            return None
+        return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape))
+
+    def _replaying(self, graphs: list[LayerGraph]) -> "_Replaying":
+        """Begin a replay. Gradients in the pool's memory, which it overwrites, move out of it."""
+        ours = self._gradient_addresses
+        for parameter in self._parameters():
+            if parameter.grad is not None and parameter.grad.data_ptr() in ours:
+                parameter.grad = parameter.grad.clone()
+        turn = Turn(sum(graph.trains for graph in graphs))
+        self._turn = weakref.ref(turn)
+        return _Replaying(graphs, turn)
+
+    def _is_busy(self) -> bool:
+        """Whether the backward of the last replay may still come: its memory is needed until then."""
+        turn = None if self._turn is None else self._turn()
+        return turn is not None and not turn.is_over
+
+    def _recomputes(self) -> bool:
+        return self._trained and bool(getattr(self.layers[0], "gradient_checkpointing", False))
+
+    def _record(self, shape: Any) -> None:
+        """Record the graphs of a shape whose pass was noted."""
+        recompute, calls = self._recomputes(), self._calls.pop(shape)
+        if recompute and any(_drops_out(layer) for layer in self.layers):
+            raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
+        if self._recorder is None:
+            self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
+        graphs = [
+            LayerGraph(layer, call, self._trained, recompute) for layer, call in zip(self.layers, calls, strict=True)
+        ]
+        with _without_cast_cache(self._make_recorder.device_type), _without_checkpointing(self.layers):
+            record_stack(graphs, self._recorder)
+        self._graphs[shape], self._weights = graphs, self._addresses()
+        self._gradient_addresses = {
+            gradient.data_ptr()
+            for recorded in self._graphs.values() for graph in recorded for gradient in graph.gradients
+            if gradient is not None
+        }  # fmt: skip
+        self._sizes.append("x".join(map(str, graphs[0].inputs[0].shape)))
+        self.report = f"CUDA graphs: {len(graphs)} layers of the {self.name}, hidden states of {', '.join(self._sizes)}"
+        announce(self.report)
+
+    def _parameters(self) -> list[Any]:
+        """Return the layers' parameters, without a walk over the modules, which takes longer than their replay."""
+        return [parameters[name] for parameters, name in self._places]
+
+    def _addresses(self) -> tuple[tuple[int, bool], ...]:
+        return tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+
+    def _give_up(self, reason: str) -> None:
+        """Run the layers as they are from now on.
+
+        Raises:
+            ConfigError: graphs are wanted always.
+        """
+        if self._always:
+            raise ConfigError(f"cuda_graphs: always does not go with this model: {reason}.")
+        self._off = reason
+        self.report = f"CUDA graphs: none for the {self.name}: {reason}"
+        announce(f"{self.report}.")
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self._parameters() if self._graphs else ():
+            if parameter.grad is not None and parameter.grad.data_ptr() in self._gradient_addresses:
+                parameter.grad = parameter.grad.clone()
+        self._graphs, self._calls, self._recorder, self._pass = {}, {}, None, None
+        self._seen.clear()
+        self._gradient_addresses = set()
+
+
+class _Noting:
+    """A pass as it is, noted for a recording.
+
+    An input that is the same tensor as an output of the layer before, or as an input of an earlier layer, is one again
+    when it is replayed.
+    """
+
+    def __init__(self, count: int, done: Callable[[list[LayerCall]], None]):
+        self._count, self._done = count, done
+        self._calls: list[LayerCall] = []
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and its copy
+        self._outputs: Tensors = []
+
+    def call(self, index: int, plain: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if index != len(self._calls):
+            return plain(*args, **kwargs)
+        tensors: Tensors = []
+        structure = flatten((args, kwargs), tensors)
+        places = [next((i for i, output in enumerate(self._outputs) if output is t), None) for t in tensors]
+        inputs = [self._copy(t) if place is None else None for t, place in zip(tensors, places, strict=True)]
+        result = plain(*args, **kwargs)
+        self._outputs = []
+        self._calls.append(LayerCall(structure, inputs, places, flatten(result, self._outputs)))
+        if len(self._calls) == self._count:
+            self._done(self._calls)
+        return result
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        kept = self._inputs.get(id(tensor))
+        if kept is None:
+            kept = self._inputs[id(tensor)] = tensor, tensor.detach().clone()
+        return kept[1]
+
+
+class _Replaying:
+    """A pass that replays graphs; from the first layer on whose call differs, the layers run as they are."""
+
+    def __init__(self, graphs: Sequence[LayerGraph], turn: Turn):
+        self._graphs, self._turn = graphs, turn
+        self._next = 0
+        self._fed: dict[int, Tensor] = {}
+
+    def call(self, index: int, plain: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors: Tensors = []
+        graph = self._graphs[index]
+        if index == self._next and flatten((args, kwargs), tensors) == graph.call.structure:
+            if graph.feed(tensors, self._fed):
+                self._next += 1
+                return graph.replay(index, self._turn, tensors)
+        return plain(*args, **kwargs)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Return the decoder layers of a model.
+
+    Raises:
+        NotCapturable: it has no list of them.
+    """
+    try:
+        return list(decoder_layers(model)[1])
+    except ConfigError as error:
+        raise NotCapturable(str(error)) from None
+
+
+def obstacle(layers: Sequence[nn.Module], device: str) -> str | None:
+    """Return why these layers cannot be in graphs on such a device, None if nothing is known against it."""
+    for layer in layers:
+        replaced = vars(layer).get("forward")
+        if replaced is not None and not hasattr(replaced, "is_graphed"):
+            return f"the forward of a {type(layer).__name__} has been replaced"
+        hooked = next((module for module in layer.modules() if module is not layer and is_hooked(module)), None)
+        if hooked is not None:
+            return f"a {type(hooked).__name__} has hooks"
+        for parameter in layer.parameters():
+            if parameter.device.type != device:
+                return f"its weights are on {parameter.device.type}"
+            if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
+                return f"its weights are {type(parameter).__name__}"
+    return None
+
+
+def _drops_out(layer: nn.Module) -> bool:
+    dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+    return dropped or any(
+        value for module in layer.modules() for name, value in vars(module).items()
+        if "dropout" in name and isinstance(value, float)
+    )  # fmt: skip
+
+
+def _without_cast_cache(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return autocast as it is, but with weights cast in each graph that reads them."""
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, torch.get_autocast_dtype(device), enabled=enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def _without_checkpointing(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Have the layers' forwards run without transformers' checkpointing around them: graphs recompute by themselves."""
+    replacements = Replacements()
+    for layer in layers:
+        if getattr(layer, "gradient_checkpointing", False):
+            replacements.set(layer, "gradient_checkpointing", False)
+    kept_as_is = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    try:
+        # the first layer may be called within a checkpoint, which would take what the recording keeps
+        with kept_as_is if len(replacements) else contextlib.nullcontext():
+            yield
+    finally:
+        replacements.undo()
+
+
+def _forward_in(graphed: GraphedLayers, index: int) -> Callable:
+    """Return the forward of the layer `index`."""
+
+    def forward(self, *args, **kwargs):
+        return graphed.call(index, self, args, kwargs)
+
+    forward.is_graphed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return forward

@@ -1,0 +1,245 @@
+"""Decoder layers in graphs: without a GPU what is recorded runs again (RunsAgain), on one it is CUDA's graphs."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from recorders import RunsAgain
+from tiny import VOCAB, tiny_model
+
+from liger_trainer import patch
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching import cuda_graphs
+from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching.layer_graphs import NotCapturable, fill, flatten
+from liger_trainer.patching.patcher import base_of
+
+
+@pytest.fixture(autouse=True)
+def count_replays(monkeypatch):
+    monkeypatch.setattr(RunsAgain, "replays", 0)
+
+
+def lora(model, dropout=0.0):
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
+    torch.manual_seed(1)
+    return get_peft_model(model, config)
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def pair(change=lambda model: model, family="qwen3", **options):
+    """Two equal models in training; the layers of the second are in graphs."""
+    models = []
+    for _ in range(2):
+        model = change(tiny_model(family, num_hidden_layers=3)).train()
+        base_of(model).config.use_cache = False
+        patch(model)
+        models.append(model)
+    return *models, GraphedLayers(base_of(models[1]), recorder=RunsAgain, **options)
+
+
+def random_ids(length=11, rows=2):
+    return torch.randint(VOCAB, (rows, length))
+
+
+def backward(model, ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same_gradients(plain, graphed):
+    compared = 0
+    for (name, want), (_, got) in zip(plain.named_parameters(), graphed.named_parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None), name
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-7, msg=name)
+            compared += 1
+    assert compared > 6
+
+
+@pytest.mark.parametrize(
+    "family, change",
+    [
+        ("qwen3", lambda m: m), ("qwen3", checkpointed), ("qwen3", lora), ("gemma3", lambda m: m),
+        ("gpt2", lambda m: m), ("llama_tied", lambda m: checkpointed(lora(m))),
+    ],
+    ids=["full", "checkpointing", "lora", "gemma3", "gpt2", "lora, checkpointing"],
+)  # fmt: skip
+def test_losses_and_gradients_are_those_without_graphs(family, change):
+    plain, graphed, layers = pair(change, family)
+    for step in range(6):
+        ids = random_ids(7 if step == 4 else 11)
+        for _ in range(2):  # gradients accumulate
+            torch.testing.assert_close(backward(graphed, ids), backward(plain, ids))
+        assert_same_gradients(plain, graphed)
+        if step % 2:
+            for model in (plain, graphed):
+                model.zero_grad(set_to_none=step == 1)
+    assert RunsAgain.replays == 48  # of 12 micro-batches, two are noted and two are of another length
+    assert layers.report == "CUDA graphs: 3 layers of the student, hidden states of 2x11x32"
+
+
+def replaying(change=lambda model: model, **options):
+    """A pair of models whose graphs are recorded."""
+    plain, graphed, layers = pair(change, **options)
+    for _ in range(3):
+        ids = random_ids()
+        backward(plain, ids), backward(graphed, ids)
+    assert RunsAgain.replays == 6
+    for model in (plain, graphed):
+        model.zero_grad()
+    return plain, graphed, layers
+
+
+def test_evaluations_run_as_they_are():
+    plain, graphed, _ = replaying()
+    ids = random_ids()
+    with torch.no_grad():
+        graphed(input_ids=ids)
+        graphed.eval()
+        torch.testing.assert_close(graphed(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+        graphed.generate(ids, max_new_tokens=2, do_sample=False, use_cache=True)
+    assert RunsAgain.replays == 6
+    for model in (plain, graphed):
+        backward(model.train(), ids)
+    assert RunsAgain.replays == 12
+    assert_same_gradients(plain, graphed)
+
+
+def test_a_second_forward_before_the_backward_runs_as_it_is():
+    plain, graphed, _ = replaying()
+    batches = random_ids(), random_ids()
+    for model in (plain, graphed):
+        first, second = (model(input_ids=ids, labels=ids).loss for ids in batches)
+        (first * second).backward()
+    assert RunsAgain.replays == 12
+    assert_same_gradients(plain, graphed)
+
+
+def test_a_loss_that_is_thrown_away_holds_nothing_up():
+    plain, graphed, _ = replaying()
+    ids = random_ids()
+    for model in (plain, graphed):
+        model(input_ids=random_ids(), labels=ids)
+        backward(model, ids)
+    assert RunsAgain.replays == 15
+    assert_same_gradients(plain, graphed)
+
+
+def test_a_second_backward_is_an_error():
+    _, graphed, _ = replaying()
+    ids = random_ids()
+    loss = graphed(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Set cuda_graphs to never"):
+        loss.backward()
+
+
+def test_weights_that_move_are_recorded_again():
+    plain, graphed, _ = replaying()
+    for model in (plain, graphed):
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data = weight.data * 1.5
+    for _ in range(3):
+        ids = random_ids()
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+    assert RunsAgain.replays == 12
+
+
+def test_a_frozen_model_without_gradients():
+    plain, graphed, _ = pair(lambda model: model.requires_grad_(False), trained=False, name="teacher")
+    for model in (plain, graphed):
+        model.eval()
+    for _ in range(4):
+        ids = random_ids()
+        with torch.no_grad():
+            torch.testing.assert_close(graphed(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert RunsAgain.replays == 6
+
+
+def test_hooks_within_a_layer_end_it(capsys):
+    plain, graphed, layers = replaying()
+    seen = []
+    for model in (plain, graphed):
+        model.model.layers[1].mlp.register_forward_hook(lambda *args: seen.append(1))
+    ids = random_ids()
+    backward(plain, ids), backward(graphed, ids)
+    assert_same_gradients(plain, graphed)
+    assert len(seen) == 2 and RunsAgain.replays == 6
+    assert layers.report == "CUDA graphs: none for the student: a Qwen3MLP has hooks"
+    assert layers.report in capsys.readouterr().out
+
+
+def test_always_is_an_error_where_layers_cannot_be_recorded():
+    _, graphed, _ = pair(lambda model: checkpointed(lora(model, dropout=0.1)), always=True)
+    ids = random_ids()
+    backward(graphed, ids), backward(graphed, ids)
+    with pytest.raises(ConfigError, match=r"cuda_graphs: always .* gradient checkpointing .* dropout masks"):
+        backward(graphed, ids)
+
+
+@pytest.mark.parametrize("limit, replays", [(1e12, 6), (1.0, 0)])
+def test_auto_records_small_layers(monkeypatch, limit, replays):
+    monkeypatch.setattr(cuda_graphs, "HOST_BOUND", limit)
+    _, graphed, _ = pair()
+    for _ in range(3):
+        backward(graphed, random_ids())
+    assert RunsAgain.replays == replays
+
+
+def test_only_a_few_shapes_are_recorded(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "SHAPES", 2)
+    plain, graphed, layers = pair()
+    for _ in range(4):
+        for length in (5, 6, 7):
+            ids = random_ids(length)
+            backward(plain, ids), backward(graphed, ids)
+            assert_same_gradients(plain, graphed)
+    assert layers.report.endswith("2x5x32, 2x6x32")
+
+
+def test_undo_and_copies():
+    plain, graphed, layers = replaying()
+    other = copy.deepcopy(graphed)
+    ids = random_ids()
+    backward(plain, ids), backward(other, ids)
+    assert_same_gradients(plain, other)
+    layers.undo()
+    plain.zero_grad()
+    backward(plain, ids), backward(graphed, ids)
+    assert_same_gradients(plain, graphed)
+    assert RunsAgain.replays == 6
+    assert not any("forward" in vars(layer) for layer in graphed.model.layers)
+
+
+def test_what_stands_against_it():
+    with pytest.raises(NotCapturable, match="its weights are on cpu"):
+        GraphedLayers(tiny_model())
+    model = tiny_model()
+    model.model.layers[0].forward = lambda *args: None
+    with pytest.raises(NotCapturable, match="forward of a LlamaDecoderLayer has been replaced"):
+        GraphedLayers(model, recorder=RunsAgain)
+    model = tiny_model()
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0]])
+    with pytest.raises(NotCapturable, match="Expected one list of 2 decoder layers"):
+        GraphedLayers(model, recorder=RunsAgain)
+
+
+def test_structures():
+    x, y = torch.ones(2, 3), torch.ones(4).requires_grad_()
+    value = (x, [y, None, {"a": x, "b": 2}], "text", 1.5, torch.float32)
+    tensors = []
+    structure = flatten(value, tensors)
+    assert [id(t) for t in tensors] == [id(x), id(y), id(x)]
+    assert fill(structure, iter(tensors)) == value
+    assert structure == flatten((torch.zeros(2, 3), [y, None, {"a": x, "b": 2}], "text", 1.5, torch.float32), [])
+    assert structure != flatten((x.T, *value[1:]), [])
+    with pytest.raises(NotCapturable, match="a layer gets a object"):
+        flatten([object()], [])

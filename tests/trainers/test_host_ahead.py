@@ -1,0 +1,163 @@
+"""Trainings in which the host does less: CUDA graphs on a GPU, and the walks over modules that are left out."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny import completions, texts, tiny_model, tiny_tokenizer, train_args
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.errors import ConfigError
+
+
+def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, **options):
+    args = train_args(LigerConfig if cls is LigerTrainer else SFTConfig, **{"max_steps": 3, **options})
+    return cls(
+        model or tiny_model("qwen3"), args=args, train_dataset=rows or completions(), processing_class=tiny_tokenizer(),
+        eval_dataset=completions(4, seed=1), callbacks=callbacks, peft_config=peft_config,
+    )  # fmt: skip
+
+
+def test_without_a_gpu_auto_does_nothing_and_always_is_refused():
+    trainer = sft(cuda_graphs="auto")
+    trainer.train()
+    assert trainer.graph_reports == {}
+    with pytest.raises(ConfigError, match="cuda_graphs: always does not go with this training: the device is cpu"):
+        sft(cuda_graphs="always").train()
+    with pytest.raises(ValueError, match="cuda_graphs: expected one of auto, always, never"):
+        sft(cuda_graphs="on")
+
+
+def test_floating_point_operations_are_those_of_trl():
+    ours, trl = (sft(cls=cls) for cls in (LigerTrainer, SFTTrainer))
+    for trainer in (ours, trl):
+        trainer.train()
+    assert ours.state.total_flos == trl.state.total_flos > 0
+
+
+class PutsToEval(TrainerCallback):
+    """Puts a part of the model into eval mode between two steps."""
+
+    def __init__(self):
+        self.modes = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            model.model.layers[1].eval()
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        self.modes.append(all(module.training for module in model.modules()))
+
+    on_step_end = on_substep_end
+
+
+def test_every_step_trains_all_modules():
+    watch = PutsToEval()
+    trainer = sft(callbacks=[watch])
+    trainer.train()
+    assert watch.modes == [True] * 3
+    assert "train" not in vars(trainer.model)
+
+
+def test_batches_do_not_wait_for_the_device():
+    assert sft(dataloader_pin_memory=True).accelerator.non_blocking
+    assert not sft(dataloader_pin_memory=False).accelerator.non_blocking
+
+
+# on a GPU
+
+LENGTH = 16
+
+
+def fixed_rows(n=40):
+    """Rows of one length, so that all batches have one shape."""
+    ids = torch.randint(5, 59, (n, LENGTH), generator=torch.Generator().manual_seed(3)).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+ON_GPU = {
+    "per_device_train_batch_size": 2, "max_steps": 10, "learning_rate": 3e-3, "logging_steps": 1, "max_length": LENGTH,
+    "dataset_kwargs": {"skip_prepare_dataset": True}, "use_cpu": False, "dataloader_pin_memory": True,
+    "max_grad_norm": 1.0,
+}  # fmt: skip
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+CASES = {
+    "full": ({}, None),
+    "accumulation": ({"gradient_accumulation_steps": 3}, None),
+    "checkpointing": ({"gradient_checkpointing": True}, None),
+    "bf16": ({"bf16": True}, None),
+    "lora": ({}, LORA),
+    "lora, bf16, checkpointing": ({"bf16": True, "gradient_checkpointing": True}, LORA),
+    "evaluation in between": ({"eval_strategy": "steps", "eval_steps": 4}, None),
+    "no set_to_none": ({"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}, None),
+}
+
+
+def losses_with(cuda_graphs, options, peft_config):
+    trainer = sft(
+        tiny_model("qwen3", num_hidden_layers=3), fixed_rows(), peft_config=peft_config, cuda_graphs=cuda_graphs,
+        **{**ON_GPU, **options},
+    )  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    weights = {n: p.detach().float().cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], weights, trainer.graph_reports
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options, peft_config", CASES.values(), ids=CASES)
+def test_a_training_in_graphs_is_the_one_without(options, peft_config):
+    plain, graphed = (losses_with(mode, options, peft_config) for mode in ("never", "always"))
+    assert plain[3] == {}
+    assert graphed[3] == {"student": f"CUDA graphs: 3 layers of the student, hidden states of 2x{LENGTH}x32"}
+    rtol = 2e-2 if options.get("bf16") else 1e-4
+    assert graphed[0] == pytest.approx(plain[0], rel=rtol)
+    assert graphed[1] == pytest.approx(plain[1], rel=10 * rtol)
+    for name, weight in plain[2].items():
+        assert (graphed[2][name] - weight).norm() <= 10 * rtol * weight.norm() + 1e-6, name
+    assert plain[0][-1] < plain[0][0]
+
+
+@pytest.mark.gpu
+def test_distillation_in_graphs_is_the_one_without():
+    curves = []
+    for mode in ("never", "always"):
+        args = train_args(LigerDistillConfig, **ON_GPU, cuda_graphs=mode, losses=[{"type": "forward_kl"}])
+        trainer = LigerDistillTrainer(
+            tiny_model("qwen3", num_hidden_layers=3), teacher_model=tiny_model("qwen3", seed=1), args=args,
+            train_dataset=fixed_rows(), processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        curves.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert set(trainer.graph_reports) == {"student", "teacher"}
+    assert all("hidden states of 2x16x32" in report for report in trainer.graph_reports.values())
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_dropout_in_graphs_differs_from_step_to_step():
+    model = tiny_model("llama", attention_dropout=0.5)
+    trainer = sft(model, fixed_rows(2), cuda_graphs="always", **{**ON_GPU, "learning_rate": 0.0})
+    trainer.train()
+    assert "2x16x32" in trainer.graph_reports["student"]
+    replayed = [log["loss"] for log in trainer.state.log_history if "loss" in log][3:]
+    assert len(set(replayed)) == len(replayed)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_recorded_is_said_and_runs_as_it_is():
+    trainer = sft(tiny_model("mixtral", output_router_logits=False), fixed_rows(), cuda_graphs="auto", **ON_GPU)
+    trainer.train()
+    assert trainer.graph_reports["student"].startswith("CUDA graphs: none for the student: ")
+    assert trainer.state.global_step == 10
+
+
+@pytest.mark.gpu
+def test_rows_of_many_lengths_train_without_graphs_of_all():
+    options = {"per_device_train_batch_size": 2, "max_steps": 20, "use_cpu": False, "dataloader_pin_memory": True}
+    trainer = sft(rows=texts(40), cuda_graphs="always", **options)
+    trainer.train()
+    assert trainer.state.global_step == 20
+    assert trainer.graph_reports["student"].count("x32") <= 4
