@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .shapes import random_model
+from .shapes import config_of, random_model
 from .trainer_cases import PAD, SPECIAL, Case, length_of, make_tokenizer
 from .workers import apply_liger
 
@@ -99,17 +99,18 @@ class Run:
     inputs: dict[str, Any]
 
     def student(self) -> Any:
-        model = self._model(self.case.shape, STUDENT)
+        model = self.random(self.case.shape, STUDENT)
         return self._quantised(model) if self.case.four_bit else model
 
     def teacher(self) -> Any:
         assert self.case.teacher
-        teacher = self._model(self.case.teacher, TEACHER).requires_grad_(False).eval()
+        teacher = self.random(self.case.teacher, TEACHER).requires_grad_(False).eval()
         if self.provider.uses_liger:
             apply_liger(teacher)
         return teacher
 
-    def _model(self, shape: str, seed: int) -> Any:
+    def random(self, shape: str, seed: int) -> Any:
+        """Return a model with random weights, on the device."""
         model = random_model(shape, self.tiny, self.device, seed, **SPECIAL)
         return model.float() if self.tiny else model
 
@@ -131,11 +132,11 @@ class Run:
         return AutoModelForCausalLM.from_pretrained(self.saved(model), quantization_config=how, **where)
 
 
-def prepare(case: Case, provider: Provider, tiny: bool, device: str, folder: str, rows: list[list[int]], steps: int):
+def prepare(
+    case: Case, provider: Provider, tiny: bool, device: str, folder: str, rows: list[list[int]], steps: int
+) -> Run:
     """Return the `Run` of a provider in a case."""
     from datasets import Dataset
-
-    from .shapes import config_of
 
     inputs: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"input_ids": rows}),
@@ -226,7 +227,7 @@ def make_unsloth(run: Run) -> Any:
 
     case, length = run.case, length_of(run.case, run.tiny)
     model, _ = FastLanguageModel.from_pretrained(
-        run.saved(run._model(case.shape, STUDENT)), max_seq_length=length, dtype=torch.bfloat16,
+        run.saved(run.random(case.shape, STUDENT)), max_seq_length=length, dtype=torch.bfloat16,
         load_in_4bit=case.four_bit, full_finetuning=case.lora_dropout is None,
     )  # fmt: skip
     if case.lora_dropout is not None:

@@ -57,7 +57,7 @@ HEADS = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A provider in a case, and what came of it."""
 
@@ -65,6 +65,7 @@ class Row:
     provider: Provider
     measured: Measured | None = None
     failure: str | None = None
+    started: bool = False
     loss_gap: float | None = None
     norm_gap: float | None = None
 
@@ -116,13 +117,13 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
     for group in (rows[at : at + size] for at in range(0, len(rows), size)):
         for row in group:
             row.failure = row.provider.missing(row.case) or _late(options)
-        processes = {id(row): _load(row, options) for row in group if row.failure is None}
+        processes = {row: _load(row, options) for row in group if row.failure is None}
         try:
-            for process in processes.values():  # no import while another is timed
-                process.result(options.row_limit)
+            for row, process in processes.items():  # no import while another is timed
+                row.failure = process.result(options.row_limit)[1]
             for row in group:
                 if row.failure is None:
-                    _run(row, processes[id(row)], options)
+                    _run(row, processes[row], options)
                     judge(row, plain[row.case.name])
                 yield row
         finally:
@@ -139,10 +140,12 @@ def _load(row: Row, options: argparse.Namespace) -> Process:
 def _run(row: Row, process: Process, options: argparse.Namespace) -> None:
     row.failure = _late(options)
     if row.failure is None:
-        started = time.monotonic()
+        row.started, started = True, time.monotonic()
         process.start("run", row.case, row.provider)
         left = max(1.0, options.deadline - started)
         row.measured, row.failure = process.result(min(options.row_limit, left))
+        if row.failure and _late(options):
+            row.failure = f"cut off: {options.time_limit:g} s were over"
         say(row.case.name, f"{row.provider.name}: {time.monotonic() - started:.1f} s {row.failure or ''}")
     process.close()
 
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = options.output / f"trainer-step-{'tiny' if options.tiny else slug(header['device'])}"
             write(path, {"header": header, "results": [r.data() for r in finished]}, markdown(header, finished))
     print(markdown(header, finished))
-    return int(any(row.failure and row.provider.trainer == "ours" for row in finished))
+    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in finished))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
