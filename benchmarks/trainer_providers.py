@@ -42,6 +42,10 @@ class Provider:
     def uses_liger(self) -> bool:
         return bool(self.options.get("use_liger_kernel"))
 
+    @property
+    def compiles(self) -> bool:
+        return bool(self.options.get("torch_compile"))
+
     def missing(self, case: Case) -> str | None:
         """Return what is not installed."""
         needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if case.four_bit else {})}

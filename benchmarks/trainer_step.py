@@ -111,7 +111,11 @@ def _largest(gaps: Iterable[float]) -> float:
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
-    """Run rows one after another, and judge each. Those behind a time limit, or of absent packages, say so."""
+    """Run rows one after another, and judge each. Those behind a time limit, or of absent packages, say so.
+
+    Those that compile, for minutes, come last: a run that is cut off has the others of all cases.
+    """
+    rows = sorted(rows, key=lambda row: row.provider.compiles)
     plain: dict[str, Row] = {row.case.name: row for row in rows if row.provider.name == REFERENCE}
     size = min(AHEAD, os.cpu_count() or 1)
     for group in (rows[at : at + size] for at in range(0, len(rows), size)):
@@ -228,14 +232,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
     rows = [Row(case, provider) for case in options.cases for provider in options.chosen[case.kind]]
-    finished: list[Row] = []
+    finished: set[Row] = set()
     for row in measure(rows, options):
-        finished.append(row)
+        finished.add(row)
         if options.output:
             path = options.output / f"trainer-step-{'tiny' if options.tiny else slug(header['device'])}"
-            write(path, {"header": header, "results": [r.data() for r in finished]}, markdown(header, finished))
-    print(markdown(header, finished))
-    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in finished))
+            shown = [row for row in rows if row in finished]
+            write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
+    print(markdown(header, rows))
+    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

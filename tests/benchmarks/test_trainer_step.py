@@ -205,6 +205,12 @@ def test_absent_packages_and_late_rows_cost_nothing(monkeypatch):
     ]
 
 
+def test_rows_that_compile_come_last_and_without_holding_up_others():
+    rows = [Row(case, provider) for case in (PLAIN, CASE["sft-llama-3.2-1b"]) for provider in (TRL, COMPILED, OURS)]
+    order = list(trainer_step.measure(rows, parse(["--time-limit", "-1"])))
+    assert [row.provider.name for row in order] == ["trl", "ours", "trl", "ours", "trl_compiled", "trl_compiled"]
+
+
 def test_a_process_that_dies_or_hangs_is_a_failure_of_its_own():
     dying, hanging = (Process(Misbehaving, name, True) for name in ("dying", "hanging"))
     assert dying.call("answer") == ("dying", None)
