@@ -49,7 +49,8 @@ class Provider:
         theirs.close()  # or the end of the process would not be noticed
 
     def start(self, method: str, *arguments: Any) -> None:
-        self._connection.send((method, arguments))
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended: `result` says so
+            self._connection.send((method, arguments))
 
     def result(self, seconds: float | None = None) -> tuple[Any, str | None]:
         """Wait for it; a process that takes longer than `seconds`, or has ended, is a failure."""
@@ -58,7 +59,7 @@ class Provider:
             return None, f"took more than {seconds:.0f} s"
         try:
             return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join()
             return None, f"its process ended with exit code {self._process.exitcode}"
 

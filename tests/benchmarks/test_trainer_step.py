@@ -216,6 +216,7 @@ def test_a_process_that_dies_or_hangs_is_a_failure_of_its_own():
     assert dying.call("answer") == ("dying", None)
     dying.start("die", 7)
     assert dying.result() == (None, "its process ended with exit code 7")
+    assert dying.call("answer") == (None, "its process ended with exit code 7")
     assert hanging.call("answer") == ("hanging", None)
     hanging.start("sleep", 60)
     assert hanging.result(seconds=0.1) == (None, "took more than 0 s")
