@@ -6,6 +6,7 @@ A benchmark of this kind is a `Benchmark`, and its command line `main`. What a p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import multiprocessing
 import statistics
@@ -45,20 +46,33 @@ class Provider:
         self.name, (self._connection, theirs) = name, context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, worker_class, name, tiny), daemon=True)
         self._process.start()
+        theirs.close()  # or the end of the process would not be noticed
 
     def start(self, method: str, *arguments: Any) -> None:
-        self._connection.send((method, arguments))
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended: `result` says so
+            self._connection.send((method, arguments))
 
-    def result(self) -> tuple[Any, str | None]:
-        return self._connection.recv()
+    def result(self, seconds: float | None = None) -> tuple[Any, str | None]:
+        """Wait for it; a process that takes longer than `seconds`, or has ended, is a failure."""
+        if not self._connection.poll(seconds):
+            self._process.kill()
+            return None, f"took more than {seconds:.0f} s"
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            return None, f"its process ended with exit code {self._process.exitcode}"
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
         self.start(method, *arguments)
         return self.result()
 
     def close(self) -> None:
-        self._connection.send(None)
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended
+            self._connection.send(None)
         self._process.join(timeout=20)
+        if self._process.is_alive():
+            self._process.kill()
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Header:
 
 def describe(device: torch.device, roofline: Roofline, arguments: Sequence[str], rounds: int) -> Header:
     where = provenance(PACKAGES, device.type == "cuda")
-    command = shlex.join(["python", "-m", "benchmarks.run", *_without_output(arguments)])
+    command = shlex.join(["python", "-m", "benchmarks.run", *without_output(arguments)])
     return Header(**where, command=command, python=platform.python_version(), rounds=rounds, roofline=roofline)
 
 
@@ -69,7 +69,7 @@ def join_versions(packages: dict[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in packages.items())
 
 
-def _without_output(arguments: Sequence[str]) -> list[str]:
+def without_output(arguments: Sequence[str]) -> list[str]:
     """Drop the folder of the results: a path on this machine says nothing about them."""
     return [
         argument

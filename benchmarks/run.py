@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import plots, report
+from .choose import matching
 from .losses import LossSuite
 from .measure import Roofline, Stopwatch, settle_libraries
 from .ops import OpSuite
@@ -122,18 +122,6 @@ def choose_providers(args: argparse.Namespace, parser: argparse.ArgumentParser) 
         return [replace(provider, kinds=provider.default_kinds) for provider in providers]
     names = {"ours", *matching(args.providers, [provider.name for provider in providers], "provider", parser)}
     return [provider for provider in providers if provider.name in names]
-
-
-def matching(patterns: str, names: Sequence[str], what: str, parser: argparse.ArgumentParser) -> set[str]:
-    """Names that match any of the comma-separated globs; a glob that matches none is an error."""
-    chosen: set[str] = set()
-    for pattern in patterns.split(","):
-        matches = {name for name in names if fnmatchcase(name, pattern.strip())}
-        if not matches:
-            choices = ", ".join(dict.fromkeys(names))
-            parser.error(f"no {what} is called {pattern.strip()!r}; there are: {choices}")
-        chosen |= matches
-    return chosen
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""Trainings that `benchmarks.trainer_step` measures: a model, how it is trained, and rows, the same for every provider.
+
+Token ids are random with Zipf's frequencies, so that a model of random weights has something to learn: the loss falls.
+Lengths of real mixes are log-normal with a mean of MEAN_LENGTH tokens, between SHORTEST and LONGEST.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .shapes import config_of
+
+MEAN_LENGTH, SHORTEST, LONGEST, SIGMA = 300, 16, 2048, 1.0
+TINY_LENGTH, TINY_SCALE = 32, 32  # of full rows; and what the other lengths are divided by
+PAD, END, FIRST = 0, 1, 2  # ids; words begin at FIRST
+SPECIAL: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}  # of a model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Optimizer steps of a row: untimed, timed, and traced."""
+
+    warmup: int
+    timed: int
+    traced: int
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.timed + self.traced
+
+
+PLAN, TINY_PLAN = Plan(6, 20, 4), Plan(2, 6, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        rows: of a batch, in one micro-batch.
+        length: tokens of a row: all have as many, or are packed into as many, or have at most as many.
+        layout: "full", "packed" or "padded".
+        teacher: the teacher's shape, of a distillation by forward KL.
+        lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
+        four_bit: whether the adapters' base is quantised by bitsandbytes (nf4).
+        default: whether it runs without being named.
+    """
+
+    name: str
+    shape: str
+    rows: int
+    length: int
+    layout: str = "full"
+    teacher: str | None = None
+    lora_dropout: float | None = None
+    four_bit: bool = False
+    checkpointing: bool = False
+    default: bool = True
+
+    @property
+    def kind(self) -> str:
+        return "SFT" if self.teacher is None else "KD"
+
+    def learning_rate(self, tiny: bool) -> float:
+        """Return one at which bf16 weights move: half of their last digit is about 6e-5."""
+        return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1)
+
+    def __str__(self) -> str:
+        how = "all weights" if self.lora_dropout is None else f"{'Q' * self.four_bit}LoRA r 16"
+        how += f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
+        what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
+        size = {"full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}"}[self.layout]
+        size = size.format(self.rows, self.length)
+        return f"{self.kind}, {what}, {how}, {size}{', gradient checkpointing' * self.checkpointing}"
+
+
+SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.2-1B"
+CASES = (
+    Case("sft-qwen3-0.6b", SMALL, 8, 1024),
+    Case("sft-qwen3-0.6b-packed", SMALL, 4, 2048, "packed"),
+    Case("sft-qwen3-0.6b-padded", SMALL, 8, LONGEST, "padded"),
+    Case("sft-llama-3.2-1b", LLAMA, 4, 2048),
+    Case("lora-qwen3-0.6b", SMALL, 8, 1024, lora_dropout=0.0),
+    Case("lora-qwen3-0.6b-dropout", SMALL, 8, 1024, lora_dropout=0.05),
+    Case("lora-llama-3.2-1b", LLAMA, 4, 2048, lora_dropout=0.0),
+    Case("qlora-qwen3-0.6b", SMALL, 8, 1024, lora_dropout=0.0, four_bit=True),
+    Case("kd-qwen3-0.6b", SMALL, 8, 1024, teacher="Qwen3-1.7B"),
+    Case("sft-qwen3-0.6b-packed-16", SMALL, 16, 2048, "packed", default=False),
+    Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
+    Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
+    Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
+    Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),
+)
+
+
+def length_of(case: Case, tiny: bool) -> int:
+    """Return how many tokens a row, or a pack of rows, has at most."""
+    return case.length if not tiny else TINY_LENGTH if case.layout == "full" else case.length // TINY_SCALE
+
+
+def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[int]]:
+    """Return token ids of all rows that a run of `plan` reads, in order; packs are shuffled later.
+
+    Those of the traced steps are those of the last timed ones, so that both do the same work.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = _lengths(case, plan, tiny, rng)
+    vocab = config_of(case.shape, tiny).vocab_size
+    frequencies = 1 / np.arange(FIRST, vocab)
+    ids = rng.choice(np.arange(FIRST, vocab), sum(lengths), p=frequencies / frequencies.sum())
+    rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+    if case.layout == "packed":
+        return rows
+    before, repeated = (case.rows * steps for steps in (plan.warmup + plan.timed, plan.traced))
+    return [*rows[:before], *rows[before - repeated : before]]
+
+
+def _lengths(case: Case, plan: Plan, tiny: bool, rng: np.random.Generator) -> list[int]:
+    longest = length_of(case, tiny)
+    if case.layout == "full":
+        return [longest] * (case.rows * plan.steps)
+    scale = TINY_SCALE if tiny else 1
+    draws = rng.lognormal(math.log(MEAN_LENGTH) - SIGMA**2 / 2, SIGMA, 200 * case.rows * plan.steps)
+    lengths = (np.clip(draws, SHORTEST, LONGEST) / scale).astype(int).clip(2, longest)
+    if case.layout == "padded":
+        return lengths[: case.rows * plan.steps].tolist()
+    enough = 1.1 * longest * case.rows * plan.steps  # packs are not quite full
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), enough)) + 1].tolist()
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """Return a tokenizer of as many words. Rows are token ids: it only says what pads and ends them."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{END}")

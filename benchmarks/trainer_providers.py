@@ -1,0 +1,246 @@
+"""Who trains in `benchmarks.trainer_step`, and how each one's trainer is made: with everything else equal.
+
+Liger-Kernel is switched on by `use_liger_kernel=True`, which transformers still serves: it patches the model's layers
+when training starts, and TRL keeps its own fused head. A teacher has no such switch: its layers are patched by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from .shapes import config_of, random_model
+from .trainer_cases import PAD, SPECIAL, Case, length_of, make_tokenizer
+from .workers import apply_liger
+
+NEVER = 10**6  # steps
+STUDENT, TEACHER = 0, 1  # seeds of their weights
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A trainer and what it is given.
+
+    Attributes:
+        name: on the command line; those of ours begin with "ours".
+        trainer: a key of TRAINERS.
+        options: of the trainer's configuration, beside those that all share.
+        needs: modules that must be installed, with the name of their package.
+    """
+
+    name: str
+    title: str
+    trainer: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def uses_liger(self) -> bool:
+        return bool(self.options.get("use_liger_kernel"))
+
+    @property
+    def compiles(self) -> bool:
+        return bool(self.options.get("torch_compile"))
+
+    def missing(self, case: Case) -> str | None:
+        """Return what is not installed."""
+        needs = {**self.needs, **({"bitsandbytes": "bitsandbytes"} if case.four_bit else {})}
+        packages = [package for module, package in needs.items() if find_spec(module) is None]
+        return f"{', '.join(packages)}: not installed" if packages else None
+
+
+REFERENCE = "trl"  # whose loss the others must have
+LIGER: dict[str, Any] = {"options": {"use_liger_kernel": True}, "needs": {"liger_kernel": "liger-kernel"}}
+COMPILED: dict[str, Any] = {"options": {"torch_compile": True}}
+PROVIDERS: dict[str, tuple[Provider, ...]] = {
+    "SFT": (
+        Provider(REFERENCE, "TRL SFTTrainer", "sft"),
+        Provider("trl_liger", "TRL SFTTrainer + Liger-Kernel", "sft", **LIGER),
+        Provider("trl_compiled", "TRL SFTTrainer + torch_compile", "sft", **COMPILED),
+        Provider("unsloth", "Unsloth", "unsloth", needs={"unsloth": "unsloth"}),
+        Provider("ours", "LigerTrainer", "ours"),
+    ),
+    "KD": (
+        Provider(REFERENCE, "TRL DistillationTrainer", "distillation"),
+        Provider("trl_liger", "TRL DistillationTrainer + Liger-Kernel", "distillation", **LIGER),
+        Provider("gkd", "TRL GKDTrainer", "gkd"),
+        Provider("gkd_liger", "TRL GKDTrainer + Liger-Kernel", "gkd", **LIGER),
+        Provider("gkd_compiled", "TRL GKDTrainer + torch_compile", "gkd", **COMPILED),
+        Provider("ours", "LigerDistillTrainer", "ours"),
+    ),
+}
+
+
+def variant(options: Mapping[str, Any]) -> dict[str, Provider]:
+    """Return our trainers with further options, by kind of training."""
+    name = ",".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
+    )
+    titles = {"SFT": "LigerTrainer", "KD": "LigerDistillTrainer"}
+    return {kind: Provider(f"ours:{name}", f"{title}, {name}", "ours", dict(options)) for kind, title in titles.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a trainer is made of.
+
+    Attributes:
+        options: of its configuration.
+        inputs: rows, tokenizer and adapters, by the names of a trainer's arguments.
+        folder: for what it writes.
+    """
+
+    case: Case
+    provider: Provider
+    tiny: bool
+    device: str
+    folder: str
+    options: dict[str, Any]
+    inputs: dict[str, Any]
+
+    def student(self) -> Any:
+        model = self.random(self.case.shape, STUDENT)
+        return self._quantised(model) if self.case.four_bit else model
+
+    def teacher(self) -> Any:
+        assert self.case.teacher
+        teacher = self.random(self.case.teacher, TEACHER).requires_grad_(False).eval()
+        if self.provider.uses_liger:
+            apply_liger(teacher)
+        return teacher
+
+    def random(self, shape: str, seed: int) -> Any:
+        """Return a model with random weights, on the device."""
+        model = random_model(shape, self.tiny, self.device, seed, **SPECIAL)
+        return model.float() if self.tiny else model
+
+    def saved(self, model: Any) -> str:
+        """Write a model for those that only read one from files."""
+        path = f"{self.folder}/model"
+        model.save_pretrained(path)
+        self.inputs["processing_class"].save_pretrained(path)
+        return path
+
+    def _quantised(self, model: Any) -> Any:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        how: Any = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=model.dtype,
+            bnb_4bit_use_double_quant=True,
+        )  # fmt: skip
+        where = {"device_map": {"": self.device}, "dtype": model.dtype, "attn_implementation": "sdpa"}
+        return AutoModelForCausalLM.from_pretrained(self.saved(model), quantization_config=how, **where)
+
+
+def prepare(
+    case: Case, provider: Provider, tiny: bool, device: str, folder: str, rows: list[list[int]], steps: int
+) -> Run:
+    """Return the `Run` of a provider in a case."""
+    from datasets import Dataset
+
+    inputs: dict[str, Any] = {
+        "train_dataset": Dataset.from_dict({"input_ids": rows}),
+        "processing_class": make_tokenizer(config_of(case.shape, tiny).vocab_size),
+    }
+    if case.lora_dropout is not None and provider.trainer != "unsloth":
+        from peft import LoraConfig
+
+        inputs["peft_config"] = LoraConfig(**lora_options(case), target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {
+        "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
+        "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused", "gradient_checkpointing": case.checkpointing, "report_to": [],
+        "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
+        **provider.options,
+    }  # fmt: skip
+    return Run(case, provider, tiny, device, folder, options, inputs)
+
+
+def lora_options(case: Case) -> dict[str, Any]:
+    return {"r": 16, "lora_alpha": 32, "lora_dropout": case.lora_dropout}
+
+
+def _rows_options(run: Run) -> dict[str, Any]:
+    """Options of SFTConfig and what is made of it. Packs come sorted by the length of their first row: shuffle them."""
+    packed = run.case.layout == "packed"
+    order = "random" if packed else "sequential"
+    return {"packing": packed, "max_length": length_of(run.case, run.tiny), "train_sampling_strategy": order}
+
+
+def make_sft(run: Run) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(run.student(), args=SFTConfig(**run.options, **_rows_options(run)), **run.inputs)
+
+
+def make_ours(run: Run) -> Any:
+    from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+    from liger_trainer.trainers.sft_config import LigerConfig
+
+    options = {**run.options, **_rows_options(run)}
+    if run.case.teacher is None:
+        return LigerTrainer(run.student(), args=LigerConfig(**options), **run.inputs)
+    args = LigerDistillConfig(**options, losses=[{"type": "forward_kl"}])
+    return LigerDistillTrainer(run.student(), teacher_model=run.teacher(), args=args, **run.inputs)
+
+
+def make_gkd(run: Run) -> Any:
+    """TRL's GKDTrainer, which never samples. It stores both models' logits."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    args = GKDConfig(**run.options, **_rows_options(run), lmbda=0.0, beta=0.0)
+    collator = DataCollatorForLanguageModeling(pad_token_id=PAD)
+    return GKDTrainer(run.student(), teacher_model=run.teacher(), args=args, data_collator=collator, **run.inputs)
+
+
+def make_distillation(run: Run) -> Any:
+    """TRL's DistillationTrainer with its fused loss, where the rows stand in for completions that it would sample.
+
+    The first token of a row is its prompt.
+    """
+    from trl import DistillationConfig, DistillationTrainer
+
+    class OnRows(DistillationTrainer):
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            ids = torch.tensor([row["input_ids"] for row in inputs], device=self.accelerator.device)
+            mask = torch.ones_like(ids)
+            return {
+                "prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1],
+                "completion_ids": ids[:, 1:], "completion_mask": mask[:, 1:],
+                "num_items_in_batch": mask[:, 1:].sum(),
+            }  # fmt: skip
+
+    if run.case.layout != "full":
+        raise ValueError(f"DistillationTrainer takes rows of one length here; the case is {run.case.layout}.")
+    length = length_of(run.case, run.tiny)
+    args = DistillationConfig(**run.options, beta=0.0, max_completion_length=length - 1, shuffle_dataset=False)
+    rows = run.inputs["train_dataset"]
+    inputs = {**run.inputs, "train_dataset": rows.add_column("prompt", ["w2"] * len(rows))}
+    return OnRows(run.student(), teacher_model=run.teacher(), args=args, **inputs)
+
+
+def make_unsloth(run: Run) -> Any:
+    """TRL's SFTTrainer as Unsloth changes it, which wants to be imported first."""
+    from trl import SFTConfig, SFTTrainer
+    from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
+
+    case, length = run.case, length_of(run.case, run.tiny)
+    model, _ = FastLanguageModel.from_pretrained(
+        run.saved(run.random(case.shape, STUDENT)), max_seq_length=length, dtype=torch.bfloat16,
+        load_in_4bit=case.four_bit, full_finetuning=case.lora_dropout is None,
+    )  # fmt: skip
+    if case.lora_dropout is not None:
+        model = FastLanguageModel.get_peft_model(
+            model, **lora_options(case), use_gradient_checkpointing=case.checkpointing
+        )
+    return SFTTrainer(model, args=SFTConfig(**run.options, **_rows_options(run)), **run.inputs)
+
+
+TRAINERS: dict[str, Callable[[Run], Any]] = {
+    "sft": make_sft, "ours": make_ours, "gkd": make_gkd, "distillation": make_distillation, "unsloth": make_unsloth,
+}  # fmt: skip

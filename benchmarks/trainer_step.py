@@ -1,0 +1,308 @@
+"""Whole training steps through the trainers themselves: TRL's, with Liger-Kernel, with torch.compile, Unsloth, ours.
+
+    python -m benchmarks.trainer_step --output DIR           # on a GPU: DIR/trainer-step-<device>.json and .md
+    python -m benchmarks.trainer_step --cases 'sft-*,kd-*' --providers 'trl,trl_liger,ours' --time-limit 450
+    python -m benchmarks.trainer_step --cases sft-qwen3-0.6b-packed --ours packing_strategy=wrapped
+    python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
+
+A provider in a case is a process of its own, since Liger-Kernel and Unsloth patch module globals; the device has one at
+a time. Weights, rows, their order, optimizer and all other options are the same. A callback in the trainer's own loop
+times steps, and traces some more. Losses of all steps and the first gradient norm must be those of TRL's plain trainer
+within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows, else the row has no times.
+
+`--ours` adds a row of ours with further options of its configuration; it may be given several times. What is finished
+is written after every row. Exit code 1: the gate refused a row of ours, or it failed. 2: a name that does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .choose import matching
+from .measure import Spread
+from .processes import Provider as Process
+from .processes import say
+from .report import join_versions, provenance, slug, table, without_output, write
+from .trainer_cases import CASES, MEAN_LENGTH, PLAN, TINY_PLAN, Case
+from .trainer_providers import PROVIDERS, REFERENCE, Provider, variant
+from .trainer_worker import Measured, TrainerWorker
+
+LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.02  # relative to the plain trainer's first loss, first gradient norm
+LEAST_FALL = 0.005  # of the plain trainer's loss: one that does not fall shows nothing
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "liger-kernel", "unsloth", "bitsandbytes")
+AHEAD = 12  # processes that import at a time, before the first of them has its turn
+TINY_CASES, TINY_PROVIDERS = "sft-qwen3-0.6b-packed,kd-qwen3-0.6b", f"{REFERENCE},ours"
+SHOWN = (1, 5, 10, 20)  # steps whose losses the table has
+WHAT = (
+    "{timed} timed steps after {warmup} of warm-up, in the trainers' own loops; weights in {dtype}, sdpa, fused AdamW "
+    "with a constant rate, no accumulation; random weights, token ids by Zipf's law, row lengths of packed and padded "
+    "cases log-normal with mean {mean}. ms: median of the steps (quartiles). Busy: the time of a step in which "
+    "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
+    "real ones, with padding in brackets. MiB: peak, and above the weights. Gaps: the largest distance of a step's "
+    "loss from that of TRL's plain trainer, over its first loss, and the relative distance of the first gradient "
+    "norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused. Bold: the best of a column."
+)
+HEADS = (
+    "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "peak MiB", "above weights",
+    "loss, steps " + " / ".join(map(str, SHOWN)), "gaps: loss, norm",
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Row:
+    """A provider in a case, and what came of it."""
+
+    case: Case
+    provider: Provider
+    measured: Measured | None = None
+    failure: str | None = None
+    started: bool = False
+    loss_gap: float | None = None
+    norm_gap: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Return what is written: a row that failed has no times."""
+        times = ("ms", "seconds", "busy_ms", "traced_ms", "peak_mib") if self.failure else ()
+        values = {name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured")}
+        measured = {} if self.measured is None else asdict(self.measured)
+        values |= {name: value for name, value in measured.items() if name not in times}
+        return {"case": self.case.name, "provider": self.provider.name, **values}
+
+
+# The gate
+
+
+def judge(row: Row, reference: Row) -> None:
+    """Compare a row with TRL's plain trainer in the same case, and refuse it if it trains another way."""
+    if row.measured is None:
+        return
+    if reference.measured is None:
+        row.failure = f"nothing to compare with: {reference.provider.title} failed"
+        return
+    got, want = row.measured, reference.measured
+    row.loss_gap = _largest(abs(a - b) / want.losses[0] for a, b in zip(got.losses, want.losses, strict=True))
+    row.norm_gap = abs(got.norms[0] / want.norms[0] - 1)
+    if not min(want.losses) <= (1 - LEAST_FALL) * want.losses[0]:
+        row.failure = f"nothing is compared: the plain loss goes from {want.losses[0]:.4f} to {want.losses[-1]:.4f}"
+    elif [tuple(rows) for rows in got.rows] != [tuple(rows) for rows in want.rows]:
+        row.failure = "it trained on other rows, or in another order"
+    elif not row.loss_gap <= LOSS_TOLERANCE:
+        row.failure = f"refused: its loss is up to {row.loss_gap:.1%} from the plain trainer's"
+    elif not row.norm_gap <= NORM_TOLERANCE:
+        row.failure = f"refused: its first gradient norm is {row.norm_gap:.1%} from the plain trainer's"
+
+
+def _largest(gaps: Iterable[float]) -> float:
+    """Return the largest; NaN, which is no number's equal, where there is one."""
+    values = list(gaps)
+    return max(values) if all(value == value for value in values) else float("nan")
+
+
+# Running
+
+
+def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
+    """Run rows one after another, and judge each. Those behind a time limit, or of absent packages, say so.
+
+    Those that compile, for minutes, come last: a run that is cut off has the others of all cases.
+    """
+    rows = sorted(rows, key=lambda row: row.provider.compiles)
+    plain: dict[str, Row] = {row.case.name: row for row in rows if row.provider.name == REFERENCE}
+    size = min(AHEAD, os.cpu_count() or 1)
+    for group in (rows[at : at + size] for at in range(0, len(rows), size)):
+        for row in group:
+            row.failure = row.provider.missing(row.case) or _late(options)
+        processes = {row: _load(row, options) for row in group if row.failure is None}
+        try:
+            for row, process in processes.items():  # no import while another is timed
+                row.failure = process.result(options.row_limit)[1]
+            for row in group:
+                if row.failure is None:
+                    _run(row, processes[row], options)
+                    judge(row, plain[row.case.name])
+                yield row
+        finally:
+            for process in processes.values():
+                process.close()
+
+
+def _load(row: Row, options: argparse.Namespace) -> Process:
+    process = Process(TrainerWorker, row.provider.name, options.tiny)
+    process.start("load")
+    return process
+
+
+def _run(row: Row, process: Process, options: argparse.Namespace) -> None:
+    row.failure = _late(options)
+    if row.failure is None:
+        row.started, started = True, time.monotonic()
+        process.start("run", row.case, row.provider)
+        left = max(1.0, options.deadline - started)
+        row.measured, row.failure = process.result(min(options.row_limit, left))
+        if row.failure and _late(options):
+            row.failure = f"cut off: {options.time_limit:g} s were over"
+        say(row.case.name, f"{row.provider.name}: {time.monotonic() - started:.1f} s {row.failure or ''}")
+    process.close()
+
+
+def _late(options: argparse.Namespace) -> str | None:
+    return f"not run: {options.time_limit:g} s were over" if time.monotonic() > options.deadline else None
+
+
+# The page
+
+
+def markdown(header: dict[str, Any], rows: Sequence[Row]) -> str:
+    where = f"{header['device']}, {header['date']}, commit {header['commit']}, {join_versions(header['packages'])}."
+    lines = ["# Training steps through the trainers", "", f"{where} `{header['command']}`.", ""]
+    lines += [WHAT.format(**header), ""]
+    for case, group in itertools.groupby(rows, key=lambda row: row.case):
+        lines += [f"## {case}", "", *table([f"`{case.name}`", *HEADS], _table_rows(list(group))), ""]
+    return "\n".join(lines)
+
+
+def _table_rows(rows: list[Row]) -> list[list[str]]:
+    ours = next((row for row in rows if row.provider.name == "ours"), None)
+    best = Best.of([row.measured for row in rows if row.measured and not row.failure])
+    return [[row.provider.title, *_cells(row, ours, best)] for row in rows]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best values in a case."""
+
+    ms: float
+    rate: float
+    peak: float
+
+    @staticmethod
+    def of(measured: Sequence[Measured]) -> Best:
+        return Best(
+            min((Spread.of(m.ms).median for m in measured), default=0.0),
+            max((m.tokens / m.seconds for m in measured), default=0.0),
+            min((m.peak_mib for m in measured if m.peak_mib is not None), default=0.0),
+        )
+
+
+def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
+    if row.failure or row.measured is None:
+        return [row.failure or "", *[""] * (len(HEADS) - 1)]
+    m, ms = row.measured, Spread.of(row.measured.ms)
+    base = Spread.of(ours.measured.ms).median if ours and ours.measured and not ours.failure else None
+    rate, peak = m.tokens / m.seconds, m.peak_mib
+    padding = f" ({m.padded_tokens / m.seconds:,.0f})" if m.padded_tokens != m.tokens else ""
+    return [
+        f"{_bold(f'{ms.median:.1f}', ms.median <= best.ms)} ({ms.p25:.1f} to {ms.p75:.1f})",
+        "" if base is None else f"{ms.median / base:.2f}",
+        "" if m.busy_ms is None else f"{m.busy_ms:.1f}",
+        "" if m.kernels is None else f"{m.kernels:,.0f}",
+        "" if m.busy_ms is None else f"{m.traced_ms / m.busy_ms:.2f}",
+        _bold(f"{rate:,.0f}", rate >= best.rate) + padding,
+        "" if peak is None else _bold(f"{peak:,.0f}", peak <= best.peak),
+        "" if peak is None else f"{peak - m.weights_mib:,.0f}",
+        " / ".join(f"{m.losses[step - 1]:.3f}" for step in SHOWN if step <= len(m.losses)),
+        f"{row.loss_gap:.1e}, {row.norm_gap:.1e}",
+    ]
+
+
+def _bold(text: str, is_best: bool) -> str:
+    return f"**{text}**" if is_best else text
+
+
+# The command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(argv)
+    plan = TINY_PLAN if options.tiny else PLAN
+    command = shlex.join(["python", "-m", "benchmarks.trainer_step", *without_output(argv)])
+    header = {
+        **provenance(PACKAGES), "command": command, **asdict(plan), "mean": MEAN_LENGTH,
+        "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
+        "norm_tolerance": NORM_TOLERANCE,
+    }  # fmt: skip
+    rows = [Row(case, provider) for case in options.cases for provider in options.chosen[case.kind]]
+    finished: set[Row] = set()
+    for row in measure(rows, options):
+        finished.add(row)
+        if options.output:
+            path = options.output / f"trainer-step-{'tiny' if options.tiny else slug(header['device'])}"
+            shown = [row for row in rows if row in finished]
+            write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
+    print(markdown(header, rows))
+    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.trainer_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, help="folder for trainer-step-<device>.json and .md")
+    add("--cases", help="comma-separated names or globs; default: those of the table")
+    add("--providers", help=f"comma-separated names or globs; default: all. {REFERENCE} always runs")
+    add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
+    add("--time-limit", type=float, default=480.0, help="seconds after which everything ends (480)")
+    add("--row-limit", type=float, default=120.0, help="seconds that a provider may take in a case (120)")
+    add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
+    add("--list", action="store_true", help="print cases and providers, and stop")
+    options = parser.parse_args(argv)
+    if options.list:
+        print(listing())
+        parser.exit()
+    options.deadline = time.monotonic() + options.time_limit
+    if options.tiny:
+        options.cases, options.providers = options.cases or TINY_CASES, options.providers or TINY_PROVIDERS
+    names = None if options.cases is None else matching(options.cases, [case.name for case in CASES], "case", parser)
+    options.cases = [case for case in CASES if (case.default if names is None else case.name in names)]
+    options.chosen = _choose_providers(options, parser)
+    return options
+
+
+def _choose_providers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:
+    known = [provider.name for providers in PROVIDERS.values() for provider in providers]
+    names = {REFERENCE, *matching(options.providers or "*", known, "provider", parser)}
+    variants = [variant(_extra(words, parser)) for words in options.ours]
+    return {
+        kind: [*(p for p in providers if p.name in names), *(each[kind] for each in variants)]
+        for kind, providers in PROVIDERS.items()
+    }
+
+
+def _extra(words: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return further options of ours, from KEY=VALUE,..., with values as YAML reads them."""
+    import yaml
+
+    from liger_trainer import LigerDistillConfig
+    from liger_trainer.trainers.sft_config import LigerConfig
+
+    options: dict[str, Any] = {}
+    for word in words.split(","):
+        key, equals, value = word.partition("=")
+        if not equals or not any(key in config.__dataclass_fields__ for config in (LigerConfig, LigerDistillConfig)):
+            parser.error(f"--ours {word!r}: expected key=value with a key of LigerConfig or LigerDistillConfig")
+        options[key] = yaml.safe_load(value)
+    return options
+
+
+def listing() -> str:
+    lines = [f"{case.name}: {case}{'' if case.default else ' (only by name)'}" for case in CASES]
+    return "\n".join([*lines, *(f"{p.name}: {p.title} ({kind})" for kind, ps in PROVIDERS.items() for p in ps)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

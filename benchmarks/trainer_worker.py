@@ -1,0 +1,246 @@
+"""What `benchmarks.trainer_step` does in a process of its own: make a trainer, and watch its own loop from a callback.
+
+The clock waits for the device at the ends of the timed steps alone; between them it leaves events in the stream.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import MIB
+from .trainer_cases import PLAN, TINY_PLAN, Case, make_rows
+from .trainer_providers import TRAINERS, Provider, prepare
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
+
+
+@dataclass
+class Measured:
+    """What a provider did in a case. Lists have an entry a step; MiB are the allocator's; None where there is no GPU.
+
+    Attributes:
+        losses, norms: of all steps before the traced ones; norms of gradients, before they are clipped.
+        rows: of the same steps: tokens, without padding, and a sum of some of their ids.
+        ms: of the timed steps, on the device's clock.
+        seconds: of all timed steps together, on the host's clock.
+        tokens, padded_tokens: of all timed steps, without and with padding.
+        busy_ms, kernels: of a traced step: time in which anything ran on the device, and the kernels that ran.
+        traced_ms: of timed steps with the same rows as the traced ones.
+        peak_mib: of the timed steps. weights_mib is part of it.
+        notes: what the trainer says of itself.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    padded_tokens: int = 0
+    busy_ms: float | None = None
+    kernels: float | None = None
+    traced_ms: float = 0.0
+    peak_mib: float | None = None
+    weights_mib: float = 0.0
+    notes: str = ""
+
+
+class TrainerWorker:
+    """A process for one row of the table."""
+
+    def __init__(self, provider: str, tiny: bool):
+        if provider == "unsloth":  # before transformers, which it changes
+            import unsloth  # noqa: F401 # pyright: ignore[reportMissingImports]
+        self.ours, self.tiny = provider.startswith("ours"), tiny
+
+    def load(self) -> None:
+        """Import what takes seconds, before anything is timed."""
+        import peft  # noqa: F401
+        import trl.trainer.sft_trainer  # noqa: F401
+
+        if self.ours:
+            import liger_trainer.trainers.distill_trainer  # noqa: F401
+
+    def run(self, case: Case, provider: Provider) -> Measured:
+        """Train, and return what was measured."""
+        from transformers import TrainerCallback
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        plan = TINY_PLAN if self.tiny else PLAN
+        with tempfile.TemporaryDirectory() as folder:
+            rows = make_rows(case, plan, self.tiny)
+            run = prepare(case, provider, self.tiny, device, folder, rows, plan.steps)
+            trainer = TRAINERS[provider.trainer](run)
+            watch = Watch(trainer, plan.warmup, plan.timed, plan.traced, folder)
+            events = type("Events", (TrainerCallback,), {"on_step_end": lambda self, *_, **__: watch.end_step()})
+            trainer.add_callback(events())
+            trainer.train()
+            measured = watch.measured(alike=case.layout != "padded")
+        measured.notes = notes_of(trainer, provider)
+        print(f"{provider.title}: {measured.notes}", file=sys.stderr, flush=True)
+        return measured
+
+
+def notes_of(trainer: Any, provider: Provider) -> str:
+    """Return what was replaced in the model.
+
+    Raises:
+        RuntimeError: Liger-Kernel replaced nothing.
+    """
+    if provider.trainer == "ours":
+        return str(trainer.patched.report)
+    if not provider.uses_liger:
+        return ""
+    names = [
+        type(m).__name__ for m in trainer.model.modules() if "liger_kernel" in getattr(m.forward, "__module__", "")
+    ]
+    if not names:
+        raise RuntimeError("use_liger_kernel=True replaced no layer")
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+class Watch:
+    """Steps of a trainer: their losses, gradient norms, rows and times; a trace of the last ones."""
+
+    def __init__(self, trainer: Any, warmup: int, timed: int, traced: int, folder: str):
+        self.trainer, self.path = trainer, Path(folder) / "trace.json"
+        self.warmup, self.timed, self.traced = warmup, timed, traced
+        self.cuda = trainer.args.device.type == "cuda"
+        self.steps = 0
+        self.marks: list[Any] = []
+        self.start = self.seconds = 0.0
+        self.peak: float | None = None
+        self.profiler: Any = None
+        self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
+        self.batches: list[tuple[int, int, int]] = []  # tokens without and with padding, a sum of ids
+        self._listen()
+
+    def _listen(self) -> None:
+        """Keep what each step returns. Nothing here reads a tensor of the device."""
+        step, clip, collate = (
+            self.trainer.training_step, self.trainer.accelerator.clip_grad_norm_, self.trainer.data_collator,
+        )  # fmt: skip
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            loss = step(*args, **kwargs)
+            self.losses.append(loss.detach())
+            return loss
+
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            norm = clip(*args, **kwargs)
+            self.norms.append(norm.detach())
+            return norm
+
+        def data_collator(rows: list[dict[str, Any]]) -> Any:
+            ids = [row["input_ids"] for row in rows]
+            batch = collate(rows)
+            real = sum(map(len, ids))
+            padded = batch["input_ids"].numel() if "input_ids" in batch else real
+            self.batches.append((real, padded, sum(int(row[0]) + int(row[len(row) // 2]) for row in ids)))
+            return batch
+
+        self.trainer.training_step = training_step
+        self.trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+        self.trainer.data_collator = data_collator
+
+    def end_step(self) -> None:
+        self.steps += 1
+        after = self.steps - self.warmup
+        if after == 0:
+            self._begin()
+        if 0 <= after <= self.timed:
+            self._mark()
+        if after == self.timed:
+            self._end()
+        if after == self.timed + self.traced and self.profiler is not None:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.path))
+
+    def _mark(self) -> None:
+        if self.cuda:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            self.marks.append(mark)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def _begin(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.start = time.perf_counter()
+
+    def _end(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.start
+        if self.cuda:
+            self.peak = torch.cuda.max_memory_allocated() / MIB
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+
+    def measured(self, alike: bool) -> Measured:
+        """Return all of it. `alike`: whether all steps do the same work.
+
+        Raises:
+            RuntimeError: the trainer took other steps than these.
+        """
+        until = self.warmup + self.timed
+        if self.steps != until + self.traced or len(self.losses) != self.steps or len(self.norms) != self.steps:
+            raise RuntimeError(
+                f"expected {until + self.traced} steps, got {self.steps}, "
+                f"{len(self.losses)} losses and {len(self.norms)} norms"
+            )
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        ms = [before.elapsed_time(mark) if self.cuda else 1e3 * (mark - before) for before, mark in pairs]
+        same = ms if alike else ms[-self.traced :]
+        counts = [batch[:2] for batch in self.batches[self.warmup : until]]
+        busy, kernels = read_trace(self.path, self.traced) if self.cuda else (None, None)
+        return Measured(
+            losses=torch.stack(self.losses[:until]).float().tolist(),
+            norms=torch.stack(self.norms[:until]).float().tolist(),
+            rows=[(real, ids) for real, _, ids in self.batches[:until]],
+            ms=ms, seconds=self.seconds, tokens=sum(real for real, _ in counts),
+            padded_tokens=sum(padded for _, padded in counts), busy_ms=busy, kernels=kernels,
+            traced_ms=sum(same) / len(same), peak_mib=self.peak, weights_mib=weights_of(self.trainer) / MIB,
+        )  # fmt: skip
+
+
+def weights_of(trainer: Any) -> int:
+    """Return the bytes of the student's weights and of the teacher's."""
+    teachers = (getattr(trainer, name, None) for name in ("teacher", "teacher_model"))
+    models = [trainer.model, *(model for model in teachers if model is not None)]
+    return sum(tensor.nbytes for model in models for tensor in (*model.parameters(), *model.buffers()))
+
+
+def read_trace(path: Path, steps: int) -> tuple[float, float]:
+    """Return the milliseconds of a step in which something ran on the device, and its kernels.
+
+    Raises:
+        RuntimeError: nothing ran.
+    """
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") in ON_DEVICE]
+    kernels = sum(event["cat"] == "kernel" for event in events)
+    if not kernels:
+        raise RuntimeError("the profiler saw no kernel")
+    return covered((event["ts"], event["ts"] + event["dur"]) for event in events) / 1e3 / steps, kernels / steps
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans: what runs beside something else is not counted again."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
