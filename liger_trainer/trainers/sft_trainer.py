@@ -21,6 +21,7 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
+from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
@@ -121,6 +122,7 @@ class LigerTrainer(CheckpointingTrainer):
             undo_evaluation_wrap(self.model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self._padding_tokens = inputs.pop(PADDING, 0)
         if self._shards_sequences() or (self.compute_loss_func is not None and self.model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.use_own_loss()
@@ -224,7 +226,8 @@ class LigerTrainer(CheckpointingTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        read = _num_tokens(inputs).to(outputs.label_mask.device)  # a model spread over devices ends on another
+        tokens_read = _num_tokens(inputs) - self._padding_tokens
+        read = tokens_read.to(outputs.label_mask.device)  # a model spread over devices ends on another
         self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()

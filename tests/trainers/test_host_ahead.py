@@ -7,16 +7,19 @@ from peft import LoraConfig
 from tiny import completions, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
+from liger_trainer.losses.spec import IGNORE_INDEX
+from liger_trainer.trainers.fixed_shapes import FixedShapes
 
 
 def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, **options):
     args = train_args(LigerConfig if cls is LigerTrainer else SFTConfig, **{"max_steps": 3, **options})
     return cls(
-        model or tiny_model("qwen3"), args=args, train_dataset=rows or completions(), processing_class=tiny_tokenizer(),
-        eval_dataset=completions(4, seed=1), callbacks=callbacks, peft_config=peft_config,
+        model or tiny_model("qwen3"), args=args, train_dataset=rows or completions(), eval_dataset=rows,
+        processing_class=tiny_tokenizer(), callbacks=callbacks, peft_config=peft_config,
     )  # fmt: skip
 
 
@@ -61,9 +64,47 @@ def test_every_step_trains_all_modules():
     assert "train" not in vars(trainer.model)
 
 
-def test_batches_do_not_wait_for_the_device():
-    assert sft(dataloader_pin_memory=True).accelerator.non_blocking
-    assert not sft(dataloader_pin_memory=False).accelerator.non_blocking
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_batches_do_not_wait_for_the_device(pinned):
+    args = train_args(LigerConfig)
+    args.dataloader_pin_memory = pinned
+    trainer = LigerTrainer(tiny_model(), args=args, train_dataset=completions(), processing_class=tiny_tokenizer())
+    assert trainer.accelerator.non_blocking is pinned
+
+
+def fixed(lengths, tokens=20, longest=10):
+    """TRL's batch of documents of these lengths, and the one of a fixed shape."""
+    rows = [{"input_ids": torch.randint(1, 50, (n,)).tolist()} for n in lengths]
+    plain = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    return plain(rows), FixedShapes(plain, tokens, longest, pad_token_id=0)(rows)
+
+
+@pytest.mark.parametrize(
+    "lengths, added, count, longest", [((4, 6, 9), 1, 3, 10), ((9, 10), 1, 3, 10), ((5, 7, 8), 0, 3, 10)]
+)
+def test_packed_batches_are_filled_behind_their_documents(lengths, added, count, longest):
+    plain, batch = fixed(lengths)
+    n = sum(lengths)
+    for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert batch[name].dtype == plain[name].dtype and batch[name].shape == (1, 20)
+        assert torch.equal(batch[name][:, :n], plain[name])
+    assert (batch["labels"][:, n:] == IGNORE_INDEX).all()
+    ends = batch["cu_seq_lens_q"]
+    assert ends.dtype == torch.int32 and len(ends) == 65 and ends.diff().count_nonzero() == count
+    assert torch.equal(batch["seq_idx"][0], torch.repeat_interleave(torch.arange(64), ends.diff()))
+    begins = batch["position_ids"][0] == 0
+    assert torch.equal(begins.nonzero().flatten(), ends[:-1][ends.diff() > 0])
+    assert batch["max_length_q"] == batch["max_length_k"] == longest >= ends.diff().max()
+    assert batch["padding_tokens"] == added
+
+
+def test_batches_that_lack_much_or_have_more_stay_as_they_are():
+    for lengths in ((4, 6), (9, 9, 9)):
+        plain, batch = fixed(lengths)
+        assert batch.keys() == plain.keys() and torch.equal(batch["input_ids"], plain["input_ids"])
+    rows = [{"input_ids": [1, 2, 3]}]
+    taught = FixedShapes(lambda rows: {"input_ids": torch.ones(1, 19), "answers": torch.ones(1, 19, 4)}, 20, 10, 0)
+    assert taught(rows)["answers"].shape == (1, 19, 4)
 
 
 # on a GPU
@@ -117,7 +158,6 @@ def test_a_training_in_graphs_is_the_one_without(options, peft_config):
     assert graphed[1] == pytest.approx(plain[1], rel=10 * rtol)
     for name, weight in plain[2].items():
         assert (graphed[2][name] - weight).norm() <= 10 * rtol * weight.norm() + 1e-6, name
-    assert plain[0][-1] < plain[0][0]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,58 @@
+"""Packed rows of one shape: their batches differ by a few tokens, and CUDA graphs are recorded for a shape."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..losses.spec import IGNORE_INDEX
+
+PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
+MOST_PADDING = 0.1  # of a full batch
+ENDS = 64  # documents are counted in steps of so many
+_LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+_TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
+
+
+@dataclass
+class FixedShapes:
+    """A collator around that of packed rows. It fills the flat row up, behind its last document.
+
+    What is behind a document is not seen by it, and has no labels. Documents of no tokens make up their number.
+
+    Args:
+        collator: TRL's, which lays the documents of a batch end to end.
+        tokens: of a full batch.
+        longest: tokens of the longest document.
+        pad_token_id: what the row is filled with.
+    """
+
+    collator: Any
+    tokens: int
+    longest: int
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(rows)
+        tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
+        if tensors != {*_TOKENS, *_LENGTHS}:  # such as a teacher's answers to each token
+            return batch
+        missing = self.tokens - batch["input_ids"].shape[1]
+        if not 0 <= missing <= min(MOST_PADDING * self.tokens, self.longest):
+            return batch
+        ends: Tensor = batch["cu_seq_lens_q"].clone()
+        last = int(ends[-1] - ends[-2])
+        # a document of padding where the last one would become too long
+        of_its_own = [] if last + missing <= self.longest else [int(ends[-1])]
+        after = torch.arange(missing) if of_its_own else torch.arange(last, last + missing)
+        index = batch["seq_idx"][0, -1] + bool(of_its_own)
+        filling = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "position_ids": after, "seq_idx": index}
+        for name, value in filling.items():
+            there = batch[name]
+            more = torch.as_tensor(value, dtype=there.dtype).expand(1, missing)
+            batch[name] = torch.cat([there, more], 1)
+        known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
+        count = -(-len(known) // ENDS) * ENDS + 1
+        ends = torch.cat([known, ends.new_full((count - len(known),), self.tokens)])
+        return batch | dict.fromkeys(_LENGTHS, ends) | dict.fromkeys(_LONGEST, self.longest) | {PADDING: missing}
