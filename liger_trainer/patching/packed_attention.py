@@ -146,7 +146,7 @@ class PackedAttention:
         if not packed or (mask is None and attention_mask is not None):
             return former(module, query, key, value, attention_mask, **how)
         window = how.get("sliding_window") if mask is None else mask.window
-        documents = mask.documents if mask is not None and ends is None else _given(ends, how.get("max_length_q"))
+        documents = mask.documents if ends is None and mask is not None else _given(ends, how.get("max_length_q"))
         if self._flash_serves(former, query, key, value, how):
             return _flash(query, key, value, documents, window, how), None
         return self._each(former, module, (query, key, value), documents, window, how), None
@@ -156,7 +156,7 @@ class PackedAttention:
             return False
         if self.former == "eager" and not _is_plain(former):
             return False
-        return _fits_flash(*_as_autocast(query, key, value), how.get("dropout", 0.0))
+        return _fits_flash((query, key, value), how.get("dropout", 0.0))
 
     def _each(
         self, former: Any, module: nn.Module, rows: tuple[Tensor, ...], documents: Documents, window: int | None,
@@ -187,8 +187,8 @@ class PackedAttention:
 _GIVEN: Any = WeakIdKeyDictionary()
 
 
-@torch.compiler.disable
-def _given(ends: Tensor, longest: int | None) -> Documents:
+@torch.compiler.disable()
+def _given(ends: Any, longest: int | None) -> Documents:
     """Return the documents that came with the batch: one object for all layers, as long as the tensor is unchanged."""
     version = None if ends.is_inference() else ends._version
     before = _GIVEN.get(ends)
@@ -200,29 +200,30 @@ def _given(ends: Tensor, longest: int | None) -> Documents:
 _FITS: dict[tuple, bool] = {}
 
 
-def _fits_flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether PyTorch's FlashAttention takes these tensors on this GPU, asked once for each kind of them."""
-    grad = torch.is_grad_enabled() and query.requires_grad
-    kinds = [(x.dtype, x.shape[1], x.shape[3]) for x in (query, key, value)]
-    case = (query.device, *kinds, grad, dropout > 0, torch.backends.cuda.flash_sdp_enabled())
+def _fits_flash(tensors: tuple[Tensor, ...], dropout: float) -> bool:
+    """Whether PyTorch's FlashAttention takes such tensors on this GPU, asked once for each kind of them."""
+    query, key, _ = tensors
+    grad, dtype = torch.is_grad_enabled() and query.requires_grad, _autocast_dtype(query)
+    kinds = tuple((x.dtype, x.shape[1], x.shape[3]) for x in tensors)
+    case = (query.device, kinds, dtype, grad, dropout > 0, torch.backends.cuda.flash_sdp_enabled())
     if case not in _FITS:
-        asked = SDPAParams(query, key, value, None, dropout, True, query.shape[1] != key.shape[1])
+        params: Any = SDPAParams  # which has no signature for type checkers
+        asked = params(*(x.to(dtype) for x in tensors), None, dropout, True, query.shape[1] != key.shape[1])
         _FITS[case] = query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
     return _FITS[case]
 
 
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast to autocast's dtype, as autocast does for `scaled_dot_product_attention`."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
+def _autocast_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that `scaled_dot_product_attention` would compute in."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None, how: dict[str, Any]
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _as_autocast(query, key, value))
+    dtype = _autocast_dtype(query)
+    q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends, longest = documents.ends.to(q.device), documents.longest
     output = torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), window is None, False,
