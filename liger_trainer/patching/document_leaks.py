@@ -26,8 +26,11 @@ _HAND_OVER = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
     "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2",
 )  # fmt: skip
-# Families whose mask does not read positions: lengths alone tell their attention where documents end.
-_BLIND = ("gpt_oss",)
+# Families whose masks are made without positions: lengths alone tell their attention where documents end.
+_BLIND = (
+    "afmoe", "bert", "bert-generation", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "gpt_oss", "opt",
+    "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
