@@ -17,9 +17,12 @@ from ..errors import ConfigError
 from .packed_attention import NAMES, attention_configs, obstacle_to_packing
 from .patcher import Patched
 
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse")
+_ATTENTION = (
+    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse",
+    "deepseek_sparse_attention", "moe",
+)  # fmt: skip
 # Families whose own attention, beside the interface, starts anew where positions do.
-_APART = ("codegen", "doge", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
+_APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
 # Families that hand the documents to the kernels of their other layers; transformers >= 5.20 then refuses to run
 # without these kernels.
 _HAND_OVER = (
@@ -92,7 +95,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
 def _other_layers(model: Any, config: Any) -> list[str]:
     """Return the types of layers, or of modules, that mix tokens by something else than attention."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = {kind for kind in types if kind not in (*_ATTENTION, "attention", "moe")}
+    others = {kind for kind in types if kind not in _ATTENTION}
     return sorted(others or {type(module).__name__ for module in _convolving(model, config.num_hidden_layers)})
 
 

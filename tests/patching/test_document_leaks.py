@@ -86,8 +86,9 @@ def judged(model, by_lengths):
     return "" if (result == "apart") == (reason is None) else f"{result}, and judged {reason}"
 
 
-# Refused although they are apart: speech models whose forward has no position_ids by name.
-CAUTION = {"moss_transcribe_diarize", "whisper"}
+# Refused although they are apart: speech models whose forward has no position_ids by name, and one that leaks with
+# transformers 5.17.
+CAUTION = {"doge", "moss_transcribe_diarize", "whisper"}
 
 
 @pytest.mark.slow

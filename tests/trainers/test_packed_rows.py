@@ -41,7 +41,7 @@ def logged(trainer):
 def test_auto_and_model_train_alike():
     """With gradient checkpointing, where the backward has to find the documents again."""
     by_lengths, own = (
-        sft(tiny_model("gemma3"), attention=attention, activation_checkpointing=True, eval_packing=True,
+        sft(tiny_model("gemma3"), attention=attention, gradient_checkpointing=True, eval_packing=True,
             eval_data=texts(8, seed=1)) for attention in ("auto", "model")
     )  # fmt: skip
     assert by_lengths.model.config._attn_implementation == PACKED and own.model.config._attn_implementation == "sdpa"
