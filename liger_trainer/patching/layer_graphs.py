@@ -11,12 +11,14 @@ micro-batch overwrites.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from .document_mask import DocumentMask
 
 Tensors = list[Tensor]
 
@@ -36,6 +38,14 @@ class TensorSpec:
     requires_grad: bool
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A value that is no tensor and holds none that a layer reads."""
+
+    key: tuple
+    value: Any = field(compare=False)
+
+
 def flatten(value: Any, tensors: Tensors) -> Any:
     """Return the hashable structure of `value`, and append its tensors.
 
@@ -49,14 +59,25 @@ def flatten(value: Any, tensors: Tensors) -> Any:
     if type(value) in (tuple, list):
         return type(value), tuple(flatten(item, tensors) for item in value)
     if type(value) is dict:
-        return dict, tuple((key, flatten(item, tensors)) for key, item in value.items())
+        lengths_are_given = isinstance(value.get("cu_seq_lens_q"), Tensor)
+        return dict, tuple(
+            (key, _constant(item) if isinstance(item, DocumentMask) and lengths_are_given else flatten(item, tensors))
+            for key, item in value.items()
+        )
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return value
     raise NotCapturable(f"a layer gets a {type(value).__name__}")
 
 
+def _constant(mask: DocumentMask) -> Constant:
+    """Return a mask beside which the lengths of the documents are given: attention reads those."""
+    return Constant((mask.rows, mask.length, mask.window), mask)
+
+
 def fill(structure: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the value of a structure, with these tensors in it."""
+    if isinstance(structure, Constant):
+        return structure.value
     if isinstance(structure, TensorSpec):
         return next(tensors)
     if isinstance(structure, tuple):

@@ -25,6 +25,7 @@ from .lora import patch_lora
 from .mlps import patch_mlps
 from .norms import patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
+from .packed_attention import KIND, pack_attention
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
@@ -47,7 +48,7 @@ class Patched:
     def __init__(self, model: Any, options: PatchOptions, loss: LossOptions | None = None):
         self.options, self.report = options, PatchReport(_name(model))
         self.fused: FusedLoss | None = None
-        self.model, self._replacements = model, Replacements()
+        self.model, self._replacements, self._packed = model, Replacements(), Replacements()
         try:
             for part in PARTS:
                 part(model, options, self._replacements, self.report)
@@ -99,11 +100,25 @@ class Patched:
         assert self.fused is not None
         return self.fused
 
+    def pack_attention(self) -> None:
+        """Compute attention over packed rows by lengths, without a mask, where the model runs sdpa or eager attention.
+
+        The report says whether it does. Once is enough; `unpack_attention` takes it off.
+        """
+        if not len(self._packed):
+            pack_attention(self.model, self._packed, self.report)
+
+    def unpack_attention(self) -> None:
+        """Give the model its own attention over packed rows back. Doing it twice does nothing."""
+        self._packed.undo()
+        self.report.swapped.pop(KIND, None)
+
     def undo(self) -> None:
         """Give the model back as it was, object for object. Doing it twice does nothing."""
         if self.fused is not None:
             self.fused.undo()
             self.fused = None
+        self._packed.undo()
         self._replacements.undo()
 
     def __enter__(self) -> "Patched":

@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits, deferred_logits
 from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
+from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, base_of, patched_record
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -43,6 +44,8 @@ class DistillHost(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def patched(self) -> Any: ...
+    @property
+    def packed_rows(self) -> PackedRows | None: ...
 
 
 class Teacher(ABC):
@@ -123,20 +126,29 @@ def check_apart(student: Any, teacher: Any) -> None:
         )
 
 
-def patch_layers(model: PreTrainedModel, options: PatchOptions, name: str) -> Patched | None:
+def patch_layers(
+    model: PreTrainedModel, options: PatchOptions, name: str, rows: PackedRows | None = None
+) -> Patched | None:
     """Patch the layers of a model, not its loss, and return the record; None where nothing can be patched.
 
     A model that is patched already keeps its patches.
+
+    Args:
+        rows: packed rows that the model will read; None: there are none.
+
+    Raises:
+        ConfigError: packed documents would see one another in this model.
     """
-    record = patched_record(model)
-    if record is not None:
-        return record
-    try:
-        record = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
-    except NothingToPatch as error:
-        announce(f"{name}: {error}")
-        return None
-    announce(f"{name}: {record.report}")
+    record, before = patched_record(model), patched_record(model)
+    reason = None
+    if record is None:
+        try:
+            record = Patched(base_of(model), replace(options, fused_linear_cross_entropy=False))
+        except NothingToPatch as error:
+            reason = error
+    read_packed_rows(base_of(model), record, rows)
+    if record is not before or reason is not None:
+        announce(f"{name}: {reason or record and record.report}")
     return record
 
 

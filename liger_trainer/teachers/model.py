@@ -12,6 +12,8 @@ from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
 from ..losses.spec import Logits
+from ..patching.document_leaks import read_packed_rows
+from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
@@ -50,8 +52,9 @@ class ModelTeacher(Teacher):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
+            read_packed_rows(base_of(teacher), None, trainer.packed_rows)
         else:
-            self.patched = patch_layers(teacher, trainer.patched.options, self._name)
+            self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)

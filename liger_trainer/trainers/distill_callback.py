@@ -21,6 +21,8 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, distillation_of
 from ..losses.token_output import TokenLossOutput
+from ..patching.document_leaks import PackedRows
+from ..patching.packed_attention import KIND
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.placement import teacher_dtype
@@ -113,8 +115,10 @@ class DistillationCallback(TrainerCallback):
         self.teacher.requires_grad_(False).eval()
         hidden = self._hidden_losses(student)
         with contextlib.ExitStack() as undo:
-            record = _patch_until(undo, student, PatchOptions(), "student")
-            _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher")
+            packs = getattr(args, "packing", False) or getattr(args, "padding_free", False)
+            rows = PackedRows(certain=packs and getattr(args, "packing_strategy", "bfd") != "wrapped")
+            record = _patch_until(undo, student, PatchOptions(), "student", rows)
+            _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher", rows)
             if record is not None and record.fused is not None:
                 undo.enter_context(record.fused.paused())
             options = LossOptions(distillation=self.distillation)
@@ -317,12 +321,15 @@ def _vocabulary(student: Any, teacher: Any, processing_class: Any) -> int | None
     return None
 
 
-def _patch_until(undo: contextlib.ExitStack, model: Any, options: PatchOptions, name: str) -> Patched | None:
-    """Patch the layers of a model that is not patched, until `undo`."""
+def _patch_until(
+    undo: contextlib.ExitStack, model: Any, options: PatchOptions, name: str, rows: PackedRows
+) -> Patched | None:
+    """Patch the layers of a model that is not patched, and its attention over packed rows, until `undo`."""
     before = patched_record(model)
-    record = patch_layers(model, options, name)
-    if before is None and record is not None:
-        undo.callback(record.undo)
+    packed = before is not None and KIND in before.report.swapped
+    record = patch_layers(model, options, name, rows)
+    if record is not None and not packed:
+        undo.callback(record.undo if before is None else record.unpack_attention)
     return record
 
 

@@ -18,6 +18,7 @@ from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
+from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
@@ -25,7 +26,8 @@ from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
-from .student import loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
+from .step_config import AUTO
+from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
 
@@ -47,13 +49,15 @@ class LigerTrainer(CheckpointingTrainer):
     Attributes:
         finite: the guard that watches for them; `trainer.finite.skipped` counts the steps left out.
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
+        packed_rows: what is known of rows that hold several documents; None without such rows.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
-        ConfigError: the model's loss cannot be replaced; a model given by its name lacks weights in its files, and
+        ConfigError: the model's loss cannot be replaced; documents that are packed into one row would see one another
+            in the model's layers; a model given by its name lacks weights in its files, and
             `model_init_kwargs` has no `allow_missing_weights`; an unknown or impossible option in
             `liger_kernel_config`; an evaluation dataset that is named "train".
         DataError: no row of a dataset has a supervised token; a row has a token id that the model does not have, or a
@@ -84,8 +88,19 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
+        self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
+        if self.packed_rows is not None and self.packed_rows.certain:
+            check_no_prefix(self.accelerator.unwrap_model(self.model))
+        read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
         self.add_callback(TokenCount(self))
         announce(str(self.patched.report))
+
+    def _packed_rows(self, attention: str) -> PackedRows | None:
+        """Return what is known of rows that hold several documents; None: each row is one sequence."""
+        of_trl = type(self.data_collator).__module__.startswith("trl.")
+        if of_trl and not self.padding_free:
+            return None
+        return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)
 
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""

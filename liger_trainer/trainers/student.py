@@ -113,6 +113,18 @@ def disable_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
+def check_no_prefix(student: Any) -> None:
+    """Raise ConfigError where adapters put tokens or keys in front of a row that holds several documents."""
+    config: Any
+    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+        if config.is_prompt_learning:
+            raise ConfigError(
+                f"{config.peft_type.value}: what these adapters put in front of a packed row is the first document's "
+                "alone, and keeps the others from being told apart. Set `packing: false` and `padding_free: false`, or "
+                "train adapters of layers, such as LoRA's."
+            )
+
+
 def check_prompt_learning(student: Any) -> None:
     """Raise ConfigError where adapters put positions of their own in front of a row."""
     config: Any

@@ -208,8 +208,8 @@ class _EveryMoment(memory_simulation._TrainerSteps):
             self.student.zero_grad()
 
 
-def _with_an_unused_weight(build, spec):
-    model = build(spec)
+def _with_an_unused_weight(build, spec, by_lengths):
+    model = build(spec, by_lengths)
     model.unused = torch.nn.Linear(100, 100, bias=False)
     return model
 
@@ -285,6 +285,24 @@ def test_shares_of_several_processes():
     assert mixed.peaks["forward"].parts["autocast copies"] > 0
     for sharding, copies in ((Sharding("FSDP", 4, gathers=True), False), (Sharding("DDP", 4, buckets=True), True)):
         assert ("autocast copies" in sharding.per_process(mixed)["forward"].parts) == copies
+
+
+def test_packed_rows_read_by_lengths_take_what_unpacked_rows_take(project, capsys):
+    """Where the model's own attention reads them, the mask grows with the square of the row."""
+    packed = ("packing=true", "max_length=13", "per_device_train_batch_size=8", "bf16=false")
+    by_lengths = _json(capsys, "--gpu", "H100 80GB", *packed)
+    unpacked = _json(capsys, "--gpu", "H100 80GB", *packed[1:], "per_device_train_batch_size=8")
+    own = _json(capsys, "--gpu", "H100 80GB", *packed, "attention=model")
+    assert by_lengths["length"] == unpacked["length"] == 13 and own["length"] == 8 * 13
+    assert by_lengths["peak_mib"] <= unpacked["peak_mib"] < own["peak_mib"]
+    flash = _json(capsys, "--gpu", "H100 80GB", *packed, "attn_implementation=flash_attention_2")
+    assert flash["peak_mib"] == pytest.approx(by_lengths["peak_mib"], rel=0.01)
+
+
+def test_a_window_takes_no_mask_where_rows_are_read_by_lengths():
+    spec = step(student=ModelSpec(config_of("gemma3"), torch.float32), autocast=torch.bfloat16, peft=None, length=64)
+    masked, free = (parts(simulate(dataclasses.replace(spec, by_lengths=by)), "forward") for by in (False, True))
+    assert free["activations"] < masked["activations"]
 
 
 def test_gpus_by_name_and_by_size():

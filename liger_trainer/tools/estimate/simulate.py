@@ -28,7 +28,7 @@ from ...teachers.base import teacher_logits
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
-ATTENTION = "liger_trainer_without_data"
+ATTENTION, BY_LENGTHS = "liger_trainer_without_data", "liger_trainer_without_data_by_lengths"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class StepSpec:
         student, teacher: the models.
         rows, length: of a batch on one device; `length` is in tokens.
         masked: attention gets a mask, since rows differ in length or are packed.
+        by_lengths: packed rows are read by the lengths of their documents, so that windows take no mask either.
         supervised: tokens of a row that have a label.
         accumulation: micro-batches a step.
         peft: configuration of the student's adapters.
@@ -66,6 +67,7 @@ class StepSpec:
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     supervised: int | None = None
     masked: bool = False
+    by_lengths: bool = False
     accumulation: int = 1
     teacher: ModelSpec | None = None
     teacher_records: Callable[[int, int], Any] | None = None
@@ -104,6 +106,8 @@ def simulate(spec: StepSpec) -> StepMemory:
     fake, tracker = FakeTensorMode(), MemoryTracker()
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, attention_mask)
+    AttentionInterface.register(BY_LENGTHS, attention)
+    AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
     with warnings.catch_warnings(), as_bitsandbytes():
         warnings.simplefilter("ignore")
         student = _student(spec)
@@ -222,7 +226,7 @@ class _TrainerSteps:
 
 def _student(spec: StepSpec) -> Any:
     with torch.device("meta"):
-        model = _built(spec.student)
+        model = _built(spec.student, spec.by_lengths)
         if spec.peft is not None:
             model = get_peft_model(model, spec.peft)
     if spec.checkpointing is not None:
@@ -239,7 +243,7 @@ def _student(spec: StepSpec) -> Any:
 def _teacher(spec: StepSpec) -> Any:
     assert spec.teacher is not None
     with torch.device("meta"):
-        model = _built(spec.teacher).requires_grad_(False).eval()
+        model = _built(spec.teacher, spec.by_lengths).requires_grad_(False).eval()
     with contextlib.suppress(NothingToPatch):
         Patched(model, replace(spec.patch, fused_linear_cross_entropy=False))
     return model
@@ -262,7 +266,7 @@ def _allocate(model: Any) -> None:
             tensors.update({name: on_cpu(x) for name, x in tensors.items() if x is not None})
 
 
-def _built(spec: ModelSpec) -> Any:
+def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     config = spec.config
     implementation = "eager" if spec.attention == "eager" else None
     try:
@@ -270,7 +274,7 @@ def _built(spec: ModelSpec) -> Any:
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
     if model.config._attn_implementation != "eager":
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(BY_LENGTHS if by_lengths else ATTENTION)
     if spec.bits is not None:
         quantize(model, spec.bits)
     return model

@@ -18,6 +18,7 @@ from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.records import RecordFormat
+from ...trainers.step_config import AUTO
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -80,11 +81,15 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     packed = config["packing"] or config["padding_free"]
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
+    by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
+    masked = merged if packed else padded and rows > 1
     return StepSpec(
         student=student,
-        rows=1 if merged else rows,
-        length=longest * rows if merged else longest,
-        masked=not flash and (merged or (padded and rows > 1 and not packed)),
+        # documents that attention reads by their lengths take what as many rows without padding take
+        rows=1 if merged and not by_lengths else rows,
+        length=longest * rows if merged and not by_lengths else longest,
+        masked=masked and not flash and not by_lengths,
+        by_lengths=by_lengths,
         optimizer=OPTIMIZERS[args.optim],
         accumulation=config["gradient_accumulation_steps"],
         teacher=teacher,

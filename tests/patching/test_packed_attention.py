@@ -1,0 +1,301 @@
+"""Attention over packed rows is that of the documents one by one: loss, every gradient, and no mask of the row."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from packed import SquareTensors, documents, packed
+from tiny import FAMILIES, VOCAB, assert_same_gradients, named_gradients, spread_weights, tiny_model
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+
+from liger_trainer.common.replacements import Replacements
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching.document_mask import DocumentMask, Documents, structure_of
+from liger_trainer.patching.options import PatchReport
+from liger_trainer.patching.packed_attention import NAMES, attention_configs, pack_attention
+from liger_trainer.patching.patcher import patch
+
+LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8
+GPT_OSS = {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture(autouse=True)
+def gpt_oss(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "gpt_oss", ("GptOssConfig", GPT_OSS))
+
+
+def packing(family, **options):
+    """A model in fp64 with packed attention, and an untouched copy."""
+    model = tiny_model(family, dtype=torch.float64, **options)
+    untouched = copy.deepcopy(model)
+    report = PatchReport(family)
+    pack_attention(model, Replacements(), report)
+    return model, untouched, report
+
+
+def one_by_one(model, rows, **how):
+    """The mean loss over the labelled tokens of all documents, each read alone."""
+    total, count = 0.0, 0
+    for row in rows:
+        if len(row) > 1:
+            total += model(row[None], labels=row[None], use_cache=False).loss * (len(row) - 1)
+            count += len(row) - 1
+    return total / count
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", {}),
+        ("qwen3", {}),  # norms of queries and keys, fewer key heads
+        ("qwen3", {"attn_implementation": "eager"}),
+        ("gemma3", {}),  # windows
+        ("gemma2", {}),  # softcapping and windows, eager
+        ("gpt_oss", {}),  # sinks and windows; its mask does not read positions
+        ("mixtral", {"output_router_logits": False}),
+    ],
+)
+@pytest.mark.parametrize("how", ["lengths", "positions"])
+def test_loss_and_gradients_are_those_of_documents_one_by_one(family, options, how):
+    model, untouched, report = packing(family, **options)
+    assert report.swapped == {"packed attention": 1}
+    rows = documents(LENGTHS, VOCAB - 5)
+    batch = packed(rows)
+    if how == "positions":
+        batch = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    want = one_by_one(untouched, rows)
+    truth = named_gradients(untouched, want)
+    with SquareTensors(sum(LENGTHS)) as squares:
+        got = model(**batch, use_cache=False).loss
+        gradients = named_gradients(model, got)
+    assert not squares.operations
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)  # transformers' loss is in fp32
+    assert_same_gradients(gradients, truth, 1e-5)
+
+
+def test_the_watch_sees_the_mask_that_sdpa_makes():
+    model = tiny_model("llama")
+    with SquareTensors(sum(LENGTHS)) as squares:
+        model(**packed(documents(LENGTHS, VOCAB)), use_cache=False)
+    assert squares.operations
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2", "gpt_oss"])
+def test_a_changed_document_moves_no_other(family):
+    model, _, _ = packing(family)
+    rows = documents(LENGTHS, VOCAB - 5)
+    before = model(**packed(rows), use_cache=False).logits.split(LENGTHS, 1)
+    for changed in range(len(rows)):
+        others = [row.flip(0) * 0 + 3 + i if i == changed else row for i, row in enumerate(rows)]
+        after = model(**packed(others), use_cache=False).logits.split(LENGTHS, 1)
+        moved = [(a - b).abs().max() > 1e-9 for a, b in zip(before, after, strict=True)]
+        assert moved == [i == changed for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_several_rows_of_documents(family):
+    """Positions that start anew, in rows of one length, without lengths."""
+    model, untouched, _ = packing(family)
+    rows = documents((5, 9, 10, 4), VOCAB - 5, seed=1)
+    ids = torch.cat(rows).view(2, 14)
+    positions = torch.cat([torch.arange(len(row)) for row in rows]).view(2, 14)
+    got = model(ids, position_ids=positions, use_cache=False).logits
+    want = torch.cat([untouched(row[None], use_cache=False).logits[0] for row in rows]).view_as(got)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("batch", ["alone", "rows", "padded", "ones", "cached"])
+def test_rows_that_are_not_packed_are_as_before(family, batch):
+    model, untouched, _ = packing(family)
+    ids = torch.stack(documents((13, 13), VOCAB - 5, seed=2))[: 1 if batch == "alone" else 2]
+    how = {"input_ids": ids, "use_cache": batch == "cached"}
+    if batch in ("padded", "ones"):
+        how["attention_mask"] = torch.ones_like(ids)
+        how["attention_mask"][0, 9:] = 1 if batch == "ones" else 0
+    got, want = model(**how).logits, untouched(**how).logits
+    real = how.get("attention_mask", torch.ones_like(ids)).bool()
+    torch.testing.assert_close(got[real], want[real], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_is_as_before(family, cache):
+    model, untouched, _ = packing(family)
+    ids = torch.stack(documents((11, 11), VOCAB - 5, seed=3))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    assert torch.equal(model.generate(ids, **how), untouched.generate(ids, **how))
+
+
+def test_one_long_document_has_no_square_for_its_window():
+    model, untouched, _ = packing("gemma3")
+    batch = packed(documents((29,), VOCAB - 5))
+    alone = {"input_ids": batch["input_ids"], "use_cache": False}
+    torch.testing.assert_close(model(**batch, use_cache=False).logits, untouched(**alone).logits)
+    torch.testing.assert_close(model(**alone).logits, untouched(**alone).logits)
+
+
+def test_lengths_count_where_positions_do_not_start_anew():
+    """As for flash-attn: a collator may give lengths alone."""
+    model, untouched, _ = packing("llama")
+    rows = documents((6, 8), VOCAB, seed=4)
+    ends = torch.tensor([0, 6, 14], dtype=torch.int32)
+    got = model(torch.cat(rows)[None], cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=8, max_length_k=8).logits
+    positions = (torch.arange(6)[None], torch.arange(6, 14)[None])
+    want = [untouched(row[None], position_ids=at).logits[0] for row, at in zip(rows, positions, strict=True)]
+    torch.testing.assert_close(got[0], torch.cat(want))
+
+
+def test_ends_may_be_repeated_and_changed_in_place():
+    """CUDA graphs keep one tensor of ends, filled up with the last."""
+    model, untouched, _ = packing("llama")
+    buffer = torch.zeros(7, dtype=torch.int32)
+    for lengths in ((6, 8), (2, 5, 7), (14,)):
+        rows = documents(lengths, VOCAB, seed=5)
+        batch = packed(rows)
+        ends = batch["cu_seq_lens_q"]
+        buffer.copy_(torch.cat([ends, ends[-1:].expand(7 - len(ends))]))
+        batch |= {"cu_seq_lens_q": buffer, "cu_seq_lens_k": buffer}
+        torch.testing.assert_close(model(**batch, use_cache=False).loss, one_by_one(untouched, rows))
+
+
+def test_lengths_are_computed_once_a_batch(monkeypatch):
+    calls = []
+    of_rows = Documents.of_rows.__func__
+    monkeypatch.setattr(Documents, "of_rows", classmethod(lambda cls, *a: calls.append(1) or of_rows(cls, *a)))
+    model, _, _ = packing("gemma3", num_hidden_layers=4)
+    batch = packed(documents(LENGTHS, VOCAB - 5))
+    model(**batch, use_cache=False)
+    assert not calls  # they came with the batch
+    model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    assert len(calls) <= 2  # one for each kind of layer
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_same(reentrant):
+    model, untouched, _ = packing("gemma3")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    rows = documents(LENGTHS, VOCAB - 5)
+    truth = named_gradients(untouched, one_by_one(untouched, rows))
+    assert_same_gradients(named_gradients(model, model(**packed(rows), use_cache=False).loss), truth, 1e-5)
+
+
+def test_undo_gives_the_implementation_back_and_nothing_saves_it(tmp_path):
+    model = tiny_model("llama")
+    before = vars(model.config).copy()
+    record = patch(model)
+    record.pack_attention()
+    assert model.config._attn_implementation == NAMES["sdpa"]
+    model.save_pretrained(tmp_path)
+    assert "liger" not in (tmp_path / "config.json").read_text()
+    assert "liger" not in json.dumps(model.config.to_dict()) + str(model.config)
+    clone = copy.deepcopy(model)
+    record.unpack_attention()
+    assert model.config._attn_implementation == "sdpa" and "packed attention" not in record.report.swapped
+    assert clone.config._attn_implementation == NAMES["sdpa"]
+    record.pack_attention()
+    record.undo()
+    saved = {"architectures": None, "dtype": None}  # which save_pretrained fills in
+    assert {**vars(model.config), **saved} == {**before, **saved}
+
+
+@pytest.mark.parametrize(
+    "family, options, reason",
+    [
+        ("llama", {"attn_implementation": "flex_attention"}, "the model runs flex_attention"),
+        ("gpt2", {}, "GPT2Attention computes something else for each attention implementation"),
+        ("llama", {"attn_implementation": "eager", "output_attentions": True}, "output_attentions"),
+    ],
+)
+def test_a_model_that_keeps_its_own_attention_says_why(family, options, reason):
+    model = tiny_model(family, **options)
+    before = model.config._attn_implementation
+    record = patch(model)
+    record.pack_attention()
+    assert reason in record.report.left_alone["packed attention"]
+    assert model.config._attn_implementation == before
+
+
+def test_masks_that_say_more_are_made_as_before():
+    config = tiny_model("llama").config
+    embeds, positions = torch.zeros(1, 9, 4), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    how = {"inputs_embeds": embeds, "past_key_values": None, "position_ids": positions}
+
+    def both(**more):
+        masks = []
+        for name in ("sdpa", NAMES["sdpa"]):
+            config._attn_implementation = name
+            masks.append(create_causal_mask(config, **{**how, "attention_mask": None, **more}))
+        return masks
+
+    assert isinstance(both()[1], DocumentMask)
+    for more in (
+        {"attention_mask": torch.tensor([[1] * 7 + [0] * 2])},
+        {"or_mask_function": lambda batch, head, q, kv: kv < 2},
+        {"and_mask_function": lambda batch, head, q, kv: kv > 0},
+        {"block_sequence_ids": torch.tensor([[-1, -1, 0, 0, 0, -1, -1, 1, 1]])},
+    ):
+        want, got = both(**more)
+        assert torch.equal(want, got)
+    for function in (
+        masking_utils.bidirectional_mask_function,
+        masking_utils.sliding_window_bidirectional_mask_function(3),
+        masking_utils.sliding_window_overlay(3),  # without causal
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+        masking_utils.or_masks(masking_utils.causal_mask_function),
+        masking_utils.and_masks(masking_utils.causal_mask_function, lambda *_: True),
+    ):
+        assert structure_of(function) is None
+
+
+def test_a_document_mask_is_no_tensor():
+    mask = DocumentMask(1, 4, torch.tensor([[0, 0, 1, 1]]), None, "cpu", lambda: None)
+    with pytest.raises(ConfigError, match="attention: model"):
+        _ = mask.shape
+    with pytest.raises(ConfigError, match="attention: model"):
+        torch.where(mask, 1.0, 0.0)
+    assert not hasattr(mask, "shape")
+    assert mask.to("meta").index.is_meta and mask.to("cpu") is mask
+
+
+def test_packed_rows_with_earlier_keys_are_refused():
+    model, _, _ = packing("llama")
+    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
+    batch = packed(documents((4, 3), VOCAB))
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        model(**batch, past_key_values=cache)
+
+
+def test_every_layer_of_a_model_is_served():
+    """A configuration that some attention has for itself would keep its own implementation."""
+    model = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=tiny_model("gemma3").config.to_dict(),
+            vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
+            mm_tokens_per_image=4,
+        )
+    )  # fmt: skip
+    model = spread_weights(model).double().eval()
+    untouched = copy.deepcopy(model)
+    pack_attention(model, Replacements(), PatchReport("gemma3"))
+    assert [config.model_type for config in attention_configs(model)] == ["gemma3_text"]
+    assert model.config.vision_config._attn_implementation == "sdpa" == model.config._attn_implementation
+    rows = documents((5, 11), 40)
+    torch.testing.assert_close(model(**packed(rows), use_cache=False).loss, one_by_one(untouched, rows))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_the_former_mask_is_the_one_of_transformers(name):
+    """What an eager model reads where a row proves to be one document."""
+    how = {"batch_size": 2, "q_length": 6, "kv_length": 6, "dtype": torch.float64, "device": "cpu",
+           "mask_function": masking_utils.sliding_window_causal_mask_function(3), "local_size": 3}  # fmt: skip
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[NAMES[name]](**how)
+    assert isinstance(mask, DocumentMask) and mask.window == 3
+    assert torch.equal(mask.tensor, ALL_MASK_ATTENTION_FUNCTIONS[name](**how))

@@ -1,0 +1,201 @@
+"""Trainings on packed rows: attention by lengths for student and teacher, in training and evaluation."""
+
+import copy
+
+import pytest
+import torch
+from packed import SquareTensors
+from peft import LoraConfig, PrefixTuningConfig
+from tiny import assert_same_gradients, completions, gradients, texts, tiny_model, tiny_tokenizer, train_args
+from transformers import Trainer
+from trl import SFTConfig
+
+from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.errors import ConfigError
+
+PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+PACKED = "liger_packed_sdpa"
+
+
+def sft(model=None, cls=LigerConfig, data=None, eval_data=None, trainer=LigerTrainer, **options):
+    keywords = {name: options.pop(name) for name in ("peft_config", "data_collator") if name in options}
+    return trainer(
+        model=model or tiny_model("qwen3"), args=train_args(cls, **{**PACKING, "max_steps": 2, **options}),
+        train_dataset=data or texts(16), eval_dataset=eval_data, processing_class=tiny_tokenizer(), **keywords,
+    )  # fmt: skip
+
+
+def distill(model, teacher_model, **options):
+    args = train_args(LigerDistillConfig, **{**PACKING, "max_steps": 2, **options})
+    return LigerDistillTrainer(
+        model=model or tiny_model("qwen3"), teacher_model=teacher_model, args=args, train_dataset=completions(16),
+        eval_dataset=completions(8, seed=1), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def logged(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_auto_and_model_train_alike():
+    """With gradient checkpointing, where the backward has to find the documents again."""
+    by_lengths, own = (
+        sft(tiny_model("gemma3"), attention=attention, gradient_checkpointing=True, eval_packing=True,
+            eval_data=texts(8, seed=1)) for attention in ("auto", "model")
+    )  # fmt: skip
+    assert by_lengths.model.config._attn_implementation == PACKED and own.model.config._attn_implementation == "sdpa"
+    assert "packed attention" in str(by_lengths.patched.report) and "packed" not in str(own.patched.report)
+    assert by_lengths.evaluate()["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-6)
+    assert logged(by_lengths) == pytest.approx(logged(own), rel=1e-5)
+    assert_same_gradients(dict(by_lengths.model.named_parameters()), dict(own.model.named_parameters()), 1e-4)
+
+
+def test_a_step_is_that_of_documents_one_by_one():
+    """Through TRL's packing and collator, beside rows of one document."""
+    data = texts(12, seed=3)
+    steps = []
+    for how in ({"per_device_train_batch_size": 8}, {"packing": False, "per_device_train_batch_size": 12}):
+        trainer = sft(tiny_model("qwen3"), data=data, **how, max_length=32)
+        batch = next(iter(trainer.get_train_dataloader()))
+        batch = trainer._prepare_inputs(batch)
+        items = (batch["labels"][:, 1:] != -100).sum()
+        trainer.compute_loss(trainer.model, batch, num_items_in_batch=items).backward()
+        steps.append(gradients(trainer.model))
+    assert_same_gradients(*steps, 1e-4)
+
+
+def test_no_tensor_has_two_sides_of_the_row():
+    trainer = sft(attention="auto")
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    length = batch["input_ids"].shape[1]
+    assert length not in (32, 48, 64) and len(batch["cu_seq_lens_q"]) > 3
+    with SquareTensors(length) as squares:
+        trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(20)).backward()
+    assert not squares.operations
+
+
+@pytest.mark.parametrize("teacher", ["model", "self", "ensemble"])
+def test_teachers_read_packed_rows_by_lengths_too(teacher):
+    losses = []
+    for attention in ("auto", "model"):
+        student, other = tiny_model("qwen3"), tiny_model("llama", seed=1)
+        options = {"attention": attention, "teacher": "self" if teacher == "self" else "model"}
+        if teacher == "self":
+            args = train_args(LigerDistillConfig, **{**PACKING, "max_steps": 2, **options})
+            trainer = LigerDistillTrainer(
+                model=student, args=args, train_dataset=completions(16), processing_class=tiny_tokenizer(),
+                peft_config=LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM"),
+            )  # fmt: skip
+        elif teacher == "ensemble":
+            others = {"one": other, "two": tiny_model("gemma3", seed=2)}
+            trainer = distill(student, others, **options, teachers=[{"name": "one"}, {"name": "two"}])
+        else:
+            trainer = distill(student, other, **options)
+        name = PACKED if attention == "auto" else "sdpa"
+        models = {"model": [other], "self": [student], "ensemble": [*getattr(trainer.teaching, "models", {}).values()]}
+        assert {model.config._attn_implementation for model in (student, *models[teacher])} == {name}
+        losses.append(logged(trainer))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_changed_document_moves_no_other_in_a_training():
+    trainer = sft(tiny_model("gemma3"))
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    ends = batch["cu_seq_lens_q"].tolist()
+
+    def log_probs(ids):
+        with torch.no_grad():
+            outputs = trainer.model(**{**batch, "input_ids": ids}, fused_lm_head=True, use_cache=False)
+        return outputs.log_probs[0]
+
+    # of the token that is predicted: the first of a document has no label
+    rows = torch.repeat_interleave(torch.arange(len(ends) - 1), torch.tensor(ends).diff())[1:]
+    before = log_probs(batch["input_ids"])
+    changed = batch["input_ids"].clone()
+    changed[0, ends[1] : ends[2]] = 3
+    moved = log_probs(changed) != before
+    assert moved[rows == 1].any() and not moved[rows != 1].any()
+
+
+def test_the_model_is_given_back():
+    model = tiny_model("qwen3")
+    trainer = sft(model)
+    trainer.patched.undo()
+    assert model.config._attn_implementation == "sdpa"
+    again = sft(model, attention="model")
+    assert again.model.config._attn_implementation == "sdpa"
+    third = sft(model, attention="auto")
+    assert third.model.config._attn_implementation == PACKED
+    sft(model, attention="model")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_checkpoint_says_nothing_of_it(tmp_path):
+    trainer = sft(output_dir=str(tmp_path), save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert trainer.model.config._attn_implementation == PACKED
+    for file in tmp_path.rglob("*.json"):
+        assert "liger_packed" not in file.read_text()
+
+
+@pytest.mark.parametrize("options", [{"packing": False}, {"packing": True, "packing_strategy": "wrapped"}])
+def test_rows_that_are_one_sequence_keep_the_model_s_attention(options):
+    trainer = sft(**options)
+    assert trainer.packed_rows is None and trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_trl_s_arguments_pack_by_lengths_too():
+    assert sft(cls=SFTConfig).model.config._attn_implementation == PACKED
+
+
+def test_a_collator_of_one_s_own():
+    """Positions that start anew are enough."""
+
+    def collate(rows):
+        ids = torch.cat([torch.tensor(row["input_ids"]) for row in rows])[None]
+        positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+        return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+    data = texts(8)
+    trainer = sft(data=data, packing=False, data_collator=collate, per_device_train_batch_size=8, max_steps=1)
+    assert trainer.model.config._attn_implementation == PACKED
+    padded = sft(data=data, packing=False, per_device_train_batch_size=8, max_steps=1)
+    assert logged(trainer) == pytest.approx(logged(padded), rel=1e-5)
+
+
+def test_the_callback_reads_packed_rows_by_lengths():
+    teacher, seen = tiny_model("llama", seed=1), []
+    callback = DistillationCallback(teacher)
+
+    class Watch(LigerTrainer.__mro__[2]):  # TRL's SFTTrainer, as users have it
+        def training_step(self, model, *args, **kwargs):
+            seen.append((model.config._attn_implementation, teacher.config._attn_implementation))
+            return super().training_step(model, *args, **kwargs)
+
+    assert not issubclass(Watch, LigerTrainer) and issubclass(Watch, Trainer)
+    student = tiny_model("qwen3")
+    trainer = sft(student, cls=SFTConfig, trainer=Watch)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert set(seen) == {(PACKED, PACKED)}
+    assert student.config._attn_implementation == "sdpa"
+
+
+def test_models_that_mix_documents_are_refused():
+    for make in (sft, lambda model: distill(tiny_model("llama"), model)):
+        with pytest.raises(ConfigError, match="position_ids"):
+            make(tiny_mamba())
+    sft(tiny_mamba(), packing=False)
+    with pytest.raises(ConfigError, match="PREFIX_TUNING"):
+        sft(peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def tiny_mamba():
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=60, eos_token_id=61,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return copy.deepcopy(transformers.MambaForCausalLM(config))
