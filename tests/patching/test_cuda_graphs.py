@@ -7,13 +7,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import cuda_graphs
 from liger_trainer.patching.cuda_graphs import GraphedLayers
 from liger_trainer.patching.layer_graphs import NotCapturable, fill, flatten
-from liger_trainer.patching.patcher import base_of
+from liger_trainer.patching.patcher import base_of, patched_record
+from liger_trainer.trainers.fixed_shapes import FixedShapes
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +245,30 @@ def test_structures():
     assert structure != flatten((x.T, *value[1:]), [])
     with pytest.raises(NotCapturable, match="a layer gets a object"):
         flatten([object()], [])
+
+
+def packed_batch(tokens=24, longest=12):
+    """Documents of random lengths, laid end to end by TRL's collator and filled up."""
+    first = int(torch.randint(2, longest, ()))
+    second = int(torch.randint(tokens - first - longest + 1, min(longest, tokens - first - 1), ()))
+    lengths = [n for n in (first, second, tokens - first - second - 1) if n > 0]
+    rows = [{"input_ids": torch.randint(1, VOCAB, (n,)).tolist()} for n in lengths]
+    plain = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    batch = FixedShapes(plain, tokens, longest, pad_token_id=0)(rows)
+    assert batch.pop("padding_tokens") == tokens - sum(lengths)
+    return batch
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_packed_rows_replay_whatever_their_documents(family):
+    plain, graphed, _ = pair(family=family)
+    for model in (plain, graphed):
+        patched_record(model).pack_attention()
+    for _ in range(6):
+        batch = packed_batch()
+        losses = [model(**batch, use_cache=False).loss for model in (plain, graphed)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(plain, graphed)
+    assert RunsAgain.replays == 24

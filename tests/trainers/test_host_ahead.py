@@ -177,6 +177,23 @@ def test_distillation_in_graphs_is_the_one_without():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bf16", [False, True])
+def test_packed_rows_in_graphs_train_as_those_without(bf16):
+    curves = {}
+    for mode in ("never", "always"):
+        torch.manual_seed(0)
+        options = {**ON_GPU, "packing": True, "max_length": 64, "dataset_kwargs": None, "bf16": bf16}
+        trainer = sft(tiny_model("qwen3", head_dim=16), texts(200), cuda_graphs=mode, **options)
+        trainer.train()
+        curves[mode] = [(log["loss"], log["num_tokens"]) for log in trainer.state.log_history if "loss" in log]
+    if bf16:
+        assert "hidden states of 1x128x32" in trainer.graph_reports["student"]
+    for plain, graphed in zip(*curves.values(), strict=True):
+        assert graphed[0] == pytest.approx(plain[0], rel=2e-2 if bf16 else 1e-4)
+        assert graphed[1] == plain[1]
+
+
+@pytest.mark.gpu
 def test_dropout_in_graphs_differs_from_step_to_step():
     model = tiny_model("llama", attention_dropout=0.5)
     trainer = sft(model, fixed_rows(2), cuda_graphs="always", **{**ON_GPU, "learning_rate": 0.0})
