@@ -23,7 +23,7 @@ _ATTENTION = (
 )  # fmt: skip
 # Families whose own attention, beside the interface, starts anew where positions do.
 _APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
-# Families that hand the documents to the kernels of their other layers; transformers >= 5.20 then refuses to run
+# Families that hand the documents to the kernels of their other layers; later releases of transformers (5.23, not 5.17) then refuse to
 # without these kernels.
 _HAND_OVER = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
