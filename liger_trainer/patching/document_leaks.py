@@ -23,8 +23,8 @@ _ATTENTION = (
 )  # fmt: skip
 # Families whose own attention, beside the interface, starts anew where positions do.
 _APART = ("codegen", "git", "gpt_neo", "gpt_neox_japanese", "gptj")
-# Families that hand the documents to the kernels of their other layers; transformers >= 5.20 then refuses to run
-# without these kernels.
+# Families that hand the documents to the kernels of their other layers. transformers (5.23, not yet 5.17) refuses to
+# run packed rows without these kernels.
 _HAND_OVER = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
     "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2",

@@ -141,7 +141,7 @@ _CAUSAL = _code(masking_utils.causal_mask_function)
 _AND = _code(masking_utils.and_masks())
 _WINDOW = _code(masking_utils.sliding_window_overlay(1))
 _PACKED = _code(masking_utils.packed_sequence_mask_function(_NOTHING))
-# Positions that start anew in each document, by which transformers >= 5.20 reads the rest of the mask.
+# Positions that start anew in each document, by which transformers (5.23, not yet 5.17) reads the rest of the mask.
 _REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 _REMAPPED = None if _REMAP is None else _code(_REMAP(masking_utils.causal_mask_function, _NOTHING))
 

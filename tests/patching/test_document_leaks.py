@@ -126,6 +126,17 @@ def test_attention_is_judged_as_measured(family):
     assert judged(model, by_lengths=True) == ""
 
 
+@pytest.mark.parametrize("config", ["GptOssConfig", "OPTConfig"])
+def test_masks_without_positions_are_read_by_lengths_alone(config):
+    """Their own attention would let documents see one another, under PyTorch's implementations without a word."""
+    options = {**TINY, "num_local_experts": 2, "num_experts_per_tok": 1, "ffn_dim": 64, "word_embed_proj_dim": 64}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options))
+    model = spread_weights(model).eval()
+    assert measured(model) == "leaks" and "ignores positions" in leak(model, by_lengths=False)
+    assert judged(model, by_lengths=True) == "" and leak(model, by_lengths=True) is None
+
+
 def test_the_error_names_the_layers_and_what_to_set():
     model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**HYBRIDS["lfm2"][1]))
     with pytest.raises(ConfigError, match=r"Lfm2ForCausalLM: documents .* type conv .*`packing: false`"):

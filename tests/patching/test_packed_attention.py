@@ -254,6 +254,23 @@ def test_masks_that_say_more_are_made_as_before():
         assert structure_of(function) is None
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_length": 6, "kv_length": 9},  # a cache of fixed size
+        {"q_length": 6, "kv_length": 6, "q_offset": 3},
+        {"q_length": 6, "kv_length": 6, "q_offset": torch.tensor(0)},
+        {"q_length": 1, "kv_length": 1},
+    ],
+)
+def test_masks_beside_earlier_keys_are_made_as_before(name, sizes):
+    how = {"batch_size": 2, "dtype": torch.float64, "device": "cpu", "local_size": 3, **sizes,
+           "mask_function": masking_utils.sliding_window_causal_mask_function(3)}  # fmt: skip
+    got, want = (ALL_MASK_ATTENTION_FUNCTIONS[each](**how) for each in (NAMES[name], name))
+    assert (got is None and want is None) or torch.equal(got, want)
+
+
 def test_a_document_mask_is_no_tensor():
     mask = DocumentMask(1, 4, torch.tensor([[0, 0, 1, 1]]), None, "cpu", lambda: None)
     with pytest.raises(ConfigError, match="attention: model"):
