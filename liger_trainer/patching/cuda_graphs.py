@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.console import announce
 from ..common.hooks import is_hooked
+from ..common.module_walks import parameter_places
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.model_parts import decoder_layers
@@ -137,10 +138,7 @@ class GraphedLayers:
         if reason is not None:
             raise NotCapturable(reason)
         self._hooks = RemovableHandle.next_id  # torch counts all hooks that are registered
-        self._places = [
-            (module._parameters, name) for layer in self.layers for module in layer.modules()
-            for name, parameter in module._parameters.items() if parameter is not None
-        ]  # fmt: skip
+        self._places = parameter_places(module for layer in self.layers for module in layer.modules())
 
     def _modes(self, tensors: Tensors) -> tuple[Any, ...]:
         """Return what else decides what the layers launch.
@@ -204,8 +202,7 @@ class GraphedLayers:
         announce(self.report)
 
     def _parameters(self) -> list[Any]:
-        """Return the layers' parameters, without a walk over the modules, which takes longer than their replay."""
-        return [parameters[name] for parameters, name in self._places]
+        return [parameters[name] for parameters, name in self._places if parameters[name] is not None]
 
     def _addresses(self) -> tuple[tuple[int, bool], ...]:
         return tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())

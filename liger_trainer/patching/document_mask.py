@@ -6,8 +6,10 @@ returns a `DocumentMask` instead, as FlexAttention returns its BlockMask. The mo
 mask, gradient checkpointing included, so no attention can miss it.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +22,22 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ..errors import ConfigError
 
 MaskFunction = Callable[..., Any]
+
+_padded_on_the_right = ContextVar("padded_on_the_right", default=False)
+
+
+@contextlib.contextmanager
+def padded_on_the_right(padded: bool = True) -> Iterator[None]:
+    """Within the context, padding stands behind the tokens of each row, where causal attention does not see it.
+
+    Then attention needs no mask, and nobody has to look at the one that came with the batch, which waits for the
+    device. What stands at the padding itself differs.
+    """
+    before = _padded_on_the_right.set(padded)
+    try:
+        yield
+    finally:
+        _padded_on_the_right.reset(before)
 
 
 class Documents:
@@ -189,8 +207,21 @@ class MaskMaker:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **how: Any) -> Any:
+        if not args and self._needs_none(**how):
+            return None
         mask = None if args else self._document_mask(**how)
         return mask if mask is not None else ALL_MASK_ATTENTION_FUNCTIONS[self.former](*args, **how)
+
+    def _needs_none(
+        self, *, q_length: int, kv_length: int, mask_function: MaskFunction = masking_utils.causal_mask_function,
+        attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any,
+    ) -> bool:  # fmt: skip
+        """Whether a mask would add to sdpa's `is_causal` nothing but padding behind the tokens."""
+        padded = attention_mask is not None and _padded_on_the_right.get() and self.former == "sdpa"
+        if not padded or use_vmap or q_length != kv_length:
+            return False
+        structure = structure_of(mask_function)
+        return structure is not None and structure.index is None and (structure.window or q_length) >= q_length
 
     def _document_mask(
         self, *, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,

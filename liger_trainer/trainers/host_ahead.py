@@ -2,10 +2,11 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..common.console import announce
+from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..patching.cuda_graphs import GraphedLayers, NotCapturable
@@ -24,7 +25,7 @@ def host_ahead(trainer: Any) -> Iterator[None]:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
     replacements = Replacements()
-    for name, quick in _without_walks(trainer.model).items():
+    for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
     graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     if "student" in graphed and _packs(trainer.args):
@@ -83,26 +84,3 @@ def _obstacle(trainer: Any) -> str | None:
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _without_walks(model: Any) -> dict[str, Callable]:
-    """Return `train` and `zero_grad` that do not walk over the modules, which Trainer has them do for each micro-batch.
-
-    With adapters on all layers of a small model, each walk takes as long as a tenth of the step.
-    """
-    modules = list(model.modules())
-    places = [(module._parameters, name) for module in modules for name in module._parameters]
-
-    def train(self, mode: bool = True):
-        if mode and all(module.training for module in modules):
-            return self
-        return type(self).train(self, mode)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            return type(self).zero_grad(self, set_to_none)
-        for parameters, name in places:  # engines put others in their place
-            if parameters[name] is not None:
-                parameters[name].grad = None
-
-    return {"train": train, "zero_grad": zero_grad}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from ..common.console import announce
 from ..common.non_finite import STOP
@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
+from ..patching.document_mask import padded_on_the_right
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
@@ -49,7 +50,7 @@ class LigerTrainer(CheckpointingTrainer):
     Attributes:
         finite: the guard that watches for them; `trainer.finite.skipped` counts the steps left out.
         patched: the record of what was replaced; `trainer.patched.undo()` gives the model back.
-        packed_rows: what is known of rows that hold several documents; None without such rows.
+        packed_rows: what is known of rows that hold several documents; None where the model's own attention reads all.
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
@@ -88,6 +89,7 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
+        self._pads_on_the_right = isinstance(self.data_collator, DataCollatorForLanguageModeling)
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
@@ -96,9 +98,9 @@ class LigerTrainer(CheckpointingTrainer):
         announce(str(self.patched.report))
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
-        """Return what is known of rows that hold several documents; None: each row is one sequence."""
-        of_trl = type(self.data_collator).__module__.startswith("trl.")
-        if of_trl and not self.padding_free:
+        """Return what is known of rows that hold several documents; None: the model's own attention reads them all."""
+        one_sequence_each = self._pads_on_the_right and not self.padding_free
+        if one_sequence_each and (attention != AUTO or self.args.torch_compile):
             return None
         return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)
 
@@ -146,11 +148,12 @@ class LigerTrainer(CheckpointingTrainer):
             inputs["output_router_logits"] = True
         if self.compute_loss_func is not None:
             return self._evaluate_user_loss(model, inputs, return_outputs, num_items_in_batch)
-        teacher_inputs = self.teacher_inputs(inputs)
-        outputs = model(
-            **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
-            num_processes=self._averaged_ranks(),
-        )  # fmt: skip
+        with padded_on_the_right(self._pads_on_the_right):
+            teacher_inputs = self.teacher_inputs(inputs)
+            outputs = model(
+                **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
+                num_processes=self._averaged_ranks(),
+            )  # fmt: skip
         if getattr(outputs, "token_loss", None) is None:
             raise ConfigError(
                 f"The model's forward was replaced after this {type(self).__name__} was made, as by an SFTTrainer of "

@@ -136,7 +136,7 @@ def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, name):
     want, got = ours(name), make(DistillationCallback(a_teacher(), **LOSS), **RUN, **OPTIONS[name])
     got.train()
     names = ["loss", "eval_loss", *METRICS, *(f"eval_{name}" for name in METRICS)]
-    rtol = 1e-5 if name != "bf16" else 2e-3
+    rtol = 1e-5 if name != "bf16" else 5e-3  # attention without a mask rounds differently from that with one
     assert len(logged(got, *names)) == 4
     for mine, theirs in zip(logged(got, *names), logged(want, *names), strict=True):
         assert len(mine) == len(METRICS) + 1

@@ -8,6 +8,7 @@ from packed import SquareTensors
 from peft import LoraConfig, PrefixTuningConfig
 from tiny import assert_same_gradients, completions, gradients, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import Trainer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -140,9 +141,26 @@ def test_a_checkpoint_says_nothing_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"packing": False}, {"packing": True, "packing_strategy": "wrapped"}])
-def test_rows_that_are_one_sequence_keep_the_model_s_attention(options):
-    trainer = sft(**options)
-    assert trainer.packed_rows is None and trainer.model.config._attn_implementation == "sdpa"
+def test_rows_that_are_one_sequence_need_no_mask(options, monkeypatch):
+    """Padding stands behind the tokens, so a causal mask adds nothing."""
+    trainers = {name: sft(attention=name, data=texts(16), **options) for name in ("model", "auto")}
+    assert trainers["model"].packed_rows is None
+    assert trainers["model"].model.config._attn_implementation == "sdpa"
+    want, made = logged(trainers["model"]), []
+    sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", lambda **how: made.append(1) or sdpa_mask(**how))
+    assert logged(trainers["auto"]) == pytest.approx(want, rel=1e-5)
+    assert not made
+
+
+def test_padding_in_front_keeps_its_mask():
+    """Outside of a step nobody has promised where padding is."""
+    model = sft(packing=False).model.eval()
+    ids, mask = torch.randint(5, 50, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1).sub(1).clamp(0)).logits
+    alone = model(input_ids=ids[:1, 4:]).logits
+    torch.testing.assert_close(logits[:1, 4:], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_trl_s_arguments_pack_by_lengths_too():
