@@ -91,6 +91,12 @@ class LigerTrainer(CheckpointingTrainer):
     def _packed_rows(self, attention: str) -> PackedRows | None:
         """Return what is known of rows that hold several documents; None: each row is one sequence."""
         of_trl = type(self.data_collator).__module__.startswith("trl.")
+        if of_trl and self.args.eval_packing and not self.padding_free and self.args.packing_strategy != "wrapped":
+            raise ConfigError(
+                "eval_packing: TRL's collator tells nobody where the documents of a row end unless the training rows "
+                "are packed too, so documents would see one another in evaluations. Leave it out, or set packing or "
+                "padding_free."
+            )
         if of_trl and not self.padding_free:
             return None
         return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)

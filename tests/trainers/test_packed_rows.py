@@ -145,6 +145,13 @@ def test_rows_that_are_one_sequence_keep_the_model_s_attention(options):
     assert trainer.packed_rows is None and trainer.model.config._attn_implementation == "sdpa"
 
 
+def test_evaluation_alone_is_not_packed():
+    """TRL's collator would lay out such rows as if each were one document."""
+    with pytest.raises(ConfigError, match="eval_packing: TRL's collator"):
+        sft(packing=False, eval_packing=True, eval_data=texts(8, seed=1))
+    sft(packing=False, padding_free=True, max_length=None, eval_data=texts(8, seed=1))
+
+
 def test_trl_s_arguments_pack_by_lengths_too():
     assert sft(cls=SFTConfig).model.config._attn_implementation == PACKED
 
