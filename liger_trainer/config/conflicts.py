@@ -139,6 +139,12 @@ _OF_TRL = (
         "expected the length of a packed row in tokens, got null with packing on.",
     ),
     Conflict(
+        "eval_packing",
+        on("eval_packing") & ~on("packing") & ~on("padding_free") & ~equals("packing_strategy", "wrapped"),
+        "without `packing: true` or `padding_free: true` TRL's collator tells nobody where the documents of a row end, "
+        "so they would see one another; leave it out, or pack the training rows too.",
+    ),
+    Conflict(
         "padding_free",
         on("padding_free") & ~on("packing") & ~equals("max_length", None),
         "without packing it does not enforce max_length; set `max_length: null`.",

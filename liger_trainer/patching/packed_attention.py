@@ -197,6 +197,7 @@ def _given(ends: Any, longest: int | None) -> Documents:
     return before[1]
 
 
+FLASH: Any = torch.ops.aten._flash_attention_forward
 _FITS: dict[tuple, bool] = {}
 
 
@@ -225,7 +226,7 @@ def _flash(
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends, longest = documents.ends.to(q.device), documents.longest
-    output = torch.ops.aten._flash_attention_forward(
+    output = FLASH(
         q, k, v, ends, ends, longest, longest, how.get("dropout", 0.0), window is None, False,
         scale=how.get("scaling"), window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )[0]  # fmt: skip

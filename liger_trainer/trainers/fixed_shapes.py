@@ -10,7 +10,7 @@ from ..losses.spec import IGNORE_INDEX
 
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
-ENDS = 64  # documents are counted in steps of so many
+ENDS = 16  # documents are counted in steps of so many
 _LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 

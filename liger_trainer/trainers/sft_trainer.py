@@ -98,8 +98,18 @@ class LigerTrainer(CheckpointingTrainer):
         announce(str(self.patched.report))
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
-        """Return what is known of rows that hold several documents; None: the model's own attention reads them all."""
+        """Return what is known of rows that hold several documents; None: the model's own attention reads them all.
+
+        Raises:
+            ConfigError: documents of evaluation rows would see one another.
+        """
         one_sequence_each = self._pads_on_the_right and not self.padding_free
+        if one_sequence_each and self.args.eval_packing and self.args.packing_strategy != "wrapped":
+            raise ConfigError(
+                "eval_packing: TRL's collator tells nobody where the documents of a row end unless the training rows "
+                "are packed too, so documents would see one another in evaluations. Leave it out, or set packing or "
+                "padding_free."
+            )
         if one_sequence_each and (attention != AUTO or self.args.torch_compile):
             return None
         return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)

@@ -129,6 +129,8 @@ def test_one_wrong_value(load, line, complaint):
         ("deepspeed: missing.json", "deepspeed: no such file: missing.json"),
         ("keep_layers: [0]\nkeep_every_nth_layer: 2", "give either keep_every_nth_layer or keep_layers"),
         ("optim: lomo\non_non_finite: skip_step", "on_non_finite: skip_step leaves the optimizer's step out"),
+        ("eval_packing: true", "eval_packing: without `packing: true` or `padding_free: true` TRL's collator"),
+        ("attention: flash", "attention: expected one of auto, model, got 'flash'"),
         ("logging_steps: 0", "logging_steps: expected a number above 0 with `logging_strategy: steps`"),
         ("load_best_model_at_end: true\neval_strategy: epoch", "load_best_model_at_end: needs checkpoints where eval"),
         ("lr_scheduler_type: greedy", "lr_scheduler_type: greedy follows the evaluations"),

@@ -13,9 +13,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
+from liger_trainer.patching import packed_attention
 from liger_trainer.patching.document_mask import DocumentMask, Documents, structure_of
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packed_attention import NAMES, attention_configs, pack_attention
+from liger_trainer.patching.packed_attention import NAMES, PackedAttention, attention_configs, pack_attention
 from liger_trainer.patching.patcher import patch
 
 LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8
@@ -81,6 +82,43 @@ def test_the_watch_sees_the_mask_that_sdpa_makes():
     with SquareTensors(sum(LENGTHS)) as squares:
         model(**packed(documents(LENGTHS, VOCAB)), use_cache=False)
     assert squares.operations
+
+
+def flash_by_definition(
+    q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+):
+    """PyTorch's `_flash_attention_forward` as its documentation has it: q (tokens, heads, width); -1 is no limit."""
+    assert torch.equal(ends_q, ends_k) and ends_q.dtype == torch.int32 and not debug and dropout == 0.0
+    assert longest_q == longest_k >= ends_q.diff().max() and ends_q[0] == 0 and ends_q[-1] == len(q)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    outputs = []
+    for start, end in zip(ends_q.tolist(), ends_q[1:].tolist(), strict=False):
+        at = torch.arange(end - start)
+        behind = at[:, None] - at  # how far a key is behind its query
+        seen = torch.ones_like(behind, dtype=torch.bool)
+        if causal or window_size_right >= 0:
+            seen &= behind >= -max(window_size_right, 0)
+        if window_size_left >= 0:
+            seen &= behind <= window_size_left
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
+    return torch.cat(outputs), None, None, None, None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, family, rows):
+    """Layout, lengths, window and scale; the operation itself runs on GPUs alone."""
+    monkeypatch.setattr(packed_attention, "FLASH", flash_by_definition)
+    monkeypatch.setattr(PackedAttention, "_flash_serves", lambda *_: True)
+    model, untouched, _ = packing(family)
+    each = documents((5, 11, 1, 14, 17, 14), VOCAB - 5, seed=7)
+    positions = torch.cat([torch.arange(len(row)) for row in each]).view(rows, -1)
+    ids = torch.cat(each).view(rows, -1)
+    got = model(ids, position_ids=positions, use_cache=False).logits
+    want = torch.cat([untouched(row[None], use_cache=False).logits[0] for row in each])
+    torch.testing.assert_close(got.flatten(0, 1), want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2", "gpt_oss"])

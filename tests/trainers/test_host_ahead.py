@@ -90,8 +90,8 @@ def test_packed_batches_are_filled_behind_their_documents(lengths, added, count,
         assert torch.equal(batch[name][:, :n], plain[name])
     assert (batch["labels"][:, n:] == IGNORE_INDEX).all()
     ends = batch["cu_seq_lens_q"]
-    assert ends.dtype == torch.int32 and len(ends) == 65 and ends.diff().count_nonzero() == count
-    assert torch.equal(batch["seq_idx"][0], torch.repeat_interleave(torch.arange(64), ends.diff()))
+    assert ends.dtype == torch.int32 and len(ends) == 17 and ends.diff().count_nonzero() == count
+    assert torch.equal(batch["seq_idx"][0], torch.repeat_interleave(torch.arange(16), ends.diff()))
     begins = batch["position_ids"][0] == 0
     assert torch.equal(begins.nonzero().flatten(), ends[:-1][ends.diff() > 0])
     assert batch["max_length_q"] == batch["max_length_k"] == longest >= ends.diff().max()
@@ -180,14 +180,14 @@ def test_distillation_in_graphs_is_the_one_without():
 @pytest.mark.parametrize("bf16", [False, True])
 def test_packed_rows_in_graphs_train_as_those_without(bf16):
     curves = {}
-    for mode in ("never", "always"):
+    for mode in ("never", "always" if bf16 else "auto"):
         torch.manual_seed(0)
         options = {**ON_GPU, "packing": True, "max_length": 64, "dataset_kwargs": None, "bf16": bf16}
         trainer = sft(tiny_model("qwen3", head_dim=16), texts(200), cuda_graphs=mode, **options)
         trainer.train()
         curves[mode] = [(log["loss"], log["num_tokens"]) for log in trainer.state.log_history if "loss" in log]
-    if bf16:
-        assert "hidden states of 1x128x32" in trainer.graph_reports["student"]
+    report = trainer.graph_reports["student"]  # in fp32 attention is computed document by document
+    assert ("hidden states of 1x128x32" in report) is bf16 is not ("synchronizing" in report)
     for plain, graphed in zip(*curves.values(), strict=True):
         assert graphed[0] == pytest.approx(plain[0], rel=2e-2 if bf16 else 1e-4)
         assert graphed[1] == plain[1]

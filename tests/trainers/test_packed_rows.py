@@ -163,6 +163,13 @@ def test_padding_in_front_keeps_its_mask():
     torch.testing.assert_close(logits[:1, 4:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_evaluation_alone_is_not_packed():
+    """TRL's collator would lay out such rows as if each were one document."""
+    with pytest.raises(ConfigError, match="eval_packing: TRL's collator"):
+        sft(packing=False, eval_packing=True, eval_data=texts(8, seed=1))
+    sft(packing=False, padding_free=True, max_length=None, eval_data=texts(8, seed=1))
+
+
 def test_trl_s_arguments_pack_by_lengths_too():
     assert sft(cls=SFTConfig).model.config._attn_implementation == PACKED
 
