@@ -47,12 +47,13 @@ WHAT = (
     "with a constant rate, no accumulation; random weights, token ids by Zipf's law, row lengths of packed and padded "
     "cases log-normal with mean {mean}. ms: median of the steps (quartiles). Busy: the time of a step in which "
     "something ran on the GPU, traced on {traced} further steps. Wall / busy: of steps with the same work. Tokens/s: "
-    "real ones, with padding in brackets. MiB: peak, and above the weights. Gaps: the largest distance of a step's "
-    "loss from that of TRL's plain trainer, over its first loss, and the relative distance of the first gradient "
-    "norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused. Bold: the best of a column."
+    "real ones, with padding in brackets. MiB: the most that the process held, and that above the weights. Gaps: the "
+    "largest distance of a step's loss from that of TRL's plain trainer, over its first loss, and the relative "
+    "distance of the first gradient norm; a row above {loss_tolerance:g} or {norm_tolerance:g} is refused. Bold: the "
+    "best of a column."
 )
 HEADS = (
-    "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "peak MiB", "above weights",
+    "ms", "of ours: time", "busy, ms", "kernels", "wall / busy", "tokens/s", "MiB", "above weights",
     "loss, steps " + " / ".join(map(str, SHOWN)), "gaps: loss, norm",
 )  # fmt: skip
 
@@ -71,7 +72,7 @@ class Row:
 
     def data(self) -> dict[str, Any]:
         """Return what is written: a row that failed has no times."""
-        times = ("ms", "seconds", "busy_ms", "traced_ms", "peak_mib") if self.failure else ()
+        times = ("ms", "seconds", "busy_ms", "traced_ms", "reserved_mib") if self.failure else ()
         values = {name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured")}
         measured = {} if self.measured is None else asdict(self.measured)
         values |= {name: value for name, value in measured.items() if name not in times}
@@ -189,7 +190,7 @@ class Best:
         return Best(
             min((Spread.of(m.ms).median for m in measured), default=0.0),
             max((m.tokens / m.seconds for m in measured), default=0.0),
-            min((m.peak_mib for m in measured if m.peak_mib is not None), default=0.0),
+            min((m.reserved_mib for m in measured if m.reserved_mib is not None), default=0.0),
         )
 
 
@@ -198,7 +199,7 @@ def _cells(row: Row, ours: Row | None, best: Best) -> list[str]:
         return [row.failure or "", *[""] * (len(HEADS) - 1)]
     m, ms = row.measured, Spread.of(row.measured.ms)
     base = Spread.of(ours.measured.ms).median if ours and ours.measured and not ours.failure else None
-    rate, peak = m.tokens / m.seconds, m.peak_mib
+    rate, peak = m.tokens / m.seconds, m.reserved_mib
     padding = f" ({m.padded_tokens / m.seconds:,.0f})" if m.padded_tokens != m.tokens else ""
     return [
         f"{_bold(f'{ms.median:.1f}', ms.median <= best.ms)} ({ms.p25:.1f} to {ms.p75:.1f})",

@@ -35,7 +35,8 @@ class Measured:
         tokens, padded_tokens: of all timed steps, without and with padding.
         busy_ms, kernels: of a traced step: time in which anything ran on the device, and the kernels that ran.
         traced_ms: of timed steps with the same rows as the traced ones.
-        peak_mib: of the timed steps. weights_mib is part of it.
+        reserved_mib: the most that the process held in the timed steps, weights_mib of it for weights. What is in use
+            at a time would leave out the memory of CUDA graphs, which nobody holds between two replays.
         notes: what the trainer says of itself.
     """
 
@@ -49,7 +50,7 @@ class Measured:
     busy_ms: float | None = None
     kernels: float | None = None
     traced_ms: float = 0.0
-    peak_mib: float | None = None
+    reserved_mib: float | None = None
     weights_mib: float = 0.0
     notes: str = ""
 
@@ -118,7 +119,7 @@ class Watch:
         self.steps = 0
         self.marks: list[Any] = []
         self.start = self.seconds = 0.0
-        self.peak: float | None = None
+        self.reserved: float | None = None
         self.profiler: Any = None
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
@@ -178,6 +179,7 @@ class Watch:
     def _begin(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the warm-up needed and the steps do not
             torch.cuda.reset_peak_memory_stats()
         self.start = time.perf_counter()
 
@@ -186,7 +188,7 @@ class Watch:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.start
         if self.cuda:
-            self.peak = torch.cuda.max_memory_allocated() / MIB
+            self.reserved = torch.cuda.max_memory_reserved() / MIB
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.profiler.start()
 
@@ -213,7 +215,7 @@ class Watch:
             rows=[(real, ids) for real, _, ids in self.batches[:until]],
             ms=ms, seconds=self.seconds, tokens=sum(real for real, _ in counts),
             padded_tokens=sum(padded for _, padded in counts), busy_ms=busy, kernels=kernels,
-            traced_ms=sum(same) / len(same), peak_mib=self.peak, weights_mib=weights_of(self.trainer) / MIB,
+            traced_ms=sum(same) / len(same), reserved_mib=self.reserved, weights_mib=weights_of(self.trainer) / MIB,
         )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ class Tile:
 
 def new_carry(rows: int, like: Tensor) -> Tensor:
     """Return the carry (len(CARRY), rows) for the first tile. The label's logit stays NaN until its tile comes."""
-    carry = like.new_zeros(len(CARRY), rows, dtype=stats_dtype(like.dtype))
+    apart = -(-rows // 16) * 16  # one kernel for any number of rows; see `LinearLoss.new_values`
+    carry = like.new_zeros(len(CARRY), apart, dtype=stats_dtype(like.dtype))[:, :rows]
     carry[0].fill_(-1e30)
     carry[4].fill_(float("nan"))
     return carry

@@ -80,10 +80,15 @@ class LinearLoss:
         return HeadGradients(head, needs, self.rows, self.vocab, wide, self.how.overwrite_hidden, alpha, factor)
 
     def new_values(self, head: LinearHead) -> Tensor:
-        """Return memory for the per-token values (fields, rows.count)."""
-        return torch.empty(
-            len(self.fields), self.rows.count, dtype=stats_dtype(head.dtype), device=head.hidden.device
-        )  # fmt: skip
+        """Return memory for the per-token values (fields, rows.count).
+
+        Where labelled rows are chosen, their number changes with each batch. The fields then lie a multiple of 16
+        apart, or Triton would compile the row kernel again for the first number that is one.
+        """
+        count = self.rows.count
+        apart = count if self.rows.index is None else -(-count // 16) * 16
+        shape = len(self.fields), apart
+        return torch.empty(shape, dtype=stats_dtype(head.dtype), device=head.hidden.device)[:, :count]
 
     def chunks(self, head: LinearHead, values: Tensor, gradients: HeadGradients | None) -> Iterator[LogitChunk]:
         """Yield each chunk for `write_rows`, then add the gradient that it wrote to `gradients`.

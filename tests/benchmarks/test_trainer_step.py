@@ -27,7 +27,7 @@ TRL, LIGER, COMPILED, UNSLOTH, OURS = PROVIDERS["SFT"]
 def measured(**changes) -> Measured:
     base = Measured(
         losses=[10.0, 9.0, 8.0], norms=[2.0, 2.0, 2.0], rows=[(64, 7), (64, 8), (64, 9)], ms=[20.0, 30.0, 40.0],
-        seconds=0.09, tokens=900, padded_tokens=1800, busy_ms=25.0, kernels=1234.0, traced_ms=30.0, peak_mib=900.0,
+        seconds=0.09, tokens=900, padded_tokens=1800, busy_ms=25.0, kernels=1234.0, traced_ms=30.0, reserved_mib=900.0,
         weights_mib=300.0,
     )  # fmt: skip
     return replace(base, **changes)
@@ -118,7 +118,7 @@ def test_a_row_that_trains_another_way_has_no_times(changes, reason):
     row = judged(**changes)
     assert row.failure and reason in row.failure
     data, page = row.data(), markdown(header(), [row])
-    assert data["losses"] and not {"ms", "seconds", "busy_ms", "peak_mib"} & set(data)
+    assert data["losses"] and not {"ms", "seconds", "busy_ms", "reserved_mib"} & set(data)
     assert row.failure in page and "30.0" not in page and "900" not in page
 
 
@@ -143,7 +143,7 @@ def header() -> dict:
 
 
 def test_the_table_has_ratios_the_best_of_each_column_and_reasons():
-    slow = measured(ms=[40.0, 60.0, 80.0], seconds=0.18, traced_ms=60.0, peak_mib=800.0)
+    slow = measured(ms=[40.0, 60.0, 80.0], seconds=0.18, traced_ms=60.0, reserved_mib=800.0)
     gaps = {"loss_gap": 0.0012, "norm_gap": 0.0}
     rows = [
         Row(PLAIN, TRL, slow, **gaps),
@@ -283,8 +283,8 @@ def test_every_case(tmp_path):
 @pytest.mark.gpu
 def test_a_gpu_is_traced_and_its_memory_read():
     row = run_here(PLAIN, OURS)
-    assert row.measured and row.measured.busy_ms and row.measured.peak_mib
+    assert row.measured and row.measured.busy_ms and row.measured.reserved_mib
     assert row.measured.kernels and row.measured.kernels > 50
     assert row.measured.traced_ms > 0.9 * row.measured.busy_ms
-    assert 0 < row.measured.weights_mib < row.measured.peak_mib
-    assert row.measured.peak_mib < torch.cuda.get_device_properties(0).total_memory / 2**20
+    assert 0 < row.measured.weights_mib < row.measured.reserved_mib
+    assert row.measured.reserved_mib < torch.cuda.get_device_properties(0).total_memory / 2**20

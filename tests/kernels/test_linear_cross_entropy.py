@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from kernel_checks import check_cross_entropy, evaluate, random_inputs, set_path
 
 from liger_trainer.kernels import _cross_entropy_rows
+from liger_trainer.kernels import linear_cross_entropy as linear_cross_entropy_file
 from liger_trainer.kernels._labelled_rows import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
@@ -123,3 +124,27 @@ def test_logits_far_from_zero(fp32, monkeypatch):
         for op in (linear_cross_entropy, linear_cross_entropy_reference)
     ]
     assert errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_any_number_of_labels_takes_one_compiled_kernel(monkeypatch, recompute):
+    """Triton compiles anew for a number that is divisible by 16: that of the labels must not be among them."""
+    set_path(monkeypatch, "torch")
+    seen = set()
+
+    def spied(name, place):
+        launch = getattr(linear_cross_entropy_file, name)
+
+        def spy(*args):
+            seen.add(args[place].stride(0))
+            return launch(*args)
+
+        monkeypatch.setattr(linear_cross_entropy_file, name, spy)
+
+    spied("whole_rows", 3)
+    spied("tile_statistics", 2)
+    for labelled in (1, 15, 16, 17, 33):
+        inputs = random_inputs(40, 6, 37)
+        inputs["labels"][labelled:] = -100
+        evaluate(linear_cross_entropy, inputs, recompute=recompute)
+    assert seen and all(stride % 16 == 0 for stride in seen)
