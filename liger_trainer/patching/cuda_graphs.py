@@ -186,6 +186,8 @@ class GraphedLayers:
             raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
         if self._recorder is None:
             self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
+        if not self._always and not self._recorder.has_room():
+            raise NotCapturable("the GPU may lack the memory for them")
         graphs = [
             LayerGraph(layer, call, self._trained, recompute) for layer, call in zip(self.layers, calls, strict=True)
         ]

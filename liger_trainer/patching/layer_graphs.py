@@ -95,6 +95,10 @@ class Recorder(Protocol):
 
     def __init__(self, device: torch.device) -> None: ...
 
+    def has_room(self) -> bool:
+        """Return whether the device has the memory that graphs may take beside a step without them."""
+        ...
+
     def rehearsing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a function runs once before it is recorded; it may not wait for the device."""
         ...
@@ -118,6 +122,14 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def has_room(self) -> bool:
+        # steps so far have needed `step` beside weights and optimizer; graphs took up to 1.3 times that, and 3 GiB more
+        # where little was kept for backward
+        allocated = torch.cuda.memory_allocated(self._device)
+        step = torch.cuda.max_memory_allocated(self._device) - allocated
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device) - allocated
+        return free > 1.3 * step + (3 << 30)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -410,6 +422,8 @@ def record_stack(graphs: Sequence[LayerGraph], recorder: Recorder) -> None:
         raise NotCapturable(str(error).splitlines()[0]) from error
     try:
         _record_in_order(graphs, recorder)
+    except torch.OutOfMemoryError:
+        raise NotCapturable("the GPU lacks the memory for them") from None
     except Exception as error:
         raise RuntimeError(
             f"CUDA graphs of the model's layers could not be recorded ({str(error).splitlines()[0]}), after which CUDA "

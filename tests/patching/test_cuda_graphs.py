@@ -34,7 +34,7 @@ def checkpointed(model):
     return model
 
 
-def pair(change=lambda model: model, family="qwen3", **options):
+def pair(change=lambda model: model, family="qwen3", recorder=RunsAgain, **options):
     """Two equal models in training; the layers of the second are in graphs."""
     models = []
     for _ in range(2):
@@ -42,7 +42,7 @@ def pair(change=lambda model: model, family="qwen3", **options):
         base_of(model).config.use_cache = False
         patch(model)
         models.append(model)
-    return *models, GraphedLayers(base_of(models[1]), recorder=RunsAgain, **options)
+    return *models, GraphedLayers(base_of(models[1]), recorder=recorder, **options)
 
 
 def random_ids(length=11, rows=2):
@@ -205,6 +205,33 @@ def test_only_a_few_shapes_are_recorded(monkeypatch):
             backward(plain, ids), backward(graphed, ids)
             assert_same_gradients(plain, graphed)
     assert layers.report.endswith("2x5x32, 2x6x32")
+
+
+class NoRoom(RunsAgain):
+    def has_room(self):
+        return False
+
+
+class Full(RunsAgain):
+    """Memory ends while backward is recorded."""
+
+    recorded = 0
+
+    def record(self, function):
+        type(self).recorded += 1
+        if type(self).recorded == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().record(function)
+
+
+@pytest.mark.parametrize("recorder, reason", [(NoRoom, "may lack"), (Full, "lacks")])
+def test_without_memory_for_graphs_layers_run_as_they_are(recorder, reason):
+    plain, graphed, layers = pair(recorder=recorder)
+    for _ in range(4):
+        ids = random_ids()
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+    assert layers.report == f"CUDA graphs: none for the student: the GPU {reason} the memory for them"
 
 
 def test_undo_and_copies():

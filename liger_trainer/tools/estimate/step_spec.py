@@ -18,7 +18,7 @@ from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.records import RecordFormat
-from ...trainers.step_config import AUTO
+from ...trainers.step_config import ALWAYS, AUTO
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -82,7 +82,8 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
     rows, flash = config["per_device_train_batch_size"], "flash" in str(student.attention or "")
     merged = packed and (config["packing_strategy"] != "wrapped" or config["padding_free"])
     by_lengths = merged and config["attention"] == AUTO and student.attention in (None, "sdpa", "eager")
-    masked = merged if packed else padded and rows > 1
+    causal = config["attention"] == AUTO and student.attention in (None, "sdpa")  # padding is behind what is read
+    masked = merged if packed else padded and rows > 1 and not causal
     return StepSpec(
         student=student,
         # documents that attention reads by their lengths take what as many rows without padding take
@@ -117,6 +118,8 @@ def _check_known(config: "RunConfig", args: Any) -> None:
         unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
         if unknown:
             raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
+    if config["cuda_graphs"] == ALWAYS:
+        raise config.error("cuda_graphs", "estimate does not know what they take. Estimate with cuda_graphs=auto.")
     for key in ("activation_offloading", "torch_compile"):
         if config[key]:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
