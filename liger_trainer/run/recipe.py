@@ -121,7 +121,9 @@ def _train_and_save(
         completions=compare(prompts, before, after, teacher_texts),
         data=run.data.facts,
         rows=trainer.row_facts,
-        patched=patch_facts(student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)),
+        patched=patch_facts(
+            trainer.graph_reports, student=trainer.patched, teacher=getattr(trainer, "teacher_patched", None)
+        ),
         training=training,
         seconds=clock.seconds,
         log_history=trainer.state.log_history,

@@ -1,5 +1,6 @@
 """The results of a run, and what it prints: configuration and data at the start, results at the end."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,13 +61,20 @@ class RunResults:
     log_history: list[dict[str, Any]]
 
 
-def patch_facts(**models: Patched | None) -> dict[str, Any]:
-    """Return, for each model that is not None, what was swapped, what was left alone, and why."""
+def patch_facts(graphs: Mapping[str, str], **models: Patched | None) -> dict[str, Any]:
+    """Return, for each model that is not None, what was swapped, what was left alone, and why.
+
+    Args:
+        graphs: by model, what was done about CUDA graphs.
+    """
     reports = {name: patched.report for name, patched in models.items() if patched is not None}
     return {
-        name: {"model": report.model, "swapped": dict(report.swapped), "left_alone": report.left_alone}
+        name: {
+            "model": report.model, "swapped": dict(report.swapped), "left_alone": report.left_alone,
+            "cuda_graphs": graphs.get(name),
+        }
         for name, report in reports.items()
-    }
+    }  # fmt: skip
 
 
 def run_console() -> Console:

@@ -47,7 +47,7 @@ def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
     graphed: dict[str, GraphedLayers] = {}
     for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
         try:
-            reason = _obstacle(trainer)
+            reason = _obstacle(trainer, wanted)
             if reason is not None:
                 raise NotCapturable(reason)
             graphed[name] = GraphedLayers(model, name, trained=name == "student", always=wanted == ALWAYS)
@@ -72,7 +72,7 @@ def _of_fixed_shapes(trainer: Any) -> FixedShapes:
     return FixedShapes(trainer.data_collator, tokens, args.max_length, trainer._tokenizer.pad_token_id)
 
 
-def _obstacle(trainer: Any) -> str | None:
+def _obstacle(trainer: Any, wanted: str) -> str | None:
     """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
     args = trainer.args
     reasons = {
@@ -80,6 +80,7 @@ def _obstacle(trainer: Any) -> str | None:
         "FSDP moves weights": trainer.is_fsdp_enabled,
         "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
         "tensor parallelism splits layers": trainer.get_tp_size() > 1,
+        "several processes have not been measured": wanted == AUTO and trainer.accelerator.num_processes > 1,
         "torch_compile has graphs of its own": args.torch_compile,
         "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
     }

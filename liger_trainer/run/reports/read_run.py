@@ -42,6 +42,7 @@ class Patch(_Record):
     model: str
     swapped: dict[str, int]
     left_alone: dict[str, str]
+    cuda_graphs: str | None = None
 
 
 class RunRecord(_Record):

@@ -197,10 +197,11 @@ def patches(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[Grid]:
     runs_of: dict[tuple, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
         for role, patch in run.patched.items():
-            key = (role, patch.model, tuple(patch.swapped.items()), tuple(patch.left_alone.items()))
+            key = (role, patch.model, tuple(patch.swapped.items()), tuple(patch.left_alone.items()), patch.cuda_graphs)
             runs_of.setdefault(key, []).append(label)
-    for (role, model, swapped, left), where in runs_of.items():
+    for (role, model, swapped, left, graphs), where in runs_of.items():
         rows = [TableRow(kind, [Cell(str(number))]) for kind, number in swapped]
         rows += [TableRow(name, [Cell("left alone", why)]) for name, why in left]
+        rows += [TableRow("CUDA graphs", [Cell(graphs.removeprefix("CUDA graphs: "))])] if graphs else []
         suffix = f" of {', '.join(where)}" if len(runs) > 1 else ""
         yield Grid(rows, ["layer", "instances"], f"{role.capitalize()}{suffix}: {model}")
