@@ -37,7 +37,7 @@ from .layer_graphs import (
 )
 
 SEEN = 2  # passes of a shape before its graphs are recorded: a compiler of kernels has its turn, and shapes come again
-SHAPES = 4  # that graphs are recorded for: each keeps its layers' inputs
+SHAPES = 16  # that graphs are recorded for: each keeps its layers' inputs
 REMEMBERED = 64  # shapes whose passes are counted
 # Products of a layer's forward, in FLOP, up to which an H100 waits for the host: `auto` records no larger layers.
 HOST_BOUND = 2e12
@@ -71,6 +71,7 @@ class GraphedLayers:
         self._most_rows = float("inf") if always else HOST_BOUND / (2 * largest)
         self.report = f"CUDA graphs: none for the {name} yet"
         self._off: str | None = None
+        self._is_full = False
         self._sizes: list[str] = []
         self._seen: OrderedDict[Any, int] = OrderedDict()
         self._calls: dict[Any, list[LayerCall]] = {}
@@ -122,15 +123,31 @@ class GraphedLayers:
                 self._check()
             if shape in self._graphs and self._weights != self._addresses():
                 self._forget()  # the weights have moved
-            if shape not in self._graphs and shape in self._calls and not self._is_busy():
+            if shape not in self._graphs and shape in self._calls and not self._is_busy() and self._has_room():
                 self._record(shape)
         except NotCapturable as error:
             return self._give_up(str(error))
         if shape in self._graphs:
             return None if self._is_busy() else self._replaying(self._graphs[shape])
         rows = tensors[0].numel() // tensors[0].shape[-1]
-        free = len(self._graphs) + len(self._calls) < SHAPES
+        free = len(self._graphs) + len(self._calls) < SHAPES and not self._is_full
         return self._noting(shape) if free and rows <= self._most_rows else None
+
+    def _has_room(self) -> bool:
+        """Return whether there is memory for the graphs of a shape.
+
+        Raises:
+            NotCapturable: there is none for those of the first shape.
+        """
+        if self._recorder is None:
+            self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
+        if self._always or self._recorder.has_room():
+            return True
+        if not self._graphs:
+            raise NotCapturable("the GPU may lack the memory for them")
+        self._is_full = True
+        self._calls.clear()
+        return False
 
     def _check(self) -> None:
         """Raise NotCapturable if the layers cannot be in graphs, as far as that can be seen."""
@@ -184,10 +201,7 @@ class GraphedLayers:
         recompute, calls = self._recomputes(), self._calls.pop(shape)
         if recompute and any(_drops_out(layer) for layer in self.layers):
             raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
-        if self._recorder is None:
-            self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
-        if not self._always and not self._recorder.has_room():
-            raise NotCapturable("the GPU may lack the memory for them")
+        assert self._recorder is not None
         graphs = [
             LayerGraph(layer, call, self._trained, recompute) for layer, call in zip(self.layers, calls, strict=True)
         ]

@@ -1,18 +1,40 @@
-"""Packed rows of one shape: their batches differ by a few tokens, and CUDA graphs are recorded for a shape."""
+"""Batches of few shapes, since CUDA graphs are recorded for a shape: packed rows of one, padded rows of sixteen."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..common.replacements import Replacements
 from ..losses.spec import IGNORE_INDEX
 
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
+LENGTHS = 16  # of padded batches
 ENDS = 16  # documents are counted in steps of so many
 _LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
+
+
+def few_shapes(trainer: Any, replacements: Replacements) -> None:
+    """Have TRL's collator make batches of few shapes, where rows have a greatest length that can be divided.
+
+    No row becomes longer than that: a model may know no more positions. The collator is changed where it is called,
+    since others around it add what a teacher knows to the batch that it lays out.
+    """
+    args, owner, name = trainer.args, trainer, "data_collator"
+    while hasattr(getattr(owner, name), "collator"):
+        owner, name = getattr(owner, name), "collator"
+    collator = getattr(owner, name)
+    if not args.max_length or not isinstance(collator, DataCollatorForLanguageModeling):
+        return
+    if args.packing and trainer.padding_free:
+        tokens = args.per_device_train_batch_size * args.max_length
+        replacements.set(owner, name, FixedShapes(collator, tokens, args.max_length, collator.pad_token_id))
+    elif not trainer.padding_free and collator.pad_to_multiple_of is None and args.max_length % (8 * LENGTHS) == 0:
+        replacements.set(collator, "pad_to_multiple_of", args.max_length // LENGTHS)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..patching.cuda_graphs import GraphedLayers, NotCapturable
 from ..patching.patcher import base_of
-from .fixed_shapes import FixedShapes
+from .fixed_shapes import few_shapes
 from .step_config import ALWAYS, AUTO, NEVER
 
 
@@ -28,8 +28,8 @@ def host_ahead(trainer: Any) -> Iterator[None]:
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
     graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
-    if "student" in graphed and _packs(trainer.args):
-        replacements.set(trainer, "data_collator", _of_fixed_shapes(trainer))
+    if "student" in graphed and not getattr(trainer.args, "samples", False):
+        few_shapes(trainer, replacements)
     try:
         yield
     finally:
@@ -59,17 +59,6 @@ def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
             trainer.graph_reports[name] = f"CUDA graphs: none for the {name}: {error}"
             announce(trainer.graph_reports[name])
     return graphed
-
-
-def _packs(args: Any) -> bool:
-    """Whether rows are filled with documents up to max_length."""
-    return bool(args.packing and args.packing_strategy != "wrapped" and args.max_length)
-
-
-def _of_fixed_shapes(trainer: Any) -> FixedShapes:
-    args = trainer.args
-    tokens = args.per_device_train_batch_size * args.max_length
-    return FixedShapes(trainer.data_collator, tokens, args.max_length, trainer._tokenizer.pad_token_id)
 
 
 def _obstacle(trainer: Any, wanted: str) -> str | None:
