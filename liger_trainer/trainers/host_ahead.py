@@ -25,10 +25,10 @@ def host_ahead(trainer: Any) -> Iterator[None]:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
     replacements = Replacements()
+    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
-    if "student" in graphed and _packs(trainer.args):
+    if "student" in graphed and _packs(trainer.args) and not trainer.aux_loss_enabled:  # which counts padding
         replacements.set(trainer, "data_collator", _of_fixed_shapes(trainer))
     try:
         yield

@@ -89,7 +89,9 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
-        self._pads_on_the_right = isinstance(self.data_collator, DataCollatorForLanguageModeling)
+        self._pads_on_the_right = (
+            type(self.data_collator) is DataCollatorForLanguageModeling
+        )  # others may pad elsewhere
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
