@@ -120,8 +120,8 @@ class GraphedLayers:
         try:
             if self._hooks != RemovableHandle.next_id:
                 self._check()
-            if shape in self._graphs and self._weights != self._addresses():
-                self._forget()  # the weights have moved
+            if (self._graphs or self._calls) and self._weights != self._addresses():
+                self._forget()  # the weights have moved, or others are trained
             if shape not in self._graphs and shape in self._calls and not self._is_busy():
                 self._record(shape)
         except NotCapturable as error:
@@ -159,7 +159,8 @@ class GraphedLayers:
             self._seen.popitem(last=False)
         if self._seen[shape] < SEEN:
             return None
-        return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape))
+        self._weights = self._addresses()
+        return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape), self._give_up)
 
     def _replaying(self, graphs: list[LayerGraph]) -> "_Replaying":
         """Begin a replay. Gradients in the pool's memory, which it overwrites, move out of it."""
@@ -184,6 +185,8 @@ class GraphedLayers:
         recompute, calls = self._recomputes(), self._calls.pop(shape)
         if recompute and any(_drops_out(layer) for layer in self.layers):
             raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
+        self._places = parameter_places(module for layer in self.layers for module in layer.modules())
+        self._weights = self._addresses()
         if self._recorder is None:
             self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
         graphs = [
@@ -191,7 +194,7 @@ class GraphedLayers:
         ]
         with _without_cast_cache(self._make_recorder.device_type), _without_checkpointing(self.layers):
             record_stack(graphs, self._recorder)
-        self._graphs[shape], self._weights = graphs, self._addresses()
+        self._graphs[shape] = graphs
         self._gradient_addresses = {
             gradient.data_ptr()
             for recorded in self._graphs.values() for graph in recorded for gradient in graph.gradients
@@ -202,7 +205,7 @@ class GraphedLayers:
         announce(self.report)
 
     def _parameters(self) -> list[Any]:
-        return [parameters[name] for parameters, name in self._places if parameters[name] is not None]
+        return [p for parameters, name in self._places if (p := parameters.get(name)) is not None]
 
     def _addresses(self) -> tuple[tuple[int, bool], ...]:
         return tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
@@ -236,8 +239,8 @@ class _Noting:
     when it is replayed.
     """
 
-    def __init__(self, count: int, done: Callable[[list[LayerCall]], None]):
-        self._count, self._done = count, done
+    def __init__(self, count: int, done: Callable[[list[LayerCall]], None], refuse: Callable[[str], None]):
+        self._count, self._done, self._refuse = count, done, refuse
         self._calls: list[LayerCall] = []
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and its copy
         self._outputs: Tensors = []
@@ -246,12 +249,20 @@ class _Noting:
         if index != len(self._calls):
             return plain(*args, **kwargs)
         tensors: Tensors = []
-        structure = flatten((args, kwargs), tensors)
+        try:
+            structure = flatten((args, kwargs), tensors)
+        except NotCapturable as error:
+            self._refuse(str(error))
+            return plain(*args, **kwargs)
         places = [next((i for i, output in enumerate(self._outputs) if output is t), None) for t in tensors]
         inputs = [self._copy(t) if place is None else None for t, place in zip(tensors, places, strict=True)]
         result = plain(*args, **kwargs)
         self._outputs = []
-        self._calls.append(LayerCall(structure, inputs, places, flatten(result, self._outputs)))
+        try:
+            _check_untouched((args, kwargs), structure, tensors)
+            self._calls.append(LayerCall(structure, inputs, places, flatten(result, self._outputs)))
+        except NotCapturable as error:
+            self._refuse(str(error))
         if len(self._calls) == self._count:
             self._done(self._calls)
         return result
@@ -274,11 +285,19 @@ class _Replaying:
     def call(self, index: int, plain: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors: Tensors = []
         graph = self._graphs[index]
-        if index == self._next and flatten((args, kwargs), tensors) == graph.call.structure:
-            if graph.feed(tensors, self._fed):
-                self._next += 1
-                return graph.replay(index, self._turn, tensors)
+        with contextlib.suppress(NotCapturable):  # an argument that was none when it was recorded
+            if index == self._next and flatten((args, kwargs), tensors) == graph.call.structure:
+                if graph.feed(tensors, self._fed):
+                    self._next += 1
+                    return graph.replay(index, self._turn, tensors)
         return plain(*args, **kwargs)
+
+
+def _check_untouched(value: Any, structure: Any, tensors: Tensors) -> None:
+    """Raise NotCapturable if a layer has put other things into what it was called with: a graph would not."""
+    now: Tensors = []
+    if flatten(value, now) != structure or any(a is not b for a, b in zip(now, tensors, strict=True)):
+        raise NotCapturable("a layer writes into its arguments")
 
 
 def layers_of(model: Any) -> list[nn.Module]:

@@ -264,7 +264,8 @@ class LayerGraph:
         pairs = [pair for pair in zip(self._live, self.output_gradients, strict=True) if pair[0].requires_grad]
         wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *self._aliases.values()]
         outputs, gradients = zip(*pairs, strict=True)
-        computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        with torch.autocast(self.output_gradients[0].device.type, enabled=False):  # as backward runs in a training
+            computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         self._live, self._are_computed = [], [gradient is not None for gradient in computed]
         return [gradient for gradient in computed if gradient is not None]
 
@@ -308,7 +309,8 @@ class LayerGraph:
             address = static.data_ptr()
             if tensor.data_ptr() == address or fed.get(address) is tensor:
                 continue
-            if index is not None:  # its memory is the output of the layer before, whose backward may need it
+            # its memory is the output of the layer before, or holds what an earlier layer got: their backwards read it
+            if index is not None or address in fed:
                 return False
             static.detach().copy_(tensor)
             fed[address] = tensor
@@ -322,6 +324,16 @@ class LayerGraph:
         edges = [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.requires_grad]
         outputs = _Replay.apply(self, index, turn, *edges, *self.parameters)
         return fill(self.call.outputs, iter(outputs))
+
+    def returned_gradients(self) -> list[Tensor | None]:
+        """Return the gradients for autograd. What leaves the layers has memory of its own: anything may keep it."""
+        chained = [index is not None for index, spec in zip(self.call.chained, self.specs, strict=True)
+                   if spec.requires_grad]  # fmt: skip
+        stays = [*chained, *(True for _ in self.parameters)]
+        return [
+            None if gradient is None else gradient.detach() if is_ours else gradient.clone()
+            for gradient, is_ours in zip(self.gradients, stays, strict=True)
+        ]
 
     def release(self, recorder: Recorder) -> None:
         """Let what is recorded later use the memory of this recording, all of which is read within one step."""
@@ -362,7 +374,7 @@ class _Replay(torch.autograd.Function):
             elif gradient.data_ptr() != static.data_ptr():
                 static.copy_(gradient)
         graph.replay_backward()
-        return None, None, None, *(None if g is None else g.detach() for g in graph.gradients)
+        return None, None, None, *graph.returned_gradients()
 
 
 @contextlib.contextmanager
