@@ -10,6 +10,7 @@ micro-batch overwrites.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -256,7 +257,7 @@ class LayerGraph:
         self._live = outputs
         return [output.detach() for output in outputs]
 
-    def run_backward(self) -> Tensors:
+    def run_backward(self, rehearses: bool = False) -> Tensors:
         """Run backward as it is recorded; return the gradients that exist."""
         if self._recompute:
             with torch.enable_grad():
@@ -264,6 +265,8 @@ class LayerGraph:
         pairs = [pair for pair in zip(self._live, self.output_gradients, strict=True) if pair[0].requires_grad]
         wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *self._aliases.values()]
         outputs, gradients = zip(*pairs, strict=True)
+        if rehearses:
+            _check_leaves(outputs, wanted)
         with torch.autocast(self.output_gradients[0].device.type, enabled=False):  # as backward runs in a training
             computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         self._live, self._are_computed = [], [gradient is not None for gradient in computed]
@@ -275,7 +278,7 @@ class LayerGraph:
         self.outputs = self.run_forward()
         if self.trains:
             self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
-            self.run_backward()
+            self.run_backward(rehearses=True)
         self.outputs, self.output_gradients = [], []
 
     def record_forward(self, recorder: Recorder) -> None:
@@ -408,18 +411,40 @@ def _specs(structure: Any) -> list[TensorSpec]:
     return []
 
 
+def _check_leaves(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Raise NotCapturable if autograd reaches other leaves than the wanted: their gradients would be lost."""
+    ids, seen = {id(tensor) for tensor in wanted}, set()
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in ids:
+            raise NotCapturable("a layer computes with weights that are not its own")
+        nodes += [below for below, _ in node.next_functions]
+
+
+def _host_random(device: str) -> tuple:
+    """Return the states of the generators whose numbers a recording would keep."""
+    return random.getstate(), None if device == "cpu" else torch.get_rng_state().numpy().tobytes()
+
+
 def record_stack(graphs: Sequence[LayerGraph], recorder: Recorder) -> None:
     """Record the graphs of all layers for one shape, in the order of a training step.
 
     Raises:
         NotCapturable: what a layer does cannot be recorded.
     """
+    before = _host_random(recorder.device_type)
     try:
         with recorder.rehearsing():
             for graph in graphs:
                 graph.rehearse()
     except RuntimeError as error:
         raise NotCapturable(str(error).splitlines()[0]) from error
+    if _host_random(recorder.device_type) != before:
+        raise NotCapturable("a layer draws random numbers on the host")
     try:
         _record_in_order(graphs, recorder)
     except Exception as error:

@@ -1,6 +1,7 @@
 """What layers may do with what they are called with, and still replay as they run."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -135,3 +136,58 @@ def test_backward_is_recorded_without_autocast():
     compare_chains(InFp32, walk, Inputs())
     assert RunsAgain.replays == 18
     assert Looks.seen and not any(Looks.seen)
+
+
+class ComputesWith(Scaled):
+    """Computes with a weight that another module holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = []
+
+    def forward(self, x, scale):
+        return super().forward(x, scale) * self.others[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_of_others_get_their_gradients(checkpointing):
+    torch.manual_seed(0)
+
+    def walk(layers, x):
+        for layer in layers:
+            x = layer(x, 0.5)
+        return x
+
+    chains = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        chains.append(Chain(ComputesWith, walk).train())
+        chains[-1].scale = torch.nn.Parameter(torch.ones(4))
+        for layer in chains[-1].layers:
+            layer.others.append(chains[-1].scale)
+            layer.gradient_checkpointing = checkpointing
+    layers = GraphedLayers(chains[1], recorder=RunsAgain)
+    for _ in range(5):
+        x = torch.randn(2, 5, 4)
+        for chain in chains:
+            chain(x).square().sum().backward()
+        torch.testing.assert_close(chains[1].scale.grad, chains[0].scale.grad)
+    assert layers.report.endswith("a layer computes with weights that are not its own")
+
+
+class Leaps(Scaled):
+    """Leaves a part out at random, as LoKr's module_dropout does."""
+
+    def forward(self, x, scale):
+        random.seed(int(x.detach().abs().sum() * 1000))
+        return super().forward(x, scale if random.random() < 0.5 else 1.0)
+
+
+def test_layers_that_draw_on_the_host_run_as_they_are():
+    def walk(layers, x):
+        for layer in layers:
+            x = layer(x, 0.5)
+        return x
+
+    layers = compare_chains(Leaps, walk, Inputs())
+    assert layers.report.endswith("a layer draws random numbers on the host")
