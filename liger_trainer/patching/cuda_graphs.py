@@ -41,6 +41,8 @@ SHAPES = 4  # that graphs are recorded for: each keeps its layers' inputs
 REMEMBERED = 64  # shapes whose passes are counted
 # Products of a layer's forward, in FLOP, up to which an H100 waits for the host: `auto` records no larger layers.
 HOST_BOUND = 2e12
+# Attributes of dropout and of PEFT's layers that a recording holds as constants, and that a callback may change.
+SETTINGS = {"p", "scaling", "merged_adapters", "_active_adapter", "_disable_adapters"}
 
 
 class GraphedLayers:
@@ -78,7 +80,7 @@ class GraphedLayers:
         self._recorder: Recorder | None = None
         self._pass: _Noting | _Replaying | None = None
         self._turn: weakref.ref[Turn] | None = None
-        self._weights: tuple[tuple[int, bool], ...] = ()
+        self._weights: tuple[Any, ...] = ()
         self._gradient_addresses: set[int] = set()
         self._replacements = Replacements()
         for index, layer in enumerate(self.layers):
@@ -120,8 +122,8 @@ class GraphedLayers:
         try:
             if self._hooks != RemovableHandle.next_id:
                 self._check()
-            if (self._graphs or self._calls) and self._weights != self._addresses():
-                self._forget()  # the weights have moved, or others are trained
+            if (self._graphs or self._calls) and self._weights != self._constants():
+                self._forget()  # the weights have moved, others are trained, or an adapter has another scale
             if shape not in self._graphs and shape in self._calls and not self._is_busy():
                 self._record(shape)
         except NotCapturable as error:
@@ -138,7 +140,15 @@ class GraphedLayers:
         if reason is not None:
             raise NotCapturable(reason)
         self._hooks = RemovableHandle.next_id  # torch counts all hooks that are registered
-        self._places = parameter_places(module for layer in self.layers for module in layer.modules())
+        self._find_places()
+
+    def _find_places(self) -> None:
+        modules = [module for layer in self.layers for module in layer.modules()]
+        self._places = parameter_places(modules)
+        self._settings = [
+            (vars(module), name) for module in modules for name, value in vars(module).items()
+            if name in SETTINGS or "dropout" in name and isinstance(value, float)
+        ]  # fmt: skip
 
     def _modes(self, tensors: Tensors) -> tuple[Any, ...]:
         """Return what else decides what the layers launch.
@@ -159,7 +169,7 @@ class GraphedLayers:
             self._seen.popitem(last=False)
         if self._seen[shape] < SEEN:
             return None
-        self._weights = self._addresses()
+        self._weights = self._constants()
         return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape), self._give_up)
 
     def _replaying(self, graphs: list[LayerGraph]) -> "_Replaying":
@@ -185,8 +195,8 @@ class GraphedLayers:
         recompute, calls = self._recomputes(), self._calls.pop(shape)
         if recompute and any(_drops_out(layer) for layer in self.layers):
             raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
-        self._places = parameter_places(module for layer in self.layers for module in layer.modules())
-        self._weights = self._addresses()
+        self._find_places()
+        self._weights = self._constants()
         if self._recorder is None:
             self._recorder = self._make_recorder(next(self.layers[0].parameters()).device)
         graphs = [
@@ -207,8 +217,10 @@ class GraphedLayers:
     def _parameters(self) -> list[Any]:
         return [p for parameters, name in self._places if (p := parameters.get(name)) is not None]
 
-    def _addresses(self) -> tuple[tuple[int, bool], ...]:
-        return tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+    def _constants(self) -> tuple[Any, ...]:
+        """Return what a graph holds that may change: where weights are, which are trained, and numbers of modules."""
+        weights = ((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+        return *weights, *(_frozen(attributes.get(name)) for attributes, name in self._settings)
 
     def _give_up(self, reason: str) -> None:
         """Run the layers as they are from now on.
@@ -327,6 +339,15 @@ def obstacle(layers: Sequence[nn.Module], device: str) -> str | None:
             if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
                 return f"its weights are {type(parameter).__name__}"
     return None
+
+
+def _frozen(value: Any) -> Any:
+    """Return a copy of a module's setting, to compare later ones with."""
+    if isinstance(value, dict):
+        return tuple(value.items())
+    if isinstance(value, Tensor):
+        return id(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _drops_out(layer: nn.Module) -> bool:

@@ -308,6 +308,24 @@ def test_layers_that_are_unfrozen_get_gradients(passes):
     assert RunsAgain.replays > 6
 
 
+def scale(layer):
+    layer.scaling["default"] = 3.0
+
+
+def drop_out(layer):
+    layer.lora_dropout["default"].p = 0.5
+
+
+@pytest.mark.parametrize("change", [scale, drop_out, lambda layer: layer.merge()], ids=["scale", "dropout", "merged"])
+def test_adapters_that_change_are_recorded_again(change):
+    _, graphed, layers = replaying(lambda model: lora(model, dropout=0.1))
+    change(graphed.base_model.model.model.layers[1].mlp.up_proj)
+    for want in (6, 6, 12):  # noted twice, and then recorded
+        backward(graphed, random_ids())
+        assert RunsAgain.replays == want
+    assert layers.report.endswith("2x11x32, 2x11x32")
+
+
 class WithOffset(torch.nn.Module):
     def __init__(self, base):
         super().__init__()
