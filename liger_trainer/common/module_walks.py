@@ -22,15 +22,16 @@ def without_walks(model: nn.Module) -> dict[str, Callable]:
     places = parameter_places(modules)
 
     def train(self, mode: bool = True):
-        if mode and all(module.training for module in modules):
+        if mode and self is model and all(module.training for module in modules):
             return self
         return type(self).train(self, mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
+        if not set_to_none or self is not model:  # a deep copy, which has these methods too
             return type(self).zero_grad(self, set_to_none)
         for parameters, name in places:
-            if parameters[name] is not None:
-                parameters[name].grad = None
+            parameter = parameters.get(name)
+            if parameter is not None:
+                parameter.grad = None
 
     return {"train": train, "zero_grad": zero_grad}

@@ -24,23 +24,17 @@ from ..common.module_walks import parameter_places
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.model_parts import decoder_layers
-from .layer_graphs import (
-    CudaRecorder,
-    LayerCall,
-    LayerGraph,
-    NotCapturable,
-    Recorder,
-    Tensors,
-    Turn,
-    flatten,
-    record_stack,
-)
+from .call_structure import NotCapturable, Tensors, flatten
+from .graph_recorder import CudaRecorder, Recorder
+from .layer_graphs import LayerCall, LayerGraph, Turn, record_stack
 
 SEEN = 2  # passes of a shape before its graphs are recorded: a compiler of kernels has its turn, and shapes come again
 SHAPES = 16  # that graphs are recorded for: each keeps its layers' inputs
 REMEMBERED = 64  # shapes whose passes are counted
 # Products of a layer's forward, in FLOP, up to which an H100 waits for the host: `auto` records no larger layers.
 HOST_BOUND = 2e12
+# Attributes of dropout and of PEFT's layers that a recording holds as constants, and that a callback may change.
+SETTINGS = {"p", "scaling", "merged_adapters", "_active_adapter", "_disable_adapters"}
 
 
 class GraphedLayers:
@@ -79,7 +73,7 @@ class GraphedLayers:
         self._recorder: Recorder | None = None
         self._pass: _Noting | _Replaying | None = None
         self._turn: weakref.ref[Turn] | None = None
-        self._weights: tuple[tuple[int, bool], ...] = ()
+        self._weights: tuple[Any, ...] = ()
         self._gradient_addresses: set[int] = set()
         self._replacements = Replacements()
         for index, layer in enumerate(self.layers):
@@ -121,8 +115,8 @@ class GraphedLayers:
         try:
             if self._hooks != RemovableHandle.next_id:
                 self._check()
-            if shape in self._graphs and self._weights != self._addresses():
-                self._forget()  # the weights have moved
+            if (self._graphs or self._calls) and self._weights != self._constants():
+                self._forget()  # the weights have moved, others are trained, or an adapter has another scale
             if shape not in self._graphs and shape in self._calls and not self._is_busy() and self._has_room():
                 self._record(shape)
         except NotCapturable as error:
@@ -155,7 +149,15 @@ class GraphedLayers:
         if reason is not None:
             raise NotCapturable(reason)
         self._hooks = RemovableHandle.next_id  # torch counts all hooks that are registered
-        self._places = parameter_places(module for layer in self.layers for module in layer.modules())
+        self._find_places()
+
+    def _find_places(self) -> None:
+        modules = [module for layer in self.layers for module in layer.modules()]
+        self._places = parameter_places(modules)
+        self._settings = [
+            (vars(module), name) for module in modules for name, value in vars(module).items()
+            if name in SETTINGS or "dropout" in name and isinstance(value, float)
+        ]  # fmt: skip
 
     def _modes(self, tensors: Tensors) -> tuple[Any, ...]:
         """Return what else decides what the layers launch.
@@ -176,7 +178,8 @@ class GraphedLayers:
             self._seen.popitem(last=False)
         if self._seen[shape] < SEEN:
             return None
-        return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape))
+        self._weights = self._constants()
+        return _Noting(len(self.layers), functools.partial(self._calls.__setitem__, shape), self._give_up)
 
     def _replaying(self, graphs: list[LayerGraph]) -> "_Replaying":
         """Begin a replay. Gradients in the pool's memory, which it overwrites, move out of it."""
@@ -202,12 +205,14 @@ class GraphedLayers:
         if recompute and any(_drops_out(layer) for layer in self.layers):
             raise NotCapturable("gradient checkpointing would compute other dropout masks in a graph")
         assert self._recorder is not None
+        self._find_places()
+        self._weights = self._constants()
         graphs = [
             LayerGraph(layer, call, self._trained, recompute) for layer, call in zip(self.layers, calls, strict=True)
         ]
         with _without_cast_cache(self._make_recorder.device_type), _without_checkpointing(self.layers):
             record_stack(graphs, self._recorder)
-        self._graphs[shape], self._weights = graphs, self._addresses()
+        self._graphs[shape] = graphs
         self._gradient_addresses = {
             gradient.data_ptr()
             for recorded in self._graphs.values() for graph in recorded for gradient in graph.gradients
@@ -218,10 +223,12 @@ class GraphedLayers:
         announce(self.report)
 
     def _parameters(self) -> list[Any]:
-        return [parameters[name] for parameters, name in self._places if parameters[name] is not None]
+        return [p for parameters, name in self._places if (p := parameters.get(name)) is not None]
 
-    def _addresses(self) -> tuple[tuple[int, bool], ...]:
-        return tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+    def _constants(self) -> tuple[Any, ...]:
+        """Return what a graph holds that may change: where weights are, which are trained, and numbers of modules."""
+        weights = ((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters())
+        return *weights, *(_frozen(attributes.get(name)) for attributes, name in self._settings)
 
     def _give_up(self, reason: str) -> None:
         """Run the layers as they are from now on.
@@ -252,8 +259,8 @@ class _Noting:
     when it is replayed.
     """
 
-    def __init__(self, count: int, done: Callable[[list[LayerCall]], None]):
-        self._count, self._done = count, done
+    def __init__(self, count: int, done: Callable[[list[LayerCall]], None], refuse: Callable[[str], None]):
+        self._count, self._done, self._refuse = count, done, refuse
         self._calls: list[LayerCall] = []
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and its copy
         self._outputs: Tensors = []
@@ -262,12 +269,20 @@ class _Noting:
         if index != len(self._calls):
             return plain(*args, **kwargs)
         tensors: Tensors = []
-        structure = flatten((args, kwargs), tensors)
+        try:
+            structure = flatten((args, kwargs), tensors)
+        except NotCapturable as error:
+            self._refuse(str(error))
+            return plain(*args, **kwargs)
         places = [next((i for i, output in enumerate(self._outputs) if output is t), None) for t in tensors]
         inputs = [self._copy(t) if place is None else None for t, place in zip(tensors, places, strict=True)]
         result = plain(*args, **kwargs)
         self._outputs = []
-        self._calls.append(LayerCall(structure, inputs, places, flatten(result, self._outputs)))
+        try:
+            _check_untouched((args, kwargs), structure, tensors)
+            self._calls.append(LayerCall(structure, inputs, places, flatten(result, self._outputs)))
+        except NotCapturable as error:
+            self._refuse(str(error))
         if len(self._calls) == self._count:
             self._done(self._calls)
         return result
@@ -290,11 +305,19 @@ class _Replaying:
     def call(self, index: int, plain: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors: Tensors = []
         graph = self._graphs[index]
-        if index == self._next and flatten((args, kwargs), tensors) == graph.call.structure:
-            if graph.feed(tensors, self._fed):
-                self._next += 1
-                return graph.replay(index, self._turn, tensors)
+        with contextlib.suppress(NotCapturable):  # an argument that was none when it was recorded
+            if index == self._next and flatten((args, kwargs), tensors) == graph.call.structure:
+                if graph.feed(tensors, self._fed):
+                    self._next += 1
+                    return graph.replay(index, self._turn, tensors)
         return plain(*args, **kwargs)
+
+
+def _check_untouched(value: Any, structure: Any, tensors: Tensors) -> None:
+    """Raise NotCapturable if a layer has put other things into what it was called with: a graph would not."""
+    now: Tensors = []
+    if flatten(value, now) != structure or any(a is not b for a, b in zip(now, tensors, strict=True)):
+        raise NotCapturable("a layer writes into its arguments")
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -324,6 +347,15 @@ def obstacle(layers: Sequence[nn.Module], device: str) -> str | None:
             if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
                 return f"its weights are {type(parameter).__name__}"
     return None
+
+
+def _frozen(value: Any) -> Any:
+    """Return a copy of a module's setting, to compare later ones with."""
+    if isinstance(value, dict):
+        return tuple(value.items())
+    if isinstance(value, Tensor):
+        return id(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _drops_out(layer: nn.Module) -> bool:

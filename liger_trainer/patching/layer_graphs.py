@@ -10,165 +10,17 @@ micro-batch overwrites.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .document_mask import DocumentMask
-
-Tensors = list[Tensor]
-
-
-class NotCapturable(Exception):
-    """A call that cannot be replayed. The message says why."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a replayed tensor has in common with the recorded one."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A value that is no tensor and holds none that a layer reads."""
-
-    key: tuple
-    value: Any = field(compare=False)
-
-
-def flatten(value: Any, tensors: Tensors) -> Any:
-    """Return the hashable structure of `value`, and append its tensors.
-
-    Raises:
-        NotCapturable: it holds something else than tensors, numbers and text.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        grad = value.requires_grad and torch.is_grad_enabled()
-        return TensorSpec(tuple(value.shape), value.stride(), value.dtype, value.device, grad)
-    if type(value) in (tuple, list):
-        return type(value), tuple(flatten(item, tensors) for item in value)
-    if type(value) is dict:
-        lengths_are_given = isinstance(value.get("cu_seq_lens_q"), Tensor)
-        return dict, tuple(
-            (key, _constant(item) if isinstance(item, DocumentMask) and lengths_are_given else flatten(item, tensors))
-            for key, item in value.items()
-        )
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return value
-    raise NotCapturable(f"a layer gets a {type(value).__name__}")
-
-
-def _constant(mask: DocumentMask) -> Constant:
-    """Return a mask beside which the lengths of the documents are given: attention reads those."""
-    return Constant((mask.rows, mask.length, mask.window), mask)
-
-
-def fill(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the value of a structure, with these tensors in it."""
-    if isinstance(structure, Constant):
-        return structure.value
-    if isinstance(structure, TensorSpec):
-        return next(tensors)
-    if isinstance(structure, tuple):
-        kind, items = structure
-        if kind is dict:
-            return {key: fill(item, tensors) for key, item in items}
-        return kind(fill(item, tensors) for item in items)
-    return structure
-
-
-class Recorder(Protocol):
-    """Records what functions launch on a device."""
-
-    device_type: str
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def has_room(self) -> bool:
-        """Return whether the device has the memory that graphs may take beside a step without them."""
-        ...
-
-    def rehearsing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a function runs once before it is recorded; it may not wait for the device."""
-        ...
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Return the tensors that `function` made, and what computes them anew in the same memory."""
-        ...
-
-    def unowned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same memory that does not keep later recordings from using it."""
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs on a stream of its own, in one pool of memory."""
-
-    device_type = "cuda"
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def has_room(self) -> bool:
-        # steps so far have needed `step` beside weights and optimizer; graphs took up to 1.3 times that, and 3 GiB more
-        # where little was kept for backward
-        allocated = torch.cuda.memory_allocated(self._device)
-        step = torch.cuda.max_memory_allocated(self._device) - allocated
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device) - allocated
-        return free > 1.3 * step + (3 << 30)
-
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what passes without graphs have left; the pool is apart from it
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-            torch.cuda.synchronize(self._device)
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # other threads, which pin batches or watch NCCL, may go on meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                tensors = function()
-            finally:
-                graph.capture_end()
-        self._graphs.append(graph)
-        return tensors, graph.replay
-
-    def unowned(self, tensor: Tensor) -> Tensor:
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        memory = _Memory(tensor.data_ptr(), span * tensor.element_size(), self._graphs)
-        at = torch.as_tensor(memory, device=tensor.device)
-        return at.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-class _Memory:
-    """Bytes of a GPU, for whoever reads the CUDA array interface. They exist as long as the graphs of their pool."""
-
-    def __init__(self, address: int, size: int, graphs: list[torch.cuda.CUDAGraph]):
-        self.graphs = graphs
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+from .call_structure import NotCapturable, Tensors, fill, flatten, specs_of
+from .graph_recorder import Recorder
 
 
 class Turn:
@@ -229,7 +81,7 @@ class LayerGraph:
         self.call, self._layer, self._recompute = call, layer, recompute
         self.parameters = [p for p in layer.parameters() if p.requires_grad] if trains else []
         self._aliases: dict[nn.Parameter, nn.Parameter] = {}
-        self.specs = _specs(call.structure)
+        self.specs = specs_of(call.structure)
         self.trains = bool(self.parameters) or any(spec.requires_grad for spec in self.specs)
         self.inputs: Tensors = []
         self.outputs: Tensors = []
@@ -268,7 +120,7 @@ class LayerGraph:
         self._live = outputs
         return [output.detach() for output in outputs]
 
-    def run_backward(self) -> Tensors:
+    def run_backward(self, rehearses: bool = False) -> Tensors:
         """Run backward as it is recorded; return the gradients that exist."""
         if self._recompute:
             with torch.enable_grad():
@@ -276,7 +128,10 @@ class LayerGraph:
         pairs = [pair for pair in zip(self._live, self.output_gradients, strict=True) if pair[0].requires_grad]
         wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *self._aliases.values()]
         outputs, gradients = zip(*pairs, strict=True)
-        computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        if rehearses:
+            _check_leaves(outputs, wanted)
+        with torch.autocast(self.output_gradients[0].device.type, enabled=False):  # as backward runs in a training
+            computed = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         self._live, self._are_computed = [], [gradient is not None for gradient in computed]
         return [gradient for gradient in computed if gradient is not None]
 
@@ -286,7 +141,7 @@ class LayerGraph:
         self.outputs = self.run_forward()
         if self.trains:
             self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
-            self.run_backward()
+            self.run_backward(rehearses=True)
         self.outputs, self.output_gradients = [], []
 
     def record_forward(self, recorder: Recorder) -> None:
@@ -320,7 +175,8 @@ class LayerGraph:
             address = static.data_ptr()
             if tensor.data_ptr() == address or fed.get(address) is tensor:
                 continue
-            if index is not None:  # its memory is the output of the layer before, whose backward may need it
+            # its memory is the output of the layer before, or holds what an earlier layer got: their backwards read it
+            if index is not None or address in fed:
                 return False
             static.detach().copy_(tensor)
             fed[address] = tensor
@@ -334,6 +190,16 @@ class LayerGraph:
         edges = [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.requires_grad]
         outputs = _Replay.apply(self, index, turn, *edges, *self.parameters)
         return fill(self.call.outputs, iter(outputs))
+
+    def returned_gradients(self) -> list[Tensor | None]:
+        """Return the gradients for autograd. What leaves the layers has memory of its own: anything may keep it."""
+        chained = [index is not None for index, spec in zip(self.call.chained, self.specs, strict=True)
+                   if spec.requires_grad]  # fmt: skip
+        stays = [*chained, *(True for _ in self.parameters)]
+        return [
+            None if gradient is None else gradient.detach() if is_ours else gradient.clone()
+            for gradient, is_ours in zip(self.gradients, stays, strict=True)
+        ]
 
     def release(self, recorder: Recorder) -> None:
         """Let what is recorded later use the memory of this recording, all of which is read within one step."""
@@ -357,7 +223,7 @@ class _Replay(torch.autograd.Function):
         ctx.graph, ctx.index, ctx.turn = graph, index, turn
         graph.replay_forward()
         outputs = tuple(output.detach() for output in graph.outputs)
-        specs = _specs(graph.call.outputs)
+        specs = specs_of(graph.call.outputs)
         ctx.mark_non_differentiable(
             *(output for output, spec in zip(outputs, specs, strict=True) if not spec.requires_grad)
         )
@@ -374,7 +240,7 @@ class _Replay(torch.autograd.Function):
             elif gradient.data_ptr() != static.data_ptr():
                 static.copy_(gradient)
         graph.replay_backward()
-        return None, None, None, *(None if g is None else g.detach() for g in graph.gradients)
+        return None, None, None, *graph.returned_gradients()
 
 
 @contextlib.contextmanager
@@ -398,14 +264,23 @@ def _in_place_of(aliases: dict[nn.Parameter, nn.Parameter], layer: nn.Module) ->
             parameters[name] = parameter
 
 
-def _specs(structure: Any) -> list[TensorSpec]:
-    """Return the specs of a structure's tensors, in their order."""
-    if isinstance(structure, TensorSpec):
-        return [structure]
-    if isinstance(structure, tuple):
-        items = [item for _, item in structure[1]] if structure[0] is dict else structure[1]
-        return [spec for item in items for spec in _specs(item)]
-    return []
+def _check_leaves(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Raise NotCapturable if autograd reaches other leaves than the wanted: their gradients would be lost."""
+    ids, seen = {id(tensor) for tensor in wanted}, set()
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in ids:
+            raise NotCapturable("a layer computes with weights that are not its own")
+        nodes += [below for below, _ in node.next_functions]
+
+
+def _host_random(device: str) -> tuple:
+    """Return the states of the generators whose numbers a recording would keep."""
+    return random.getstate(), None if device == "cpu" else torch.get_rng_state().numpy().tobytes()
 
 
 def record_stack(graphs: Sequence[LayerGraph], recorder: Recorder) -> None:
@@ -414,12 +289,15 @@ def record_stack(graphs: Sequence[LayerGraph], recorder: Recorder) -> None:
     Raises:
         NotCapturable: what a layer does cannot be recorded.
     """
+    before = _host_random(recorder.device_type)
     try:
         with recorder.rehearsing():
             for graph in graphs:
                 graph.rehearse()
     except RuntimeError as error:
         raise NotCapturable(str(error).splitlines()[0]) from error
+    if _host_random(recorder.device_type) != before:
+        raise NotCapturable("a layer draws random numbers on the host")
     try:
         _record_in_order(graphs, recorder)
     except torch.OutOfMemoryError:

@@ -193,7 +193,7 @@ def _given(ends: Any, longest: int | None) -> Documents:
     version = None if ends.is_inference() else ends._version
     before = _GIVEN.get(ends)
     if before is None or version is None or before[0] != version:
-        _GIVEN[ends] = before = (version, Documents(ends, longest))
+        _GIVEN[ends] = before = (version, Documents(ends.detach(), longest))  # `ends` itself would never go
     return before[1]
 
 

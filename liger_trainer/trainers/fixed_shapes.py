@@ -28,9 +28,11 @@ def few_shapes(trainer: Any, replacements: Replacements) -> None:
     while hasattr(getattr(owner, name), "collator"):
         owner, name = getattr(owner, name), "collator"
     collator = getattr(owner, name)
-    if not args.max_length or not isinstance(collator, DataCollatorForLanguageModeling):
+    if not args.max_length or type(collator) is not DataCollatorForLanguageModeling:
         return
     if args.packing and trainer.padding_free:
+        if trainer.aux_loss_enabled:  # which would count the padding
+            return
         tokens = args.per_device_train_batch_size * args.max_length
         replacements.set(owner, name, FixedShapes(collator, tokens, args.max_length, collator.pad_token_id))
     elif not trainer.padding_free and collator.pad_to_multiple_of is None and args.max_length % (8 * LENGTHS) == 0:

@@ -9,7 +9,8 @@ from ..common.console import announce
 from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from ..patching.cuda_graphs import GraphedLayers, NotCapturable
+from ..patching.call_structure import NotCapturable
+from ..patching.cuda_graphs import GraphedLayers
 from ..patching.patcher import base_of
 from .fixed_shapes import few_shapes
 from .step_config import ALWAYS, AUTO, NEVER
@@ -25,9 +26,9 @@ def host_ahead(trainer: Any) -> Iterator[None]:
         ConfigError: cuda_graphs is "always", and something is against it.
     """
     replacements = Replacements()
+    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     for name, quick in without_walks(trainer.model).items():
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
-    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
     if "student" in graphed and not getattr(trainer.args, "samples", False):
         few_shapes(trainer, replacements)
     try:

@@ -89,7 +89,6 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
-        self._pads_on_the_right = isinstance(self.data_collator, DataCollatorForLanguageModeling)
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
@@ -103,7 +102,7 @@ class LigerTrainer(CheckpointingTrainer):
         Raises:
             ConfigError: documents of evaluation rows would see one another.
         """
-        one_sequence_each = self._pads_on_the_right and not self.padding_free
+        one_sequence_each = self._pads_on_the_right() and not self.padding_free
         if one_sequence_each and self.args.eval_packing and self.args.packing_strategy != "wrapped":
             raise ConfigError(
                 "eval_packing: TRL's collator tells nobody where the documents of a row end unless the training rows "
@@ -113,6 +112,13 @@ class LigerTrainer(CheckpointingTrainer):
         if one_sequence_each and (attention != AUTO or self.args.torch_compile):
             return None
         return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)
+
+    def _pads_on_the_right(self) -> bool:
+        """Return whether batches are TRL's own, or another collator adds to them. A subclass may pad elsewhere."""
+        collator = self.data_collator
+        while hasattr(collator, "collator"):
+            collator = collator.collator
+        return type(collator) is DataCollatorForLanguageModeling
 
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
@@ -158,7 +164,7 @@ class LigerTrainer(CheckpointingTrainer):
             inputs["output_router_logits"] = True
         if self.compute_loss_func is not None:
             return self._evaluate_user_loss(model, inputs, return_outputs, num_items_in_batch)
-        with padded_on_the_right(self._pads_on_the_right):
+        with padded_on_the_right(self._pads_on_the_right()):
             teacher_inputs = self.teacher_inputs(inputs)
             outputs = model(
                 **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,

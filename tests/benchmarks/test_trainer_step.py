@@ -263,6 +263,7 @@ def test_options_of_a_variant_reach_the_trainer_and_the_gate_sees_them():
     assert slower.failure and "its loss is up to" in slower.failure
 
 
+@pytest.mark.slow
 def test_two_rows_of_the_command(tmp_path):
     arguments = ["--tiny", "--cases", "sft-llama-3.2-1b", "--output", str(tmp_path)]
     assert main(arguments) == 0

@@ -1,19 +1,22 @@
 """Decoder layers in graphs: without a GPU what is recorded runs again (RunsAgain), on one it is CUDA's graphs."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from recorders import RunsAgain
 from tiny import VOCAB, tiny_model
+from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import cuda_graphs
+from liger_trainer.patching.call_structure import NotCapturable, fill, flatten
 from liger_trainer.patching.cuda_graphs import GraphedLayers
-from liger_trainer.patching.layer_graphs import NotCapturable, fill, flatten
 from liger_trainer.patching.patcher import base_of, patched_record
 from liger_trainer.trainers.fixed_shapes import FixedShapes
 
@@ -299,3 +302,113 @@ def test_packed_rows_replay_whatever_their_documents(family):
             loss.backward()
         assert_same_gradients(plain, graphed)
     assert RunsAgain.replays == 24
+
+
+# what changes between the recording and a replay
+
+
+def only_last_trains(model):
+    model.requires_grad_(False)
+    model.model.layers[2].requires_grad_(True)
+    return model
+
+
+def test_no_graph_stays_from_before_a_change():
+    plain, graphed, _ = pair(only_last_trains)
+    for number, length in enumerate((11, 11, 11, 7, 7, 7, 11, 11, 11, 7)):
+        if number == 5:  # one shape is recorded, the other is noted
+            plain.model.layers.requires_grad_(True), graphed.model.layers.requires_grad_(True)
+        ids = random_ids(length)
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 4])
+def test_layers_that_are_unfrozen_get_gradients(passes):
+    plain, graphed, _ = pair(only_last_trains)
+    for number in range(passes + 5):
+        if number == passes:
+            plain.model.layers.requires_grad_(True), graphed.model.layers.requires_grad_(True)
+        ids = random_ids()
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+    assert RunsAgain.replays > 6
+
+
+def scale(layer):
+    layer.scaling["default"] = 3.0
+
+
+def drop_out(layer):
+    layer.lora_dropout["default"].p = 0.5
+
+
+@pytest.mark.parametrize("change", [scale, drop_out, lambda layer: layer.merge()], ids=["scale", "dropout", "merged"])
+def test_adapters_that_change_are_recorded_again(change):
+    _, graphed, layers = replaying(lambda model: lora(model, dropout=0.1))
+    change(graphed.base_model.model.model.layers[1].mlp.up_proj)
+    for want in (6, 6, 12):  # noted twice, and then recorded
+        backward(graphed, random_ids())
+        assert RunsAgain.replays == want
+    assert layers.report.endswith("2x11x32, 2x11x32")
+
+
+class WithOffset(torch.nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.offset = base.requires_grad_(False), torch.nn.Parameter(torch.zeros(base.out_features))
+
+    def forward(self, x):
+        return self.base(x) + self.offset
+
+
+def test_weights_that_are_added_are_recorded_too():
+    plain, graphed, _ = replaying()
+    for model in (plain, graphed):
+        model.model.layers[1].self_attn.o_proj = WithOffset(model.model.layers[1].self_attn.o_proj)
+    before = RunsAgain.replays
+    for number in range(6):
+        ids = random_ids()
+        if number == 3:  # after which the gradients of replays accumulate
+            plain.zero_grad(), graphed.zero_grad()
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+    assert RunsAgain.replays == before + 24
+
+
+def test_gradients_that_leave_the_layers_have_memory_of_their_own():
+    plain, graphed, _ = pair()
+    embedded = [torch.nn.Parameter(torch.ones(22, 32)) for _ in range(2)]
+    for number in range(6):
+        ids = random_ids()
+        for model, inputs in zip((plain, graphed), embedded, strict=True):
+            if number == 3:  # after which the gradients of replays accumulate
+                inputs.grad = None
+            model(inputs_embeds=inputs.view(2, 11, 32), labels=ids).loss.backward()
+        torch.testing.assert_close(embedded[1].grad, embedded[0].grad, rtol=1e-5, atol=1e-7)
+    assert RunsAgain.replays == 24
+
+
+@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
+@pytest.mark.parametrize("as_views", [False, True])
+def test_distributed_data_parallel(change, as_views):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, graphed, _ = pair(change)
+        wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_views) for m in (plain, graphed)]
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in wrapped]
+        for _ in range(4):
+            batches = [random_ids() for _ in range(3)]
+            for model in wrapped:
+                model.zero_grad()
+                for ids in batches:
+                    with contextlib.nullcontext() if ids is batches[-1] else model.no_sync():
+                        backward(model, ids)
+            assert_same_gradients(plain, graphed)
+            for optimizer in optimizers:
+                optimizer.step()
+        for want, got in zip(plain.parameters(), graphed.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert RunsAgain.replays == 60
+    finally:
+        dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """Attention over packed rows is that of the documents one by one: loss, every gradient, and no mask of the row."""
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -200,6 +202,16 @@ def test_ends_may_be_repeated_and_changed_in_place():
         buffer.copy_(torch.cat([ends, ends[-1:].expand(7 - len(ends))]))
         batch |= {"cu_seq_lens_q": buffer, "cu_seq_lens_k": buffer}
         torch.testing.assert_close(model(**batch, use_cache=False).loss, one_by_one(untouched, rows))
+
+
+def test_ends_are_kept_no_longer_than_their_batch():
+    model, _, _ = packing("llama")
+    batch = packed(documents(LENGTHS, VOCAB))
+    ends = weakref.ref(batch["cu_seq_lens_q"])
+    model(**batch, use_cache=False)
+    del batch
+    gc.collect()
+    assert ends() is None
 
 
 def test_lengths_are_computed_once_a_batch(monkeypatch):

@@ -242,13 +242,13 @@ def test_a_student_without_some_tokens(tmp_path):
 
 
 def test_labels_that_are_not_the_rows_own(tmp_path):
-    """eval_packing without packing lets a document predict the first token of the next: no target for that."""
-    options = {"max_length": 32, "eval_packing": True}
-    args = captured(tmp_path / "c", texts(), texts(6, seed=1), **options)
-    trainer = trainer_of(args, texts(), texts(6, seed=1))
-    with pytest.raises(DataError, match="with eval_packing, use packing too"):
-        trainer.evaluate()
+    """Packed rows without the ends of their documents let one predict the next one's first token: no target for it."""
+    args = captured(tmp_path / "c", texts(), max_length=32)
+    trainer = trainer_of(args, texts())
     collator = CacheCollator(trainer.data_collator.collator, TeacherCache(tmp_path / "c"))
+    first, second = (trainer.train_dataset[i]["input_ids"] for i in (0, 1))
+    with pytest.raises(DataError, match="with eval_packing, use packing too"):
+        collator([{"input_ids": first + second, "seq_lengths": [len(first), len(second)]}])
     with pytest.raises(DataError, match=r"A row of 3 tokens, beginning with \[1, 2, 3\], is not in the teacher cache"):
         collator([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}])
     nothing = collator([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])[RECORDS]

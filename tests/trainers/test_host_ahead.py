@@ -1,5 +1,8 @@
 """Trainings in which the host does less: CUDA graphs on a GPU, and the walks over modules that are left out."""
 
+import copy
+import types
+
 import pytest
 import torch
 from caches import captured, trainer_of
@@ -11,17 +14,20 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.common.module_walks import without_walks
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import IGNORE_INDEX
+from liger_trainer.trainers import host_ahead
 from liger_trainer.trainers.fixed_shapes import FixedShapes, few_shapes
 
 
-def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, **options):
+def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, data_collator=None, **options):
     args = train_args(LigerConfig if cls is LigerTrainer else SFTConfig, **{"max_steps": 3, **options})
     return cls(
         model or tiny_model("qwen3"), args=args, train_dataset=rows or completions(), eval_dataset=rows,
         processing_class=tiny_tokenizer(), callbacks=callbacks, peft_config=peft_config,
+        data_collator=data_collator,
     )  # fmt: skip
 
 
@@ -29,8 +35,10 @@ def test_without_a_gpu_auto_does_nothing_and_always_is_refused():
     trainer = sft(cuda_graphs="auto")
     trainer.train()
     assert trainer.graph_reports == {}
+    trainer = sft(cuda_graphs="always")
     with pytest.raises(ConfigError, match="cuda_graphs: always does not go with this training: the device is cpu"):
-        sft(cuda_graphs="always").train()
+        trainer.train()
+    assert not {"train", "zero_grad"} & set(vars(trainer.model))
     with pytest.raises(ValueError, match="cuda_graphs: expected one of auto, always, never"):
         sft(cuda_graphs="on")
 
@@ -64,6 +72,51 @@ def test_every_step_trains_all_modules():
     trainer.train()
     assert watch.modes == [True] * 3
     assert "train" not in vars(trainer.model)
+
+
+def test_a_copy_of_a_model_in_training_has_its_own_modes_and_gradients():
+    model = tiny_model().train()
+    for name, quick in without_walks(model).items():
+        setattr(model, name, types.MethodType(quick, model))
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        each(input_ids=torch.arange(5)[None]).logits.sum().backward()
+    other.model.eval()
+    other.train().zero_grad()
+    assert all(module.training for module in other.modules())
+    assert all(p.grad is None for p in other.parameters()) and all(p.grad is not None for p in model.parameters())
+    del model.model.norm._parameters["weight"]  # as when an adapter is deleted
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family, fixed_shapes", [("qwen3", True), ("mixtral", False)])
+def test_padding_is_not_counted_by_an_auxiliary_loss(monkeypatch, family, fixed_shapes):
+    graphed = types.SimpleNamespace(report="", undo=lambda: None)
+    monkeypatch.setattr(host_ahead, "_graphed", lambda trainer, wanted: {"student": graphed})
+    trainer = sft(tiny_model(family), texts(20), packing=True, max_length=16)
+    trainer.graph_reports = {}
+    with host_ahead.host_ahead(trainer):
+        assert isinstance(trainer.data_collator, FixedShapes) is fixed_shapes
+    assert not isinstance(trainer.data_collator, FixedShapes)
+
+
+class PadsOnTheLeft(DataCollatorForLanguageModeling):
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        for name, filling in (("input_ids", 1), ("attention_mask", 0), ("labels", IGNORE_INDEX)):
+            batch[name] = torch.nn.functional.pad(batch[name], (3, 0), value=filling)
+        return batch
+
+
+def test_padding_elsewhere_is_masked():
+    losses = [], []
+    for collator, kept in zip((None, PadsOnTheLeft(pad_token_id=1)), losses, strict=True):
+        torch.manual_seed(0)
+        trainer = sft(data_collator=collator, learning_rate=0.0, logging_steps=1)
+        trainer.train()
+        kept += [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
