@@ -117,7 +117,7 @@ class LayerGraph:
         """Run forward as it is recorded."""
         with torch.set_grad_enabled(self.trains and not self._recompute):
             outputs = self.run()
-        self._live = outputs
+        self._live = outputs if self.trains else []
         return [output.detach() for output in outputs]
 
     def run_backward(self, rehearses: bool = False) -> Tensors:
