@@ -104,6 +104,21 @@ def test_nan_stops_a_stock_trainer_with_the_callback(place):
     assert trainer.args.logging_nan_inf_filter  # as it was
 
 
+def test_the_entropy_alone_tells_of_the_teacher():
+    """The loss, and what the teacher says of the labels, are finite."""
+    trainer = distill()
+    plant, per_token = Plant(trainer, "entropy", 5), trainer.per_token
+
+    def spoiled(outputs):
+        values = per_token(outputs)
+        return {**values, "teacher_entropy": values["teacher_entropy"] * (torch.nan if plant.active else 1.0)}
+
+    trainer.per_token = spoiled
+    message = stopped(trainer)
+    assert message.startswith("In step 5 the teacher's logits are not finite."), message
+    assert [path.name for path in checkpoints_in(Path(trainer.args.output_dir))] == ["checkpoint-2", "checkpoint-4"]
+
+
 def test_the_callback_leaves_out_steps_too():
     trainer, callback = by_callback(on_non_finite="skip_step", max_steps=4, logging_steps=2)
     Plant(trainer, "batch", 2)
