@@ -84,8 +84,8 @@ def _capture(config: "RunConfig") -> "CacheIndex":
     from ..run.models import check_same_tokenizer, check_student, open_model
     from ..trainers.capture import capture
 
-    data = load_run_datasets(config)
     files = open_model(config, "model_name_or_path")
+    data = load_run_datasets(config, files.vocab_size)
     teacher = open_model(config, "teacher_model_name_or_path")
     check_student(config, files, data)
     shared = check_same_tokenizer(config, files, teacher)

@@ -37,8 +37,8 @@ def preview(
 
     console = Console(highlight=False)
     settings = settings.on_this_machine()
-    data = load_run_datasets(settings)
     files = open_model(settings, "model_name_or_path")
+    data = load_run_datasets(settings, files.vocab_size)
     check_student(settings, files, data)
     with console.status("Tokenizing rows"):
         seen = prepare(settings, data, files, rows)

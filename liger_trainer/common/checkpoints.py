@@ -200,6 +200,15 @@ def put_in_place(staged: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Give a checkpoint that must not be resumed from a name that is none of a checkpoint; return its new path."""
+    aside, number = checkpoint.with_name(f"_not-finite-{checkpoint.name}"), 1  # _: not pushed to the hub
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_name(f"_not-finite-{checkpoint.name}-{number}")
+    return checkpoint.rename(aside)
+
+
 def clear_staging(run_dir: Path) -> None:
     """Remove what a killed process left unfinished. A checkpoint that lacked its name alone gets it."""
     staging = run_dir / STAGING

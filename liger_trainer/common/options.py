@@ -8,7 +8,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from .value_rules import LIMIT_NAMES, Rule, complaints
 
@@ -180,7 +180,10 @@ def clashes(
 
 
 def check_values(values: Mapping[str, Any], cls: type) -> None:
-    """Raise ValueError for the first value beyond the limits or choices that the fields of a dataclass declare."""
+    """Raise ValueError for the first value beyond the limits or choices that the fields of a dataclass declare.
+
+    A field of integers takes no other number, with limits or without.
+    """
     for item in dataclasses.fields(cls):
         for _, message in complaints(values[item.name], _python_rule(item)) if item.name in values else ():
             raise ValueError(f"{item.name}: {message}")
@@ -201,12 +204,14 @@ def check_options(config: Any, *classes: type) -> None:
 
 
 def _python_rule(item: dataclasses.Field) -> Rule:
-    """The rule of a value in Python: where there are limits or choices, these; else anything, as in a dataclass."""
+    """The rule of a value in Python: integers, limits and choices as in YAML; else anything, as in a dataclass."""
     limits, choices = limits_of(item), item.metadata.get("choices")
     if choices:
         return {"enum": [*choices, *([None] if item.default is None else [])]}
-    kind = "string" if "pattern" in limits else "number"
-    return {"type": [kind, "null"] if item.default is None else kind, **limits} if limits else {}
+    annotation: Any = item.type
+    is_integer = int in get_args(annotation | None)
+    kind = "integer" if is_integer else "string" if "pattern" in limits else "number"
+    return {"type": [kind, "null"] if item.default is None else kind, **limits} if limits or is_integer else {}
 
 
 def _default(item: dataclasses.Field) -> Any:

@@ -41,6 +41,11 @@ class ModelFiles:
     tokenizer: Any
     """None for a teacher that was saved without one"""
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model has; its tokenizer may have fewer."""
+        return self.config.get_text_config(decoder=True).vocab_size
+
 
 def open_model(config: "RunConfig", key: str) -> ModelFiles:
     """Read the configuration and the tokenizer of the model named by `key`. A teacher may come without a tokenizer.
@@ -115,7 +120,7 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         for split, rows in (("train", data.train), ("test", data.test)):
             check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
     vocabulary = files.tokenizer.get_vocab()
-    size = files.config.get_text_config(decoder=True).vocab_size
+    size = files.vocab_size
     beyond = sorted((number, token) for token, number in vocabulary.items() if number >= size)
     if beyond:
         raise config.error(

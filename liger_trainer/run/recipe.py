@@ -47,7 +47,7 @@ def prepare(config: "RunConfig") -> Preparation:
     output_dir = check_output_dir(config)
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
-    data = load_run_datasets(config, student.config.get_text_config(decoder=True).vocab_size)
+    data = load_run_datasets(config, student.vocab_size)
     return Preparation(config, run_console(), clock, output_dir, data, student)
 
 

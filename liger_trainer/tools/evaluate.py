@@ -112,9 +112,9 @@ def evaluate(subject: Subject) -> Evaluation:
     """
     with tempfile.TemporaryDirectory(prefix="liger-trainer-eval-") as folder:
         config = _for_evaluation(subject.config.on_this_machine(), folder)
-        data = load_run_datasets(config)
         base = open_model(config, "model_name_or_path")
         files = base if subject.weights is None else _saved_files(base, subject.weights, config["trust_remote_code"])
+        data = load_run_datasets(config, files.vocab_size)
         check_student(config, files, data)
         teachers = open_teachers(config) if config.recipe == "distill" else {}
         for entry_config, teacher in teachers.values():

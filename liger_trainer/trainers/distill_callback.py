@@ -52,7 +52,8 @@ class DistillationCallback(TrainerCallback):
     Attributes:
         distillation: the loss.
         finite: the guard that watches for numbers that are not finite, once training has begun. Pass callbacks that ask
-            for checkpoints before this one, so that it sees them.
+            for checkpoints before this one: it sees those that later ones ask for when they are saved, and renames
+            one whose state is not finite.
         teacher: the teacher, once training has begun.
 
     Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
@@ -159,6 +160,10 @@ class DistillationCallback(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
         assert self.finite is not None
         self.finite.on_epoch_end(args, state, control)
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        assert self.finite is not None
+        self.finite.on_save(args, state, control)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         assert self.finite is not None

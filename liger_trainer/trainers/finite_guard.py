@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from ..common.checkpoints import TRAINER_STATE
+from ..common.checkpoints import TRAINER_STATE, set_aside
 from ..common.console import is_main_process
 from ..common.non_finite import SKIP, STOP, check_policy
 from ..common.optimizers import updating_in_backward
@@ -86,6 +86,7 @@ class FiniteGuard(TrainerCallback):
         self._spikes, self._in_a_row = LossSpikes(), 0
         self._training: _Training | None = None
         self._checked: tuple[int, bool] | None = None  # the step whose weights were checked, and whether moments were
+        self._unseen: Path | None = None  # a checkpoint that was saved before the state was checked
 
     # what the trainer says
 
@@ -138,6 +139,12 @@ class FiniteGuard(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
         self._before_reading(state, control)
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        """Check the state behind a checkpoint that is there already, as one that a later callback asked for."""
+        self._unseen = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        self.check(state, and_moments=True)
+        self._unseen = None
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.check(state)
@@ -247,14 +254,22 @@ class FiniteGuard(TrainerCallback):
         if names and "weights" not in wrong:
             wrong = [*wrong, "weights"]
         which = f"Weights: {listed(names)}." if names else "The weights are finite still."
-        lines = [advice(Path(str(training.args.output_dir)), step) if is_main_process() else ""]
+        saved = self._set_unseen_aside()
+        lines = [saved, advice(Path(str(training.args.output_dir)), step) if is_main_process() else ""]
         broadcast_object_list(lines)
         many = f" {MOST_IN_A_ROW} steps in a row were left out." if self._in_a_row >= MOST_IN_A_ROW else ""
         raise NonFiniteError(
-            f"{where} {_are(wrong)} not finite.{many} Training stopped, and nothing was saved since. "
+            f"{where} {_are(wrong)} not finite.{many} Training stopped, and {lines[0]}. "
             f"{rows}{' ' if rows else ''}{which} A smaller learning_rate, warmup_steps or max_grad_norm may help, or "
-            f"bf16 instead of fp16; on_non_finite='skip_step' leaves such steps out. {lines[0]}"
+            f"bf16 instead of fp16; on_non_finite='skip_step' leaves such steps out. {lines[1]}"
         )
+
+    def _set_unseen_aside(self) -> str:
+        """Take its name from a checkpoint that was saved unseen, where this process writes; return what was saved."""
+        unseen, args = self._unseen, self._in_training().args
+        if unseen is None or not args.should_save or not unseen.is_dir():
+            return "nothing was saved since"
+        return f"{unseen.name}, saved before its state was checked, was renamed to {set_aside(unseen).name}"
 
 
 def _are(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """One declaration of an option serves Python, YAML and the JSON schema: they refuse the same settings."""
 
 import json
+from dataclasses import dataclass
 
 import jsonschema
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.common.options import OptionValues, clashes, conflicts_of
+from liger_trainer.common.options import OptionValues, check_values, clashes, conflicts_of, option
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.conflicts import CONFLICTS
 from liger_trainer.config.run_config import check_text
@@ -78,6 +79,9 @@ def test_an_editor_sees_the_conflicts_that_the_check_finds(document):
         ({"generation_batch_size": 0}, "of at least 1, got 0"),
         ({"cache_entries": 2000}, "of at most 1024, got 2000"),
         ({"cache_bits": 4}, "cache_bits: expected one of 8, 16, got 4 (an integer)."),
+        ({"cache_shard_mb": 1.5}, "cache_shard_mb: expected an integer, got 1.5 (a number)."),
+        ({"top_k": True}, "top_k: expected an integer, got true."),
+        ({"cache_entries": 2.0}, "cache_entries: expected an integer or null, got 2.0 (a number). Write 2."),
         ({"vllm_server_base_url": "localhost:1"}, "vllm_server_base_url: expected an address such as http://"),
         ({"temperature": 2.0, "teacher": "server", "teacher_server_model": "m",
           "teacher_server_base_url": "http://[::1]:80/v1"}, "temperature: a server's log-probabilities are of temp"),
@@ -93,6 +97,18 @@ def test_python_and_yaml_refuse_in_the_same_words(options, message):
     with pytest.raises(ConfigError) as file:
         check_text(yaml.safe_dump({**named, **options}), "run.yaml")
     assert message in str(file.value)
+
+
+def test_integers_without_limits_are_integers_in_python_too():
+    @dataclass
+    class Options:
+        seed: int | None = option(None, "Any integer.")
+        layers: list[int] | None = option(None, "Not looked at.")
+
+    check_values({"seed": -3, "layers": [1]}, Options)
+    for wrong in (1.5, True, "3"):
+        with pytest.raises(ValueError, match="^seed: expected an integer or null, got "):
+            check_values({"seed": wrong}, Options)
 
 
 def test_as_many_draws_as_a_cache_holds():

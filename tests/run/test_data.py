@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import datasets
 import pytest
 from malformed import TEN_KINDS, located, malformed
+from tiny import tiny_model, tiny_tokenizer
 
+from liger_trainer.cli import main
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.run.data.datasets import load_run_datasets
@@ -256,3 +258,28 @@ def test_wrong_rows_of_other_formats_are_skipped_too(load):
     assert data.facts.rows_skipped == 1 and {*data.train["prompt"], *data.test["prompt"]} == set("adfh")
     with pytest.raises(DataError, match="rows.jsonl:1: not valid JSON"):  # nothing is left
         load("rows.jsonl", {"rows.jsonl": "{\n{\n"}, "bad_rows=skip")
+
+
+@pytest.mark.parametrize(
+    "command, setting",
+    [
+        ("preview", "seed=1"),
+        ("eval", "seed=1"),
+        ("cache capture", "teacher_cache_dir=cached"),
+        ("init-student", "student_num_layers=1"),
+    ],
+)
+def test_commands_locate_ids_beyond_the_vocabulary(tmp_path, monkeypatch, capsys, command, setting):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().config.save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    (tmp_path / "rows.jsonl").write_text(lines([{"input_ids": [1, 2, 3]}] * 11 + [{"input_ids": [1, 2, 64]}]))
+    settings = {
+        "recipe": "distill", "model_name_or_path": "model", "teacher_model_name_or_path": "model",
+        "dataset_name": "rows.jsonl", "use_cpu": True,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "run.yaml", setting])
+    where = "rows.jsonl:12: column 'input_ids': expected ids from 0 to 63 (the model's), got 64."
+    assert stopped.value.code == 4 and where in " ".join(capsys.readouterr().err.split())

@@ -104,6 +104,51 @@ def test_nan_stops_a_stock_trainer_with_the_callback(place):
     assert trainer.args.logging_nan_inf_filter  # as it was
 
 
+def test_the_entropy_alone_tells_of_the_teacher():
+    """The loss, and what the teacher says of the labels, are finite."""
+    trainer = distill()
+    plant, per_token = Plant(trainer, "entropy", 5), trainer.per_token
+
+    def spoiled(outputs):
+        values = per_token(outputs)
+        return {**values, "teacher_entropy": values["teacher_entropy"] * (torch.nan if plant.active else 1.0)}
+
+    trainer.per_token = spoiled
+    message = stopped(trainer)
+    assert message.startswith("In step 5 the teacher's logits are not finite."), message
+    assert [path.name for path in checkpoints_in(Path(trainer.args.output_dir))] == ["checkpoint-2", "checkpoint-4"]
+
+
+class AsksLater(TrainerCallback):
+    """Asks for a checkpoint of step 5, when the callbacks before it have had their turn."""
+
+    def __init__(self, spoils_moments: bool):
+        self.spoils_moments = spoils_moments
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        control.should_save |= state.global_step == 5
+        if state.global_step == 5 and self.spoils_moments:
+            next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.inf
+
+
+@pytest.mark.parametrize("place", [None, "loss", "weight", "moments"])
+def test_a_checkpoint_that_a_later_callback_asks_for_loses_its_name(place):
+    trainer, _ = by_callback(max_steps=6)
+    trainer.add_callback(AsksLater(place == "moments"))
+    folder = Path(trainer.args.output_dir)
+    (folder / "_not-finite-checkpoint-5").mkdir(parents=True)  # of a training before
+    if place is None:
+        trainer.train()
+    else:
+        Plant(trainer, place, 5)
+        message = stopped(trainer)
+        assert "checkpoint-5, saved before its state was checked, was renamed to _not-finite-checkpoint-5-2." in message
+        assert trainer.state.global_step == 5 and message.endswith(f"{str(folder / 'checkpoint-4')!r})")
+        assert (folder / "_not-finite-checkpoint-5-2" / "model.safetensors").is_file()
+    left = [2, 4] if place else [2, 4, 5, 6]
+    assert [path.name for path in checkpoints_in(folder)] == [f"checkpoint-{step}" for step in left]
+
+
 def test_the_callback_leaves_out_steps_too():
     trainer, callback = by_callback(on_non_finite="skip_step", max_steps=4, logging_steps=2)
     Plant(trainer, "batch", 2)

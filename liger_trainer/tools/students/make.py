@@ -71,8 +71,8 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
     """
     _check_settings(config)
     output_dir = check_student_dir(config)
-    data = load_run_datasets(config)
     files = open_model(config, "model_name_or_path")
+    data = load_run_datasets(config, files.vocab_size)
     check_student(config, files, data)
     _check_sizes(config, files)
     with writing_to(output_dir), staged_folder(output_dir) as staged:
