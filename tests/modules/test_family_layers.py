@@ -206,6 +206,14 @@ def test_modulated_rms_norm(name, shifted):
         assert_layer_true(plain, lambda x, s: (1 + s.view(wide)) * rms(x), torch.randn(2, 7, 24), *modulation)
 
 
+def test_on_the_kernels(kernels):
+    """Strided views of Triton's kernels' inputs: complex frequencies' parts, packed gates, rows of an expert."""
+    test_llama4_text_rotation(2)
+    test_swiglu_mlps("tiles of unequal size")
+    test_experts(("num_experts", "moe_intermediate_size"))
+    test_modulated_rms_norm("a sequence", True)
+
+
 # Llama 4's rotation
 
 

@@ -91,6 +91,11 @@ def test_fused_linear_kl_div_of_bf16():
     assert under.dtype == torch.float32 and (under - truth).abs() < 0.01 * truth
 
 
+def test_on_the_kernels(kernels, monkeypatch):
+    test_cross_entropy_and_total_variation_of_each_token(7)
+    test_fused_linear_kl_div("mean", 2.0, True, 5, monkeypatch)
+
+
 def test_without_any_label_the_loss_is_zero():
     none = torch.full((N,), -100)
     x = torch.randn(N, H).requires_grad_()
