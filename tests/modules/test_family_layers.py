@@ -256,6 +256,25 @@ def test_llama4_vision_rotation_is_hugging_faces(shape):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_layers_compile_whole():
+    torch._dynamo.reset()
+    experts = LigerExperts(config(num_experts=4)).bfloat16()
+    index, weights, turns = torch.randint(4, (31, 2)), torch.rand(31, 2), torch.polar(torch.ones(1, 31, 6), angles)
+    tiled, falcon = LigerTiledSwiGLUMLP(config()), LigerFalconH1MLP(config(mlp_multipliers=(0.7, 1.3)))
+    norm, scale = LigerModulatedRMSNorm(24), torch.randn(24)
+
+    def block(x):
+        x = norm(falcon(tiled(x)), scale)
+        q, k = liger_llama4_text_rotary_pos_emb(x.view(1, 31, 2, 12), x.view(1, 31, 2, 12), turns)
+        return (q + k).flatten(2)[0] + experts(x.bfloat16(), index, weights).float()
+
+    x = torch.randn(31, 24)
+    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(got, block(x), rtol=1e-5, atol=1e-5)
+
+
+angles = torch.rand(1, 31, 6)
+
 # What is refused
 
 x7, angle = torch.randn(2, 7, 4, 16), torch.polar(torch.ones(7, 8), torch.rand(7, 8))
