@@ -35,6 +35,14 @@ def _initial(size: int, init_fn: str) -> nn.Parameter:
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
 
 
+def check_norm(casting_mode: str, offset: float, has_weight: bool) -> None:
+    """Raise ValueError for an unknown casting_mode, or an offset without a weight to add it to."""
+    if casting_mode not in ("llama", "gemma", "none"):
+        raise ValueError(f"casting_mode must be 'llama', 'gemma' or 'none', got {casting_mode!r}.")
+    if offset and not has_weight:
+        raise ValueError(f"offset {offset} is added to the weight, and there is none. Leave one of them out.")
+
+
 def casts_before_weight(casting_mode: str, x: Tensor) -> bool:
     if casting_mode == "none" and x.element_size() < 4:
         raise TypeError(
@@ -76,10 +84,7 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: bool = True,
     ):
         super().__init__()
-        if casting_mode not in ("llama", "gemma", "none"):
-            raise ValueError(f"casting_mode must be 'llama', 'gemma' or 'none', got {casting_mode!r}.")
-        if offset and not elementwise_affine:
-            raise ValueError(f"offset {offset} is added to the weight, and elementwise_affine=False leaves none.")
+        check_norm(casting_mode, offset, elementwise_affine)
         weight = _initial(hidden_size, init_fn)
         self.register_parameter("weight", weight if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
@@ -160,7 +165,7 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}"
 
 
-def _activation(config: Any, names: Mapping[str, str], module: str) -> str:
+def activation_of(config: Any, names: Mapping[str, str], module: str) -> str:
     """Return our name of the activation that a Hugging Face config asks for."""
     # Gemma's configs call it hidden_activation
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
@@ -179,7 +184,7 @@ class _GatedMLP(nn.Module):
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
         super().__init__()
-        self.activation = _activation(config, self.activations, type(self).__name__)
+        self.activation = activation_of(config, self.activations, type(self).__name__)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -237,7 +242,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.activation = _activation(config, SILU, type(self).__name__)
+        self.activation = activation_of(config, SILU, type(self).__name__)
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)

@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from ..common.console import announce
 from ..common.weights import load_whole
-from .options import PatchOptions
+from .options import ALIASES, PatchOptions
 from .patcher import patch
 
-FLAGS = tuple(field.name for field in dataclasses.fields(PatchOptions))
+FLAGS = (*(field.name for field in dataclasses.fields(PatchOptions)), *ALIASES)
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

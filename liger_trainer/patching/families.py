@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from .options import PatchOptions, PatchReport
+from .options import PatchOptions, PatchReport, canonical
 from .patcher import Patched, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
@@ -96,6 +96,7 @@ def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -
         ConfigError: an unknown flag; a flag set to True for which the family, or the model, has nothing; a model of
             another family.
     """
+    flags = canonical(flags)
     options, wanted = PatchOptions.of(flags), tuple(name for name, value in flags.items() if value)
     if model is None:
         report = skeleton_report(family) if wanted else None
@@ -114,6 +115,23 @@ def apply_to_family(family: str, flags: Mapping[str, bool], model: Any = None) -
 def _apply_liger_kernel_to_instance(model: Any, **flags: bool) -> Patched:
     """Patch one model. Code for Liger-Kernel imports the function by this name."""
     return patch(model, flags)
+
+
+def _apply_liger_kernel(model_type: str, **flags: bool) -> FamilyPatch:
+    """Patch the models of a type that are constructed from now on, by Liger-Kernel's name of the function.
+
+    Raises:
+        ConfigError: a type that is no causal LM of transformers (Liger-Kernel logs that and does nothing), or as
+            `apply_to_family`.
+    """
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no causal LM of type {model_type!r}. "
+            "patch(model) takes any model."
+        )
+    handle = apply_to_family(model_type, flags)
+    assert isinstance(handle, FamilyPatch)
+    return handle
 
 
 @functools.cache
@@ -206,6 +224,10 @@ def _function(suffix: str) -> Callable[..., FamilyPatch | Patched]:
         ConfigError: an unknown flag, one for which there is nothing, or a model of another family.
     """
     return apply
+
+
+# by the model type, "gpt-sw3"
+MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _function(suffix) for suffix, model_type in FAMILIES.items()}
 
 
 def __getattr__(name: str) -> Any:

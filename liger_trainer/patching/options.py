@@ -9,6 +9,21 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import ConfigError
 
+ALIASES = {"relu_squared": "relu2"}  # Liger-Kernel's names of options
+
+
+def canonical(flags: Mapping[str, bool] | None) -> dict[str, bool]:
+    """Return the flags under our names.
+
+    Raises:
+        ConfigError: an option by both of its names.
+    """
+    flags = dict(flags or {})
+    for alias, name in ALIASES.items():
+        if alias in flags and name in flags:
+            raise ConfigError(f"{alias} is another name of {name}: pass one of them.")
+    return {ALIASES.get(name, name): value for name, value in flags.items()}
+
 
 @dataclass(frozen=True)
 class PatchOptions:
@@ -20,7 +35,7 @@ class PatchOptions:
         layer_norm: LayerNorm layers.
         swiglu: MLPs and experts gated by SiLU.
         geglu: MLPs and experts gated by GELU.
-        relu2: MLPs with squared ReLU.
+        relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
         lora: linear layers and MLPs with plain LoRA adapters.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
@@ -51,9 +66,9 @@ class PatchOptions:
         """Read `liger_kernel_config`. cross_entropy=True alone turns the fused loss off.
 
         Raises:
-            ConfigError: an unknown name.
+            ConfigError: an unknown name, or an option by two names.
         """
-        flags = dict(flags or {})
+        flags = canonical(flags)
         names = [f.name for f in dataclasses.fields(cls)]
         unknown = sorted(set(flags) - set(names))
         if unknown:

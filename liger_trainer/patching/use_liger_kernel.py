@@ -18,7 +18,7 @@ from ..common.console import announce
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
-from .options import PatchOptions
+from .options import PatchOptions, canonical
 from .patcher import Patched, base_of, patch, patched_record
 
 _replacements = Replacements()
@@ -49,7 +49,7 @@ def apply_liger_kernel(model: Any, kernel_config: Mapping[str, bool] | None) -> 
         ConfigError: an unknown option, or one without effect here; a model that is no PreTrainedModel, or was patched
             with other options before; a model without anything to replace.
     """
-    base, flags = base_of(model), dict(kernel_config or {})
+    base, flags = base_of(model), canonical(kernel_config)
     options = PatchOptions.of(flags)
     if not isinstance(base, PreTrainedModel):
         raise ConfigError(

@@ -71,6 +71,11 @@ def test_flags_are_taken_out_and_all_else_goes_on(saved):
         AutoLigerKernelForCausalLM.from_pretrained(saved, rms_norms=False)
 
 
+def test_ligers_name_of_a_flag_is_taken_out_too(saved):
+    record = patched_record(AutoLigerKernelForCausalLM.from_pretrained(saved, relu_squared=False))
+    assert record is not None and not record.options.relu2
+
+
 def test_nothing_to_patch_is_an_error(saved):
     nothing = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
     with pytest.raises(ConfigError, match="Nothing was found to patch in llama for layer_norm, geglu"):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_trainer
-from liger_trainer import patch
+from liger_trainer import PatchOptions, patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.patching import families
@@ -182,7 +182,33 @@ def test_the_function_for_instances_of_any_family():
     assert patch(model, rms_norm=False) is record and "RMSNorm" not in record.report.swapped
 
 
+def test_the_function_for_types_patches_what_is_constructed():
+    """By each type's name, those with a hyphen too; the table holds the functions of the families."""
+    table = liger_trainer.MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert set(table) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert table["llama"] is apply_liger_kernel_to_llama and table["gpt-sw3"] is families.apply_liger_kernel_to_gpt_sw3
+    with liger_trainer._apply_liger_kernel("llama", rms_norm=False):
+        record = patched_record(tiny_model("llama"))
+    assert record is not None and not record.options.rms_norm and "SwiGLU" in record.report.swapped
+    assert patched_record(tiny_model("llama")) is None
+    with pytest.raises(ConfigError, match="no causal LM of type 'lama'"):
+        liger_trainer._apply_liger_kernel("lama")
+    with pytest.raises(ConfigError, match="Unknown patch options: swigloo"):
+        liger_trainer._apply_liger_kernel("llama", swigloo=True)
+
+
 # Flags
+
+
+def test_relu_squared_is_relu2():
+    with liger_trainer.apply_liger_kernel_to_nemotron(relu_squared=True) as handle:
+        assert handle.options == PatchOptions()
+    with liger_trainer.apply_liger_kernel_to_nemotron(relu_squared=False) as handle:
+        assert handle.options == PatchOptions(relu2=False)
+    with pytest.raises(ConfigError, match="has nothing for relu2=True"):
+        apply_liger_kernel_to_llama(relu_squared=True)
+    with pytest.raises(ConfigError, match="relu_squared is another name of relu2"):
+        PatchOptions.of({"relu_squared": True, "relu2": True})
 
 
 def test_cross_entropy_computes_the_loss_from_stored_logits():

@@ -186,6 +186,15 @@ def test_a_model_that_was_patched_before():
         make(model, liger_kernel_config={"rms_norm": True}).train()
 
 
+def test_ligers_name_of_a_flag_agrees_with_ours():
+    model = tiny_model()
+    record = patch(model, relu2=False)
+    make(model, liger_kernel_config={"relu_squared": False}).train()
+    assert patched_record(model) is record
+    with pytest.raises(ConfigError, match="asks for {'relu2': True}"):
+        make(model, liger_kernel_config={"relu_squared": True}).train()
+
+
 def test_training_in_bf16_after_an_evaluation():
     trainers = [make(bf16=True, use_liger_kernel=flag) for flag in (True, False)]
     for trainer in trainers:
