@@ -522,7 +522,7 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
         ({"top_p": 0.0}, "top_p: expected a number above 0, got 0.0"),
         ({"top_k": -1}, "top_k: expected a number of at least 0"),
         ({"max_completion_length": 0}, "max_completion_length: expected a number of at least 1, got 0"),
-        ({"max_completion_length": None}, "max_completion_length: expected a number, got null"),
+        ({"max_completion_length": None}, "max_completion_length: expected an integer, got null"),
         ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server, got 'remote'"),
         ({"kd_temperature": 0.0}, "temperature: expected"),
         ({"temperature": -1.0, "kd_temperature": 1.0}, "temperature: expected"),
