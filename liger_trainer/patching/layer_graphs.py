@@ -294,8 +294,10 @@ def record_stack(graphs: Sequence[LayerGraph], recorder: Recorder) -> None:
         with recorder.rehearsing():
             for graph in graphs:
                 graph.rehearse()
-    except RuntimeError as error:
-        raise NotCapturable(str(error).splitlines()[0]) from error
+    except NotCapturable:
+        raise
+    except Exception as error:  # nothing is recorded yet, so the layers can go on as they are
+        raise NotCapturable(str(error).split("\n")[0] or type(error).__name__) from error
     if _host_random(recorder.device_type) != before:
         raise NotCapturable("a layer draws random numbers on the host")
     try:

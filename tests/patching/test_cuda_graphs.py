@@ -227,6 +227,22 @@ class Full(RunsAgain):
         return super().record(function)
 
 
+class Odd(RunsAgain):
+    """Layers cannot run a second time."""
+
+    def rehearsing(self):
+        raise TypeError("odd\nand more")
+
+
+def test_layers_that_fail_in_the_rehearsal_run_as_they_are():
+    plain, graphed, layers = pair(recorder=Odd)
+    for _ in range(4):
+        ids = random_ids()
+        backward(plain, ids), backward(graphed, ids)
+        assert_same_gradients(plain, graphed)
+    assert layers.report == "CUDA graphs: none for the student: odd"
+
+
 @pytest.mark.parametrize("recorder, reason", [(NoRoom, "may lack"), (Full, "lacks")])
 def test_without_memory_for_graphs_layers_run_as_they_are(recorder, reason):
     plain, graphed, layers = pair(recorder=recorder)
