@@ -12,6 +12,7 @@ torch twin that takes the same arguments.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +66,13 @@ class Tile:
     @property
     def columns(self) -> slice:
         return slice(self.first, self.first + self.logits.shape[1])
+
+
+class RankSums(Protocol):
+    """Sums and maxima over the ranks that share a vocabulary, in place; see _vocab_parallel.py."""
+
+    def sum_(self, x: Tensor) -> Tensor: ...
+    def max_(self, x: Tensor) -> Tensor: ...
 
 
 def new_carry(rows: int, like: Tensor) -> Tensor:
@@ -361,6 +369,29 @@ def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
     out.copy_(finish(carry, targets, tile.vocab, o))
     if grad is not None:
         tile_gradient(tile, targets, out[4], gradient_factor(torch.ones_like(out[4]), out[1], targets, o), grad, o)
+
+
+def shard_rows(
+    tile: Tile, targets: Targets, out: Tensor, grad: Tensor | None, o: CrossEntropyOptions, ranks: RankSums
+) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, columns) unless it is None, where other ranks have the other columns.
+
+    Each rank's statistics are a carry; carries are combined by two all-reduces. grad may be the tile itself.
+    """
+    carry = new_carry(out.shape[1], tile.logits)
+    if tile.logits.shape[1]:
+        tile_statistics(tile, targets, carry, o)
+    place = targets.labels - tile.first
+    inside = (place >= 0) & (place < tile.logits.shape[1])
+    top = ranks.max_(carry[0].clone())
+    share = (carry[0] - top).exp()
+    sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
+    total, weighted, plain, x_label = ranks.sum_(sums)
+    x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
+    out.copy_(finish(torch.stack([top, total, weighted, plain, x_label]), targets, tile.vocab, o))
+    if grad is not None and grad.shape[1]:
+        factor = gradient_factor(torch.ones_like(out[4]), out[1], targets, o)
+        tile_gradient(tile, targets, out[4].contiguous(), factor, grad, o)
 
 
 def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
