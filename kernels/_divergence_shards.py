@@ -12,7 +12,8 @@ All numbers are in nats, (n,) a row.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ STATISTICS = (
     "s_total_T", "s_ratio_T", "u_total_T", "u_ratio_T", "plain", "s_label", "t_label",
 )  # fmt: skip
 SECOND = ("p_jsd", "q_jsd", "skew", "skew_rise", "reverse", "reverse_rise", "gaps", "head_gaps", "signs")
+BLOCK = 2**22  # numbers of a block of rows: what plain torch computes in passing takes some 16 MiB each
 HEAD_STEPS = 12  # each quarters the interval that holds the threshold of the adaptive KL's head
 
 
@@ -51,6 +53,16 @@ class ShardInputs(NamedTuple):
     first: int
     vocab: int
     options: DivergenceOptions
+
+    def blocks(self) -> Iterator[tuple[slice, "ShardInputs"]]:
+        """Yield blocks of rows. There are none where this rank has no columns."""
+        n, columns = self.rows.student.shape
+        rows = max(1, BLOCK // max(columns, 1))
+        for start in range(0, n if columns else 0, rows):
+            at, x = slice(start, start + rows), self.rows
+            labels, weight = (None if y is None else y[at] for y in (x.labels, x.token_weight))
+            block = RowInputs(x.student[at], x.teacher[at], x.bias, x.teacher_bias, labels, weight)
+            yield at, self._replace(rows=block)
 
     def logits(self) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         """Return (student's, teacher's, those that the student is compared with, d student's / d raw), (n, c)."""
@@ -73,6 +85,9 @@ class Partition(NamedTuple):
 
     top: Tensor
     log_total: Tensor
+
+    def at(self, rows: slice) -> "Partition":
+        return Partition(self.top[rows], self.log_total[rows])
 
     @property
     def lse(self) -> Tensor:
@@ -115,6 +130,10 @@ class GradientNumbers(NamedTuple):
     signs: Tensor
     token_weight: Tensor
 
+    def at(self, rows: slice) -> "GradientNumbers":
+        numbers: Any = (x[rows] for x in self[3:])
+        return GradientNumbers(self.s.at(rows), self.s_T.at(rows), self.u_T.at(rows), *numbers)
+
 
 def divergence_shard(
     x: RowInputs, first: int, vocab: int, out: Tensor, grad: Tensor | None, o: DivergenceOptions, ranks: RankSums
@@ -137,10 +156,14 @@ def divergence_shard(
 
 def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
     """Return this rank's STATISTICS (len(STATISTICS), n). like: in their dtype."""
-    part = like.new_zeros(len(STATISTICS), like.shape[1])
-    part[:4] = LOWEST
-    if not shard.rows.student.shape[1]:
-        return part
+    every = like.new_zeros(len(STATISTICS), like.shape[1])
+    every[:4] = LOWEST
+    for at, block in shard.blocks():
+        _block_statistics(block, every[:, at])
+    return every
+
+
+def _block_statistics(shard: ShardInputs, part: Tensor) -> None:
     o = shard.options
     s, t, u, _ = shard.logits()
     part[0], part[1], part[2] = s.amax(-1), t.amax(-1), u.amax(-1)
@@ -156,7 +179,6 @@ def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
         place, inside = shard.places()
         for i, logits in ((15, s), (16, t)):
             part[i] = logits.gather(1, place[:, None]).squeeze(1).where(inside, 0)
-    return part
 
 
 def _sums(x: Tensor, other: Tensor, top: Tensor, temperature: float) -> Tensor:
@@ -239,23 +261,27 @@ def head_sums(shard: ShardInputs, u_T: Partition, low: Tensor, high: Tensor, bou
     """Return ((3, n) the mass at logits from each bound up, (2, n) minus the least logit from low up, and the largest
     below high), of this rank's columns."""
     masses, ends = torch.zeros_like(bounds), torch.full_like(bounds[:2], LOWEST)
-    if shard.rows.student.shape[1]:
-        _, _, u, _ = shard.logits()
-        p = u_T.log_probs(u / shard.options.temperature).exp()
+    for at, block in shard.blocks():
+        _, _, u, _ = block.logits()
+        p = u_T.at(at).log_probs(u / shard.options.temperature).exp()
         for i, bound in enumerate(bounds):
-            masses[i] = p.masked_fill(u < bound[:, None], 0).sum(-1)
-        ends[0] = -u.masked_fill(u < low[:, None], -LOWEST).amin(-1)
-        ends[1] = u.masked_fill(u >= high[:, None], LOWEST).amax(-1)
+            masses[i, at] = p.masked_fill(u < bound[at, None], 0).sum(-1)
+        ends[0, at] = -u.masked_fill(u < low[at, None], -LOWEST).amin(-1)
+        ends[1, at] = u.masked_fill(u >= high[at, None], LOWEST).amax(-1)
     return masses, ends
 
 
 def second_sums(shard: ShardInputs, row: RowNumbers, floor: Tensor) -> Tensor:
     """Return this rank's SECOND sums (len(SECOND), n); those of kinds that are not asked for stay 0."""
+    every = torch.zeros(len(SECOND), *row.u_top.shape, dtype=row.u_top.dtype, device=row.u_top.device)
+    for at, block in shard.blocks():
+        _block_sums(block, row.s_T.at(at), row.u_T.at(at), floor[at], every[:, at])
+    return every
+
+
+def _block_sums(shard: ShardInputs, s_T: Partition, u_T: Partition, floor: Tensor, sums: Tensor) -> None:
     o = shard.options
-    sums = torch.zeros(len(SECOND), *row.u_top.shape, dtype=row.u_top.dtype, device=row.u_top.device)
-    if not shard.rows.student.shape[1]:
-        return sums
-    x, *_ = _distributions(shard, row.s_T, row.u_T)
+    x, *_ = _distributions(shard, s_T, u_T)
     dot = torch.linalg.vecdot
     if "jsd" in o.weights:
         q_ratio, p_ratio = log_ratios(x, o.beta)
@@ -273,7 +299,6 @@ def second_sums(shard: ShardInputs, row: RowNumbers, floor: Tensor) -> Tensor:
     if "adaptive_kl" in o.weights:
         _, _, u, _ = shard.logits()
         sums[7] = gaps.masked_fill(u < floor[:, None], 0).sum(-1)
-    return sums
 
 
 def _write_terms(row: RowNumbers, sums: dict[str, Tensor], out: Tensor, o: DivergenceOptions) -> Tensor:
@@ -323,6 +348,11 @@ def _gradient_numbers(row: RowNumbers, sums: dict[str, Tensor], head_share: Tens
 
 def shard_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:
     """Write the gradient (n, c) of the loss over this rank's raw student logits."""
+    for at, block in shard.blocks():
+        _block_gradient(block, row.at(at), grad[at])
+
+
+def _block_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:
     o = shard.options
     x, s, slope = _distributions(shard, row.s_T, row.u_T)
 
@@ -356,5 +386,3 @@ def shard_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> No
         total.scatter_add_(1, column(place), column(of_label))
         total -= o.ce_weight * o.label_smoothing / shard.vocab
     grad.copy_(total.mul_(slope).mul_(column(row.token_weight)))
-
-

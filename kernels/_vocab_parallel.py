@@ -447,7 +447,8 @@ def check_teacher_shard(
     ours = slice(parallel.first, parallel.first + parallel.columns(vocab, held))
     theirs = slice(teacher.first, teacher.first + teacher.columns(vocab, teacher_held))
     alike = ours == theirs or ours.start == ours.stop and theirs.start == theirs.stop
-    if not alike or parallel.group is not teacher.group or parallel.tokens != teacher.tokens:
+    ranks, of_teacher = (dist.get_process_group_ranks(side.group) for side in (parallel, teacher))
+    if not alike or ranks != of_teacher or parallel.tokens != teacher.tokens:
         raise ValueError(
             "Student and teacher must lie alike on the ranks of one group: this rank holds rows "
             f"{ours.start} to {ours.stop} of the student's head and {theirs.start} to {theirs.stop} of the teacher's. "

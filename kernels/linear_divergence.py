@@ -59,7 +59,17 @@ from ._divergence_reference import (
 from ._divergence_rows import divergence_rows
 from ._divergence_shards import divergence_shard
 from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, LinearHead, Lora, Operands, adapters_of, check_head, check_overwritten, compute_dtype, vocabulary
+from ._head import (
+    Adapters,
+    LinearHead,
+    Lora,
+    Operands,
+    adapters_of,
+    check_head,
+    check_overwritten,
+    compute_dtype,
+    vocabulary,
+)
 from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform
 from ._vocab_parallel import (

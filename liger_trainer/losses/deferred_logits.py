@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..errors import MaterializedLogitsWarning
+from ..errors import ConfigError, MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
+from .sharded_heads import ShardedHead
 
 
 class Forward:
@@ -62,7 +63,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.head.vocab))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,12 +83,26 @@ class DeferredLogits:
     def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
 
-    def operands(self, prefix: str = "") -> dict[str, Any]:
-        """Return hidden states, head and transform as the fused ops' arguments, one row a position."""
+    def operands(self, prefix: str = "", sharded: bool = False) -> dict[str, Any]:
+        """Return hidden states, head and transform as the fused ops' arguments, one row a position.
+
+        Args:
+            sharded: the op takes `parallel`, so the head's rows may lie on several ranks.
+
+        Raises:
+            ConfigError: they do, but the op does not take it.
+        """
         values = {
             "hidden": self.hidden.flatten(0, -2), "weight": self.head.weight, "bias": self.head.bias,
             "lora": self.head.lora, "scale": self.scale, "softcap": self.softcap,
         }  # fmt: skip
+        if sharded:
+            values["parallel"] = self.head.parallel
+        elif self.head.parallel is not None:
+            raise ConfigError(
+                "This loss reads a whole output head, but the head's rows stay on their ranks. Set vocab_parallel to "
+                "never."
+            )
         return {prefix + name: value for name, value in values.items()}
 
     def _with(self, **changes: Any) -> "DeferredLogits":
@@ -240,7 +255,12 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
             is then read before the pass, into whole weights of its own, without gradient.
     """
     module = output_module(model)
-    state, read = Forward(type(model).__name__), reader_of(module)
+    state, shards = Forward(type(model).__name__), ShardedHead.of(module)
+    if shards is not None:
+        with _deferred_on_ranks(shards, state):
+            yield state
+        return
+    read = reader_of(module)
     if isinstance(read, str):
         state.obstacle = read
         yield state
@@ -268,6 +288,32 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
         yield state
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
+        state.running = False
+
+
+@contextlib.contextmanager
+def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
+    """Within the context, a head whose rows lie on ranks returns `DeferredLogits` of this rank's rows."""
+    module, replaced = shards.module, vars(shards.module).get("forward")
+    project = replaced or shards.project  # that of tensor parallelism gathers logits itself
+
+    def forward(hidden: Tensor, **kwargs):
+        if kwargs:
+            raise ConfigError(
+                f"{state.model_name} calls its output head with {', '.join(kwargs)}, which a head whose rows stay on "
+                "their ranks does not take. Set vocab_parallel to never."
+            )
+        hidden = shards.inputs(hidden)
+        return DeferredLogits(hidden, Head(*shards.rows(), parallel=shards.parallel), project, state)
+
+    module.forward = forward
+    try:
+        with shards.without_gathering():
+            yield
+    finally:
+        vars(module).pop("forward")
+        if replaced is not None:
+            module.forward = replaced
         state.running = False
 
 

@@ -6,11 +6,13 @@ from typing import Any, cast
 
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 
 from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
+from ..losses.sharded_heads import shard_like
 from ..losses.spec import Logits
 from ..patching.document_leaks import read_packed_rows
 from ..patching.patcher import base_of
@@ -82,6 +84,7 @@ class ModelTeacher(Teacher):
         if trainer.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self._accelerator)
         if trainer.is_fsdp_enabled:
+            shard_like(base_of(trainer.student), base_of(teacher), **_units(self._accelerator))
             return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
         if not stays(self._args):
             return self._accelerator.prepare_model(teacher, evaluation_mode=True)
@@ -109,3 +112,13 @@ class ModelTeacher(Teacher):
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
         yield {"": self._accelerator.unwrap_model(self.model)}
+
+
+def _units(accelerator: Any) -> dict[str, Any]:
+    """Return how TRL's `prepare_fsdp` has FSDP2 shard a model."""
+    plugin, mesh = accelerator.state.fsdp_plugin, getattr(accelerator, "torch_device_mesh", None)
+    return {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+    }

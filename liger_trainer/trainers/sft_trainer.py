@@ -27,7 +27,8 @@ from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
-from .step_config import AUTO
+from .sharded_head import shard_head
+from .step_config import AUTO, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
@@ -89,6 +90,7 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
+        shard_head(self, getattr(config, "vocab_parallel", NEVER))
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
@@ -123,6 +125,12 @@ class LigerTrainer(CheckpointingTrainer):
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+
+    def why_whole_head(self) -> str | None:
+        """Return why the loss needs the output head as a whole, None if its rows may stay on their ranks."""
+        if self.compute_loss_func is not None:
+            return "compute_loss_func reads logits"
+        return "sequences are sharded over the ranks" if self._shards_sequences() else None
 
     def check_rows(self) -> None:
         """Raise DataError where rows have ids that the student does not have."""

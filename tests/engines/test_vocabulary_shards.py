@@ -23,7 +23,7 @@ def results(request, tmp_path_factory):
 def test_shards_give_what_one_rank_gives(results, name, part):
     errors = results[name]
     assert errors[torch.float64, "shards", part] < 1e-10
-    assert errors[torch.float32, "shards", part] <= 2 * errors[torch.float32, "alone", part] + 2e-6  # KLs are differences
+    assert errors[torch.float32, "shards", part] <= 2 * errors[torch.float32, "alone", part] + 2e-6
 
 
 def test_ranks_may_divide_by_different_numbers_of_items(results):

@@ -1,0 +1,93 @@
+"""Steps with the head's rows kept on their ranks, in two processes, against those in one with the whole head."""
+
+import pytest
+import torch
+from engines.heads_on_ranks import ENGINES, OBJECTIVES, STEPS, gradients_of, step, student_of
+from processes import run_on
+from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.errors import ConfigError
+from liger_trainer.losses.deferred_logits import deferred_logits
+from liger_trainer.losses.model_parts import Head
+from liger_trainer.losses.sharded_heads import obstacle
+from liger_trainer.trainers.sft_config import LigerConfig
+
+assert set(ENGINES) == {engine for engine, _ in STEPS}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("heads") / "results.pt"
+    run_on(2, "engines/heads_on_ranks.py", path)
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return {objective: step(objective, 8, 1) for objective in OBJECTIVES}
+
+
+@pytest.mark.parametrize(("engine", "objective"), STEPS)
+def test_a_step_is_that_of_one_process(two_processes, one_process, engine, objective):
+    got, want = two_processes[engine, objective], one_process[objective]
+    assert_same_gradients(got["gradients"], want["gradients"])
+    assert got["logs"] == pytest.approx(want["logs"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "objective"), STEPS)
+def test_no_head_is_gathered(two_processes, engine, objective):
+    result = two_processes[engine, objective]
+    assert len(result["walks"]) >= 4  # two micro-batches, two evaluated ones
+    assert set(result["walks"]) == {33}  # of 65 rows
+    teacher = {"kd": [False], "tied teacher": [None], "longer teacher": [None]}  # the latter two are gathered
+    assert result["gathered"] == [False, *teacher.get(objective, [])]
+
+
+def test_tensor_parallel_heads_stay_sharded(two_processes):
+    got, want = two_processes["tensor parallel"], gradients_of(student_of("ce"))
+    assert got["walks"] == [33]
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    torch.testing.assert_close(got["entropy"], want["entropy"])
+    torch.testing.assert_close(got["logits"], want["logits"])
+    assert_same_gradients(got["gradients"], want["gradients"])
+
+
+def trainer_with(vocab_parallel, model=None):
+    args = train_args(LigerConfig, vocab_parallel=vocab_parallel)
+    return LigerTrainer(model or tiny_model(), args=args, train_dataset=texts(), processing_class=tiny_tokenizer())
+
+
+def test_what_is_in_the_way_is_an_error_where_it_must_stay_sharded():
+    with pytest.raises(ConfigError, match="vocab_parallel: always, but this training is not on FSDP2"):
+        trainer_with("always")
+
+
+def test_auto_gathers_where_there_is_one_process():
+    trainer_with("auto").train()
+
+
+def test_tied_heads_are_gathered():
+    assert "tied" in (obstacle(tiny_model("llama_tied")) or "")
+    assert obstacle(tiny_model("llama")) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "teacher"), [([{"type": "hidden_mse"}, {"type": "ce"}], "model"), ([{"type": "forward_kl"}], "several")]
+)
+def test_losses_that_need_whole_heads_say_so(losses, teacher):
+    args = train_args(LigerDistillConfig, losses=losses)
+    models = tiny_model(seed=1) if teacher == "model" else {"a": tiny_model(seed=1), "b": tiny_model(seed=2)}
+    trainer = LigerDistillTrainer(
+        tiny_model(), teacher_model=models, args=args, train_dataset=texts(), processing_class=tiny_tokenizer()
+    )
+    assert trainer.why_whole_head() is not None
+
+
+def test_an_op_that_reads_a_whole_head_refuses_rows():
+    model = tiny_model()
+    with deferred_logits(model), torch.no_grad():
+        logits = model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits
+    object.__setattr__(logits, "head", Head(logits.head.weight, None, parallel=object()))
+    with pytest.raises(ConfigError, match="reads a whole output head"):
+        logits.operands()
