@@ -12,7 +12,7 @@ All numbers are in nats, (n,) a row.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ._cross_entropy_rows import RankSums
 from ._divergence_options import TERMS, DivergenceOptions, RowInputs
+from ._divergence_rows import BIAS, LANES, TEACHER_BIAS, VECTOR_BYTES, WARPS
+from ._divergence_shard_kernels import gradient_kernel, head_sums_kernel, second_sums_kernel, statistics_kernel
 from ._divergence_torch import (
     AGREES,
     DIVERGENCE,
@@ -35,6 +37,7 @@ from ._divergence_torch import (
     log_ratios,
 )
 from ._logits import LOWEST, transform
+from ._triton import kept_launch, use_triton
 from .divergence_kinds import ROW_KINDS
 
 STATISTICS = (
@@ -53,6 +56,29 @@ class ShardInputs(NamedTuple):
     first: int
     vocab: int
     options: DivergenceOptions
+
+    def launch(self, kernel: Any, outputs: Sequence[Tensor], numbers: Sequence[float], **constants: Any) -> bool:
+        """Launch a kernel over this rank's columns, if Triton runs here. Return whether it did.
+
+        outputs: the pointers behind the logits and biases. numbers: what follows the scalars of the logits.
+        """
+        x, o = self.rows, self.options
+        n, columns = x.student.shape
+        if not columns or not use_triton(x.student):
+            return not columns
+        padded = -(-columns // 16) * 16
+        gradient = outputs[-1] if kernel is gradient_kernel else x.student
+        if min(x.student.stride(0), x.teacher.stride(0), gradient.stride(0)) < padded:
+            padded = columns
+        strides = [y.stride(0) for y in (x.student, x.teacher, *outputs) if y.dim() == 2]
+        first = [self.first] if kernel in (statistics_kernel, gradient_kernel) else []
+        launch = kept_launch(
+            kernel, (n,), *strides, columns, padded, *first, *o.numbers[:6], *map(float, numbers),
+            FORM=o.form + BIAS * (x.bias is not None) + TEACHER_BIAS * (x.teacher_bias is not None), **constants,
+            LANES=LANES // 2, VECTOR=max(1, VECTOR_BYTES // x.student.element_size()), num_warps=WARPS // 2,
+        )  # fmt: skip
+        biases = (x.student if bias is None else bias for bias in (x.bias, x.teacher_bias))
+        return launch(x.student, x.teacher, *biases, *outputs, has_twin=True)
 
     def blocks(self) -> Iterator[tuple[slice, "ShardInputs"]]:
         """Yield blocks of rows. There are none where this rank has no columns."""
@@ -158,6 +184,11 @@ def shard_statistics(shard: ShardInputs, like: Tensor) -> Tensor:
     """Return this rank's STATISTICS (len(STATISTICS), n). like: in their dtype."""
     every = like.new_zeros(len(STATISTICS), like.shape[1])
     every[:4] = LOWEST
+    labels, flags = shard.rows.labels, shard.options.flags
+    constants = {name: flags[name] for name in ("OWN_SUMS", "HAS_SMOOTHING")}
+    outputs = [torch.empty_like(every[0], dtype=torch.int64) if labels is None else labels, every]
+    if shard.launch(statistics_kernel, outputs, [], HAS_LABELS=labels is not None, **constants):
+        return every
     for at, block in shard.blocks():
         _block_statistics(block, every[:, at])
     return every
@@ -260,7 +291,11 @@ def _head_floor(shard: ShardInputs, row: RowNumbers, ranks: RankSums) -> Tensor:
 def head_sums(shard: ShardInputs, u_T: Partition, low: Tensor, high: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Return ((3, n) the mass at logits from each bound up, (2, n) minus the least logit from low up, and the largest
     below high), of this rank's columns."""
-    masses, ends = torch.zeros_like(bounds), torch.full_like(bounds[:2], LOWEST)
+    both = torch.cat([torch.zeros_like(bounds), torch.full_like(bounds[:2], LOWEST)])
+    masses, ends = both[:3], both[3:]
+    numbers = torch.stack([u_T.lse, low, high, *bounds])
+    if shard.launch(head_sums_kernel, [numbers, both], []):
+        return masses, ends
     for at, block in shard.blocks():
         _, _, u, _ = block.logits()
         p = u_T.at(at).log_probs(u / shard.options.temperature).exp()
@@ -274,6 +309,9 @@ def head_sums(shard: ShardInputs, u_T: Partition, low: Tensor, high: Tensor, bou
 def second_sums(shard: ShardInputs, row: RowNumbers, floor: Tensor) -> Tensor:
     """Return this rank's SECOND sums (len(SECOND), n); those of kinds that are not asked for stay 0."""
     every = torch.zeros(len(SECOND), *row.u_top.shape, dtype=row.u_top.dtype, device=row.u_top.device)
+    o, numbers = shard.options, torch.stack([row.s_T.lse, row.u_T.lse, floor])
+    if shard.launch(second_sums_kernel, [numbers, every], [o.beta, o.alpha], MEASURED=o.measured):
+        return every
     for at, block in shard.blocks():
         _block_sums(block, row.s_T.at(at), row.u_T.at(at), floor[at], every[:, at])
     return every
@@ -348,8 +386,24 @@ def _gradient_numbers(row: RowNumbers, sums: dict[str, Tensor], head_share: Tens
 
 def shard_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:
     """Write the gradient (n, c) of the loss over this rank's raw student logits."""
+    if _launched_gradient(shard, row, grad):
+        return
     for at, block in shard.blocks():
         _block_gradient(block, row.at(at), grad[at])
+
+
+def _launched_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> bool:
+    o, labels = shard.options, shard.rows.labels
+    lse = row.s.lse
+    softmax_weight = o.ce_weight * (1 + 2 * o.z_loss * lse)
+    numbers = torch.stack([lse, row.s_T.lse, row.u_T.lse, *row[3:], softmax_weight])  # pyright: ignore
+    outputs = [torch.empty_like(lse, dtype=torch.int64) if labels is None else labels, numbers, grad]
+    kinds = [o.weight(kind) for kind in ("jsd", "skew_kl", "skew_reverse_kl", "tvd")]
+    even = o.ce_weight * o.label_smoothing / shard.vocab
+    scalars = [*kinds, o.beta, o.alpha, o.divergence_scale, o.ce_weight * (1 - o.label_smoothing), even]
+    constants = {name: o.flags[name] for name in ("GRADED", "OWN_SUMS", "HAS_CE", "HAS_SMOOTHING")}
+    aliased = grad.dtype != shard.rows.student.dtype
+    return shard.launch(gradient_kernel, outputs, scalars, **constants, ALIASED=aliased)
 
 
 def _block_gradient(shard: ShardInputs, row: GradientNumbers, grad: Tensor) -> None:

@@ -29,9 +29,14 @@ _MARK = "_liger_keeps_rows_sharded"
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
-def keep_sharded(model: nn.Module) -> None:
-    """Mark the head of a model, whose loss will read its rows from the ranks once it is a sharded FSDP2 unit."""
-    setattr(output_module(model), _MARK, True)
+def keep_sharded(model: nn.Module, keep: bool = True) -> None:
+    """Mark the head of a model, whose loss will read its rows from the ranks once it is a sharded FSDP2 unit.
+
+    keep: False takes off the mark that an earlier trainer has left.
+    """
+    head = output_module(model)
+    if head is not None:
+        setattr(head, _MARK, keep)
 
 
 def kept_sharded(model: nn.Module) -> bool:

@@ -26,6 +26,7 @@ def shard_head(trainer: Any, wanted: str) -> None:
         ConfigError: wanted is "always", and something is in the way.
     """
     model = base_of(trainer.model)
+    keep_sharded(model, False)
     if wanted == NEVER or is_tensor_parallel(output_module(model)):
         return
     reason = _reason(trainer, model)

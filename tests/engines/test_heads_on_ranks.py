@@ -1,5 +1,7 @@
 """Steps with the head's rows kept on their ranks, in two processes, against those in one with the whole head."""
 
+import importlib.util
+
 import pytest
 import torch
 from engines.heads_on_ranks import ENGINES, OBJECTIVES, STEPS, gradients_of, step, student_of
@@ -10,9 +12,10 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.deferred_logits import deferred_logits
 from liger_trainer.losses.model_parts import Head
-from liger_trainer.losses.sharded_heads import obstacle
+from liger_trainer.losses.sharded_heads import keep_sharded, kept_sharded, obstacle
 from liger_trainer.trainers.sft_config import LigerConfig
 
+DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 assert set(ENGINES) == {engine for engine, _ in STEPS}
 
 
@@ -44,6 +47,7 @@ def test_no_head_is_gathered(two_processes, engine, objective):
     assert result["gathered"] == [False, *teacher.get(objective, [])]
 
 
+@pytest.mark.skipif(not DTENSORS, reason="this transformers shards without DTensor")
 def test_tensor_parallel_heads_stay_sharded(two_processes):
     got, want = two_processes["tensor parallel"], gradients_of(student_of("ce"))
     assert got["walks"] == [33]
@@ -65,6 +69,13 @@ def test_what_is_in_the_way_is_an_error_where_it_must_stay_sharded():
 
 def test_auto_gathers_where_there_is_one_process():
     trainer_with("auto").train()
+
+
+def test_a_mark_does_not_outlive_its_trainer():
+    model = tiny_model()
+    keep_sharded(model)
+    trainer_with("never", model)
+    assert not kept_sharded(model)
 
 
 def test_tied_heads_are_gathered():

@@ -34,9 +34,15 @@ from liger_trainer.kernels import _triton
 _triton.use_triton = lambda x: True  # before the ops import it
 
 from liger_trainer.kernels import _labelled_rows  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
+from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
+from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
+from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
 from liger_trainer.kernels.jsd import jsd  # noqa: E402
@@ -275,6 +281,29 @@ def heads(dtype: torch.dtype) -> None:
         linear_sparse_divergence(hidden, weight, *cache)
 
 
+class OneRank:
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    max_ = sum_
+
+
+def shards(dtype: torch.dtype) -> None:
+    """Rows of a head that lies on several ranks, over this rank's columns."""
+    student, teacher, labels = torch.randn(N, V, dtype=dtype), torch.randn(N, V, dtype=dtype), torch.randint(V, (N,))
+    out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
+    mix = dict.fromkeys(ROW_KINDS, 0.3)
+    every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
+    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"adaptive_kl": 1.0}), every):
+        biases = (bias, bias) if options is every else (None, None)
+        rows = RowInputs(student, teacher, *biases, labels, numbers if options is every else None)
+        divergence_shard(rows, 32, 2 * V, out, student, options, OneRank())
+    rows = RowInputs(student.float(), teacher.float(), None, None, None, None)
+    divergence_shard(rows, 32, 2 * V, out, student, DivergenceOptions({"jsd": 1.0}), OneRank())
+    values = torch.zeros(len(CE_FIELDS), N)
+    shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
+
+
 def loss_of(op: Callable) -> Callable:
     return lambda *args, **options: op(*args, **options).loss
 
@@ -286,7 +315,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         compiler.dtype = name
-        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads):
+        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads, shards):
             group(getattr(torch, name))
 
 

@@ -3,6 +3,7 @@
 Run as a script in each of two processes, it writes the loss, gradients and logs of each step.
 """
 
+import importlib.util
 import itertools
 import sys
 
@@ -142,7 +143,8 @@ def main(path):
         with fsdp2(**ENGINES[engine]):
             results[engine, objective] = step(objective, 2, 2, "always")
         _vocab_parallel.ParallelLoss.walk = walk
-    results["tensor parallel"] = tensor_parallel(saved(student_of("ce")))
+    if importlib.util.find_spec("transformers.distributed.tensor_parallel"):
+        results["tensor parallel"] = tensor_parallel(saved(student_of("ce")))
     if dist.get_rank() == 0:
         torch.save(results, path)
     dist.destroy_process_group()
