@@ -29,16 +29,13 @@ from torch import Tensor
 
 from ._autograd import Needs, first_order, multiply_, rescale, stats_dtype
 from ._chunking import TILE_ROWS, Execution, workspace
+from ._collectives import all_gather, reduce_scatter
 from ._fused_linear import LinearLoss, upstream_rows
 from ._head import LinearHead, Operands, TermGradients, addmm_into
-from ._labelled_rows import Rows, labelled_weight, put, take
+from ._labelled_rows import Rows, counts_of_ranks, labelled_weight, put, take
 
 TOKENS = ("replicated", "sharded")
 MOST_ROWS = 2**16  # tokens of a chunk: beyond, a chunk's products gain nothing
-
-# renamed in torch 2.13
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,11 @@ class TokenLayout:
         self.counts, self.alphas, self.place = [selected.count], [selected.alpha], 0
         if self.sharded:
             self.place = parallel.rank
-            mine = torch.tensor([selected.count, selected.alpha], dtype=torch.float64, device=device)
-            of_ranks = mine.new_empty(parallel.size * 2)
-            _all_gather(of_ranks, mine, group=parallel.group)
-            counts, self.alphas = of_ranks.view(-1, 2).t().tolist()
-            self.counts = [int(count) for count in counts]
+            of_ranks = selected.of_ranks
+            if of_ranks is None:
+                mine = torch.tensor([selected.count, selected.alpha], dtype=torch.float64, device=device)
+                of_ranks = counts_of_ranks(mine, parallel.group).tolist()
+            self.counts, self.alphas = [int(count) for count, _ in of_ranks], [alpha for _, alpha in of_ranks]
         self.total = sum(self.counts)
         self.spans: list[Span] = []
 
@@ -160,7 +157,7 @@ class TokenLayout:
         mine = x.new_zeros(longest)
         mine[: x.shape[0]] = x
         of_ranks = x.new_empty(len(self.counts) * longest)
-        _all_gather(of_ranks, mine, group=self.parallel.group)
+        all_gather(of_ranks, mine, group=self.parallel.group)
         table = of_ranks.view(len(self.counts), longest)
         pieces = [table[rank, part] for span in self.spans for rank, part in enumerate(span.parts)]
         return torch.cat(pieces) if pieces else x.new_empty(0)
@@ -174,7 +171,7 @@ class TokenLayout:
         longest = max(sizes)
         padded = _padded(mine, longest)
         of_ranks = x.new_empty(len(sizes) * longest, x.shape[1])
-        _all_gather(of_ranks, padded, group=self.parallel.group)
+        all_gather(of_ranks, padded, group=self.parallel.group)
         if min(sizes) == longest:
             return of_ranks
         return torch.cat([of_ranks[i * longest : i * longest + size] for i, size in enumerate(sizes)])
@@ -191,7 +188,7 @@ class TokenLayout:
                 padded[i * longest : i * longest + sizes[i]] = piece
             partial = padded
         mine = partial.new_empty(longest, partial.shape[1])
-        _reduce_scatter(mine, partial, group=self.parallel.group)
+        reduce_scatter(mine, partial, group=self.parallel.group)
         return mine[: sizes[self.place]]
 
     def own(self, values: Tensor) -> Tensor:

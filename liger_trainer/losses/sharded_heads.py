@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
-from ..kernels.types import VocabParallel
+from ..kernels.types import RowSelection, VocabParallel
 from .model_parts import head_rows, output_module
 
 _MARK = "_liger_keeps_rows_sharded"
@@ -69,6 +69,13 @@ def shard_like(student: nn.Module, teacher: nn.Module, **how: Any) -> None:
         head: Any = output_module(teacher)
         keep_sharded(teacher)
         fully_shard(head, **how)
+
+
+def share_rows(model: nn.Module, rows: RowSelection | None) -> None:
+    """Start telling the ranks how many labelled rows each has, before the backbone runs, if the loss will ask."""
+    head = None if rows is None else ShardedHead.of(output_module(model))
+    if head is not None and rows is not None and head.tokens == "sharded" and rows.device == head.module.weight.device:
+        rows.share(head.parallel.group)
 
 
 @dataclass(frozen=True)

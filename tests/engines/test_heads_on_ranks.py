@@ -1,6 +1,8 @@
 """Steps with the head's rows kept on their ranks, in two processes, against those in one with the whole head."""
 
 import importlib.util
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from liger_trainer.losses.deferred_logits import deferred_logits
 from liger_trainer.losses.model_parts import Head
 from liger_trainer.losses.sharded_heads import keep_sharded, kept_sharded, obstacle
 from liger_trainer.trainers.sft_config import LigerConfig
+from liger_trainer.trainers.sharded_head import shard_head
 
 DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 assert set(ENGINES) == {engine for engine, _ in STEPS}
@@ -102,3 +105,47 @@ def test_an_op_that_reads_a_whole_head_refuses_rows():
     object.__setattr__(logits, "head", Head(logits.head.weight, None, parallel=object()))
     with pytest.raises(ConfigError, match="reads a whole output head"):
         logits.operands()
+
+
+def host(model, **args):
+    """As much of a trainer on FSDP2 as `shard_head` reads."""
+    plugin = SimpleNamespace(fsdp_version=2, cpu_offload=None)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2, prepare=None)
+    options = {"max_length": 8, "per_device_train_batch_size": 2, "torch_compile": False, **args}
+    return SimpleNamespace(
+        model=model, accelerator=accelerator, args=SimpleNamespace(**options), is_fsdp_enabled=True,
+        why_whole_head=lambda: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_length", "kept", "why"),
+    [
+        (48, 8, True, "its 48 rows stay on 2 ranks"),  # 2 * 48 numbers against 3 * 32
+        (47, 8, False, "a batch of 32 tokens on all ranks is more to move than its 47 rows"),
+        (48, None, False, "max_length is not set"),
+    ],
+)
+def test_auto_moves_fewer_numbers(rows, max_length, kept, why, capsys):
+    model = tiny_model(vocab_size=rows, pad_token_id=None, eos_token_id=None)
+    shard_head(host(model, max_length=max_length), "auto")
+    assert kept_sharded(model) == kept
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", ["auto", "always"])
+def test_tied_heads_are_gathered_or_refused(wanted, capsys):
+    model = tiny_model("llama_tied", vocab_size=96)
+    with pytest.raises(ConfigError, match="tied") if wanted == "always" else nullcontext():
+        shard_head(host(model), wanted)
+    assert not kept_sharded(model)
+    assert wanted == "always" or "gathered, since its embeddings are tied" in capsys.readouterr().out
+
+
+def test_what_fsdp2_does_otherwise_is_in_the_way():
+    trainer = host(tiny_model())
+    trainer.accelerator.state.fsdp_plugin.fsdp_version = 1
+    with pytest.raises(ConfigError, match="not on FSDP2"):
+        shard_head(trainer, "always")
+    with pytest.raises(ConfigError, match="torch_compile"):
+        shard_head(host(tiny_model(), torch_compile=True), "always")

@@ -60,7 +60,8 @@ def columns():
 
 def workspace(x):
     """As the ops allocate it: rows a multiple of 16 numbers apart."""
-    out = torch.full((x.shape[0], -(-x.shape[1] // 16) * 16), torch.nan, dtype=x.dtype)[:, : x.shape[1]]
+    out = torch.full((x.shape[0], -(-x.shape[1] // 16) * 16), torch.nan, dtype=x.dtype, device=x.device)
+    out = out[:, : x.shape[1]]
     return out.copy_(x)
 
 
@@ -164,3 +165,29 @@ def test_cross_entropy(plain, path):
     for out, _ in results:
         torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(torch.cat([x for _, x in results], 1), gradient.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["forward_kl", "adaptive_kl", "mixed at a temperature", "mixed with a share"])
+def test_divergences_on_a_gpu(name, dtype):
+    """Within twice the error of the whole row's kernel."""
+    o, (student, teacher, labels) = options_of(name), (x.cuda() for x in logits(NAMES.index(name)))
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    truth, gradient = (torch.zeros(n, m, dtype=torch.float64, device="cuda") for n, m in ((len(FIELDS), N), (N, V)))
+    divergence_rows(RowInputs(student.double(), teacher.double(), None, None, labels, None), truth, gradient, o)
+    alone, of_alone = torch.zeros(len(FIELDS), N, device="cuda"), workspace(student)
+    divergence_rows(RowInputs(of_alone, workspace(teacher), None, None, labels, None), alone, of_alone, o)
+    ranks = Ranks(len(CUTS) - 1)
+
+    def one(part):
+        s, t = workspace(student[:, part]), workspace(teacher[:, part])
+        out = torch.zeros(len(FIELDS), N, device="cuda")
+        divergence_shard(RowInputs(s, t, None, None, labels, None), part.start, V, out, s, o, ranks)
+        return out, s
+
+    results = ranks.run(one, columns())
+    got = torch.cat([grad for _, grad in results], 1)
+    for ours, theirs, right in ((got, of_alone, gradient), (results[0][0][0], alone[0], truth[0])):
+        error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, theirs))
+        assert error <= 2 * allowed + 1e-5

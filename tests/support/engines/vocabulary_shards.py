@@ -14,6 +14,7 @@ from liger_trainer.kernels import _divergence_shards
 from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_cross_entropy import Lora, VocabParallel, linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.types import RowSelection
 
 H, V = 12, 37  # no multiple of the ranks: the last shard is smaller
 COUNTS = {1: [7], 2: [9, 5], 4: [9, 0, 5, 14]}  # tokens by rank, one has none
@@ -106,6 +107,12 @@ def run(problem, op, parts, options, mine):
 
 
 def cross_entropy(problem, hidden, weight, rows, mine, options):
+    """shared: the ranks' counts are exchanged ahead of the loss."""
+    options = dict(options)
+    if options.pop("shared", False):
+        options["rows"] = RowSelection(problem.labels[rows], options.pop("num_items"))
+        if mine:
+            options["rows"].share(dist.group.WORLD)
     return linear_cross_entropy(hidden, weight, problem.labels[rows], **options)
 
 
@@ -173,6 +180,8 @@ CE_CASES = {
     },
     "frozen": {"parts": ("frozen", "lora")},
     "dft": {"dft": True},
+    "counts exchanged ahead": {"shared": True, "num_items": torch.tensor(11.0)},
+    "counts exchanged ahead of a number": {"shared": True, "num_items": 11.0},
     "recomputed": {"recompute": True, "parts": ("bias", "token_weight"), "workspace_mb": SMALL},
     "of each token": {"recompute": True, "reduction": "none", "parts": ("token_weight",), "label_smoothing": 0.1},
 }  # fmt: skip
