@@ -39,6 +39,7 @@ def test_a_step_is_that_of_one_process(two_processes, one_process, engine, objec
     got, want = two_processes[engine, objective], one_process[objective]
     assert_same_gradients(got["gradients"], want["gradients"])
     assert got["logs"] == pytest.approx(want["logs"], rel=1e-5)
+    torch.testing.assert_close(got["logits"], want["logits"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("engine", "objective"), STEPS)

@@ -51,11 +51,11 @@ def student_of(objective):
     return get_peft_model(student, LoraConfig(init_lora_weights=False, target_modules=["q_proj", "down_proj"]))
 
 
-def step(objective, batch, accumulation, vocab_parallel="never"):
+def step(objective, batch, accumulation, vocab_parallel="never", **how):
     """Train a step and evaluate."""
     options = {
         "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": 1, "optim": "sgd",
-        "gradient_accumulation_steps": accumulation, "learning_rate": 0.0, "vocab_parallel": vocab_parallel,
+        "gradient_accumulation_steps": accumulation, "learning_rate": 0.0, "vocab_parallel": vocab_parallel, **how,
     }  # fmt: skip
     rows = Dataset.from_list(ROWS)
     common = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tiny_tokenizer()}
@@ -75,11 +75,14 @@ def step(objective, batch, accumulation, vocab_parallel="never"):
         trainer = LigerDistillTrainer(student_of(objective), teacher_model=teacher, args=args, **common)
     gradients, walks = capture_gradients(trainer), count_walks()
     trainer.train()
-    evaluated = trainer.evaluate()
-    logs = next(log for log in trainer.state.log_history if "loss" in log)
     heads = [output_module(base_of(model)) for model in (trainer.model, getattr(trainer, "teacher", None)) if model]
+    were_gathered = [gathered(head) for head in heads]
+    with torch.no_grad():  # the whole head, as for generation
+        logits = trainer.model(input_ids=rows_of_ids()).logits
+    evaluated = trainer.evaluate()  # and its rows again
+    logs = next(log for log in trainer.state.log_history if "loss" in log)
     return {
-        "gradients": gradients, "walks": walks, "gathered": [gathered(head) for head in heads],
+        "gradients": gradients, "walks": walks, "gathered": were_gathered, "logits": logits,
         "logs": {name: x for name, x in {**evaluated, **logs}.items() if isinstance(x, float) and compared(name)},
     }  # fmt: skip
 
@@ -109,7 +112,7 @@ def count_walks():
     return walks
 
 
-def rows():
+def rows_of_ids():
     return torch.randint(65, (4, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -123,10 +126,10 @@ def gradients_of(model):
     patch(model)
     model.train()
     walks = count_walks()
-    outputs = model(input_ids=rows(), labels=rows(), fused_lm_head=True)
+    outputs = model(input_ids=rows_of_ids(), labels=rows_of_ids(), fused_lm_head=True)
     outputs.loss.backward()
     with torch.no_grad():
-        logits = model(input_ids=rows()).logits
+        logits = model(input_ids=rows_of_ids()).logits
     return {
         "loss": outputs.loss.item(), "entropy": outputs.entropy, "walks": walks, "logits": logits,
         "gradients": {name: whole(p.grad) for name, p in model.named_parameters()},
