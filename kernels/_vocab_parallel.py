@@ -121,7 +121,7 @@ class TokenLayout:
                 mine = torch.tensor([selected.count, selected.alpha], dtype=torch.float64, device=device)
                 of_ranks = counts_of_ranks(mine, parallel.group).tolist()
             self.counts, self.alphas = [int(count) for count, _ in of_ranks], [alpha for _, alpha in of_ranks]
-        self.total = sum(self.counts)
+        self.length = 0  # of the order of the chunks, with the gaps between them
         self.spans: list[Span] = []
 
     @property
@@ -135,32 +135,47 @@ class TokenLayout:
         return [alpha / self.alpha if self.alpha else 1.0 for alpha in self.alphas]
 
     def cut(self, rows: int) -> None:
-        """Choose the chunks, of about `rows` tokens at most."""
-        chunks, start = -(-self.total // rows), 0
+        """Choose the chunks, of about `rows` tokens at most.
+
+        Each begins at a multiple of 16 numbers, or the row kernels would be compiled, and launched slowly, for others.
+        """
+        chunks, start = -(-sum(self.counts) // rows), 0
         self.spans.clear()
         for i in range(chunks):
             parts = tuple(slice(n * i // chunks, n * (i + 1) // chunks) for n in self.counts)
             stop = start + sum(part.stop - part.start for part in parts)
             if stop > start:  # few tokens, rounded down, may leave a chunk empty
                 self.spans.append(Span(slice(start, stop), parts))
-            start = stop
+            start = -(-stop // 16) * 16
+        self.length = start
 
     @property
     def most_rows(self) -> int:
         return max((span.rows.stop - span.rows.start for span in self.spans), default=0)
 
     def all_of(self, x: Tensor) -> Tensor:
-        """Return the values (total,) of all tokens in the order of the chunks. x: (count,) of this rank's rows."""
-        if not self.sharded:
-            return x
-        longest = max(self.counts)
-        mine = x.new_zeros(longest)
-        mine[: x.shape[0]] = x
-        of_ranks = x.new_empty(len(self.counts) * longest)
-        all_gather(of_ranks, mine, group=self.parallel.group)
-        table = of_ranks.view(len(self.counts), longest)
-        pieces = [table[rank, part] for span in self.spans for rank, part in enumerate(span.parts)]
-        return torch.cat(pieces) if pieces else x.new_empty(0)
+        """Return the values (length,) of all tokens in the order of the chunks. x: (count,) of this rank's rows."""
+        if self.sharded:
+            longest = max(self.counts)
+            mine = x.new_zeros(longest)
+            mine[: x.shape[0]] = x
+            of_ranks = x.new_empty(len(self.counts) * longest)
+            all_gather(of_ranks, mine, group=self.parallel.group)
+            table = of_ranks.view(len(self.counts), longest)
+        else:
+            table = x[None]
+        return self._in_order(x, lambda rank, part: table[rank, part])
+
+    def relative_of_all(self, like: Tensor) -> Tensor:
+        """Return what remains of each token's factor (length,); see `relative`."""
+        relative = self.relative
+        return self._in_order(like, lambda rank, part: like.new_full((part.stop - part.start,), relative[rank]))
+
+    def _in_order(self, like: Tensor, piece: Callable[[int, slice], Tensor]) -> Tensor:
+        out = like.new_zeros(self.length)
+        for span in self.spans:
+            torch.cat([piece(rank, part) for rank, part in enumerate(span.parts)], out=out[span.rows])
+        return out
 
     def gather(self, x: Tensor, span: Span) -> Tensor:
         """Return rows (n, H) of a chunk's tokens. x: (count, H) of this rank's rows."""
@@ -192,9 +207,7 @@ class TokenLayout:
         return mine[: sizes[self.place]]
 
     def own(self, values: Tensor) -> Tensor:
-        """Return the columns (fields, count) of this rank's tokens out of (fields, total)."""
-        if not self.sharded:
-            return values
+        """Return the columns (fields, count) of this rank's tokens out of (fields, length)."""
         pieces = []
         for span in self.spans:
             start = span.rows.start + sum(span.sizes[: self.place])
@@ -232,7 +245,7 @@ class ShardGradients:
     ):  # fmt: skip
         self._head, self._layout, self._alpha, self._factor = head, layout, alpha, factor
         share = alpha / layout.parallel.size if layout.parallel.average else alpha
-        every = Rows(None, layout.total, 1.0)
+        every = Rows(None, layout.length, 1.0)
         pairs = [(head.hidden, head.weight, needs.hidden, needs.weight)]
         if head.low is not None and head.low_weight is not None:
             pairs.append((head.low, head.low_weight, needs.low, needs.low_weight))
@@ -297,7 +310,7 @@ class ParallelLoss:
         own = head.operands(layout.selected, columns)
         weights = [w.to(x.dtype) for x, w in own.terms]  # each is cast once
         dtype, device = head.dtype, head.hidden.device
-        values = torch.empty(len(loss.fields), layout.total, dtype=stats_dtype(dtype), device=device)
+        values = torch.empty(len(loss.fields), layout.length, dtype=stats_dtype(dtype), device=device)
         # not `fitted`: a rank that took smaller chunks than the others would wait for them forever
         ws = workspace(layout.most_rows, columns, loss.logits_dtype(dtype), device)
         grad_ws = ws.view(dtype)[:, :columns] if columns else ws.to(dtype)
@@ -371,7 +384,7 @@ class ParallelRecomputed(torch.autograd.Function):
         selected = layout.selected
         upstream = take(grad_loss, selected) if ctx.reduction == "none" else grad_loss * layout.alpha
         upstream = upstream.to(stats_dtype(ctx.dtype)).expand(selected.count).contiguous()
-        upstream, largest = upstream_rows(layout.all_of(upstream), layout.total, ctx.dtype)
+        upstream, largest = upstream_rows(layout.all_of(upstream), layout.length, ctx.dtype)
         weighted = replace(run, loss=run.loss.weighted(upstream))
         head = LinearHead(*ctx.saved_tensors, dtype=ctx.dtype)
         with torch.autocast(head.hidden.device.type, enabled=False):
@@ -401,7 +414,7 @@ def parallel_loss(
     labels = None if labels is None else layout.all_of(take(labels, selected)).contiguous()
     weights = labelled_weight(token_weight, selected, head.hidden.dtype)
     weights = token_weights(layout, weights, head.hidden, reduction)
-    run = ParallelLoss(build(Rows(None, layout.total, 1.0), labels, weights), layout)
+    run = ParallelLoss(build(Rows(None, layout.length, 1.0), labels, weights), layout)
     function = ParallelRecomputed if recompute else ParallelGradientsInForward
     return function.apply(run, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
 
@@ -414,7 +427,7 @@ def chunk_rows(parallel: VocabParallel, bytes_per_logit: int, bytes_per_token: i
 
 
 def token_weights(layout: TokenLayout, own: Tensor | None, like: Tensor, reduction: str) -> Tensor | None:
-    """Return the weights (total,) of all tokens, which hold what ranks' factors differ by; None if all are 1.
+    """Return the weights (length,) of all tokens, which hold what ranks' factors differ by; None if all are 1.
 
     own: (count,) of this rank's rows.
     """
@@ -422,12 +435,8 @@ def token_weights(layout: TokenLayout, own: Tensor | None, like: Tensor, reducti
     pairs = zip(layout.relative, layout.counts, strict=True)
     if reduction == "none" or all(share == 1 for share, count in pairs if count):
         return weights
-    shares = [
-        torch.full((size,), share, dtype=stats_dtype(like.dtype), device=like.device)
-        for span in layout.spans
-        for size, share in zip(span.sizes, layout.relative, strict=True)
-    ]
-    return torch.cat(shares) if weights is None else torch.cat(shares) * weights
+    shares = layout.relative_of_all(like.new_empty(0, dtype=stats_dtype(like.dtype)))
+    return shares if weights is None else shares * weights
 
 
 def check_teacher_shard(
