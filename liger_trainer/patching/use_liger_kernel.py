@@ -1,7 +1,8 @@
 """`use_liger_kernel=True` of an unmodified `transformers.Trainer`, and of TRL's trainers, served by `patch`.
 
 `enable()` replaces the one function through which Trainer applies the flag, and makes `evaluate` and `predict` apply it
-too, because Trainer itself does so in `train` only. `disable()` puts both back. Patched models stay patched.
+too, because Trainer itself does so in `train` only. It also replaces the function that scores labels in TRL's fused
+head (trl_log_probs.py), whatever the flag. `disable()` puts all back. Patched models stay patched.
 """
 
 import functools
@@ -20,6 +21,7 @@ from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
 from .options import PatchOptions, canonical
 from .patcher import Patched, base_of, patch, patched_record
+from .trl_log_probs import replace_trl_log_probs
 
 _replacements = Replacements()
 
@@ -27,14 +29,16 @@ _replacements = Replacements()
 def enable() -> None:
     """Serve `use_liger_kernel` and `liger_kernel_config` in this process, whether liger-kernel is installed or not.
 
-    Doing it twice does nothing more. Trainers that keep their own fused head (TRL's SFT, DPO, KTO, GRPO and RLOO pass
-    `fused_linear_cross_entropy=False`) keep it, and get the layers.
+    Doing it twice does nothing more. Trainers that have their own fused head (TRL's SFT, DPO, KTO, GRPO and RLOO pass
+    `fused_linear_cross_entropy=False`) keep it, and get the layers. That head then computes log-probabilities and
+    entropies by `linear_log_probs`, for trained and reference models, with `use_liger_kernel` or without it.
     """
     if len(_replacements):
         return
     for module in (transformers.trainer, transformers.integrations.liger):
         _replacements.set(module, "apply_liger_kernel", apply_liger_kernel)
     _replacements.set(Trainer, "evaluation_loop", _patching_first(Trainer.evaluation_loop))
+    replace_trl_log_probs(_replacements)
 
 
 def disable() -> None:
