@@ -55,8 +55,9 @@ def make_tensors(case: Case, device: torch.device, dtype: torch.dtype, seed: int
     labels[:, : case.length // 4] = IGNORED
     tensors = {"hidden": hidden, "weight": weight, "labels": labels}
     if case.loss == "DPO":
-        reference = {"reference_hidden": normal(*rows, case.hidden, std=1.5 / case.hidden**0.5)}
-        return {**tensors, **reference, "reference_weight": weight + normal(*weight.shape, std=0.01)}
+        # near the model, so that the loss is not flat, nor its gradient a matter of bf16's rounding of long sums
+        near = hidden + normal(*rows, case.hidden, std=0.02 / case.hidden**0.5)
+        return {**tensors, "reference_hidden": near, "reference_weight": weight}
     with torch.no_grad():
         now = reference_log_probs(tensors, case)
     noise = {name: now + torch.randn(rows, generator=generator, device=device) * 0.3 for name in ("old", "reference")}

@@ -30,7 +30,7 @@ from ._compile import TAGS, check_traceable
 from ._cross_entropy_rows import FIELDS, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
 from ._fused_linear import LinearLoss, LogitChunk, check_labels, upstream_rows
 from ._head import Adapters, LinearHead, check_head, linear_reference
-from ._labelled_rows import Rows, RowSelection, all_rows, put, selected_rows, take
+from ._labelled_rows import RowSelection, all_rows, put, selected_rows, take
 from ._logits import LogitTransform, entropy_of, transform
 
 __all__ = ["LogProbs", "linear_log_probs", "linear_log_probs_reference"]
@@ -126,13 +126,14 @@ class LinearLogProbs(LinearLoss):
     def _tile(self, chunk: LogitChunk) -> Tile:
         return Tile(chunk.logits, chunk.bias, 0, self.vocab)
 
-    def outputs(self, per_token: Tensor) -> LogProbs:
-        """Return the fields that a caller gets. `whole_rows` wrote loss, log_prob, entropy, is_top1 and lse."""
-        loss, log_prob, entropy, is_top1, lse = per_token
-        mean = None
-        if self.options.label_smoothing:  # loss = nll / 2 + (lse - mean) / 2
-            mean = (lse - log_prob - 2 * loss).detach()
-        return LogProbs(log_prob, entropy, is_top1.detach() > 0, mean)
+
+def _outputs(per_token: Tensor, mean_logits: bool) -> LogProbs:
+    """Return the fields that a caller gets. `whole_rows` wrote loss, log_prob, entropy, is_top1 and lse."""
+    loss, log_prob, entropy, is_top1, lse = per_token
+    mean = None
+    if mean_logits:  # loss = nll / 2 + (lse - mean) / 2
+        mean = (lse - log_prob - 2 * loss).detach()
+    return LogProbs(log_prob, entropy, is_top1.detach() > 0, mean)
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -145,7 +146,7 @@ class TokenLogProbs(torch.autograd.Function):
             per_token, direction = values.values(LinearHead(*tensors, dtype=dtype), needs == HIDDEN_ALONE)
         ctx.values, ctx.needs, ctx.dtype = values, needs, dtype
         ctx.save_for_backward(per_token, direction, *tensors)
-        log_prob, entropy, is_top1, mean = values.outputs(per_token)
+        log_prob, entropy, is_top1, mean = _outputs(per_token, values.options.label_smoothing > 0)
         ctx.mark_non_differentiable(is_top1, *([] if mean is None else [mean]))
         return log_prob.clone(), entropy.clone(), is_top1, mean
 
@@ -210,28 +211,23 @@ def linear_log_probs(
     if torch.compiler.is_compiling():
         check_traceable(rows, False, False)
         per_token = _opaque(*head.tensors, head.dtype, labels, ignore_index, *arguments)
-        return _options_of(labels, head, all_rows(hidden, 1), *arguments).outputs(per_token)
+        return _outputs(per_token, mean_logits)
     values = _values(head, labels, rows, ignore_index, *arguments)
     return LogProbs(*TokenLogProbs.apply(values, Needs.of(*head.tensors), head.dtype, *head.tensors))
 
 
 def _values(
-    head: LinearHead, labels: Tensor, rows: RowSelection | None, ignore_index: int | None, *arguments
-) -> LinearLogProbs:
+    head: LinearHead, labels: Tensor, rows: RowSelection | None, ignore_index: int | None, scale: float,
+    softcap: float | None, temperature: float, mean_logits: bool, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None,
+) -> LinearLogProbs:  # fmt: skip
     if ignore_index is None:
         selected = all_rows(head.hidden, 1)
     else:
         selected = selected_rows(head.hidden, labels, rows, None, ignore_index)
-    return _options_of(take(labels, selected).contiguous(), head, selected, *arguments)
-
-
-def _options_of(
-    labels: Tensor, head: LinearHead, rows: Rows, scale: float, softcap: float | None, temperature: float,
-    mean_logits: bool, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
-) -> LinearLogProbs:  # fmt: skip
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, SMOOTHED if mean_logits else 0.0)
-    how = Execution(workspace_mb, accumulate_dtype)
-    return LinearLogProbs(rows, head.weight.shape[0], how, Targets(labels), options)
+    targets = Targets(take(labels, selected).contiguous())
+    return LinearLogProbs(selected, head.weight.shape[0], Execution(workspace_mb, accumulate_dtype), targets, options)
 
 
 # Under torch.compile: an opaque op each for the values and for their gradients.

@@ -298,3 +298,21 @@ def test_on_gpu(shape, dtype):
     for frozen in ((), ("weight", "bias")):
         for entropy in (False, True):
             check_log_probs(tensors, entropy, frozen, temperature=1.3, mean_logits=True, workspace_mb=16)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_on_gpu():
+    tensors = {
+        k: x.requires_grad_(x.is_floating_point()) for k, x in random_inputs(600, 64, 1000, device="cuda").items()
+    }
+    for mode in ("default", "error"):  # the first launches compile
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for weight in (tensors["weight"], tensors["weight"].detach()):
+                inputs = {**tensors, "weight": weight}
+                values = linear_log_probs(**inputs, ignore_index=None, mean_logits=True, workspace_mb=1)
+                (values.log_prob.square() + values.entropy).sum().backward()
+                linear_log_probs(**inputs, ignore_index=None).log_prob.square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
