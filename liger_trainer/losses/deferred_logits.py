@@ -87,22 +87,18 @@ class DeferredLogits:
         """Return hidden states, head and transform as the fused ops' arguments, one row a position.
 
         Args:
-            sharded: the op takes `parallel`, so the head's rows may lie on several ranks.
+            sharded: the op takes `parallel`, so the head's rows may lie on several ranks. Otherwise they are gathered.
 
         Raises:
-            ConfigError: they do, but the op does not take it.
+            ConfigError: they cannot be: FSDP2 would not sum the gradient over the ranks.
         """
+        head = self.head if sharded else self.head.whole()
         values = {
-            "hidden": self.hidden.flatten(0, -2), "weight": self.head.weight, "bias": self.head.bias,
-            "lora": self.head.lora, "scale": self.scale, "softcap": self.softcap,
+            "hidden": self.hidden.flatten(0, -2), "weight": head.weight, "bias": head.bias,
+            "lora": head.lora, "scale": self.scale, "softcap": self.softcap,
         }  # fmt: skip
         if sharded:
-            values["parallel"] = self.head.parallel
-        elif self.head.parallel is not None:
-            raise ConfigError(
-                "This loss reads a whole output head, but the head's rows stay on their ranks. Set vocab_parallel to "
-                "never."
-            )
+            values["parallel"] = head.parallel
         return {prefix + name: value for name, value in values.items()}
 
     def _with(self, **changes: Any) -> Self:
@@ -307,7 +303,8 @@ def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
                 "their ranks does not take. Set vocab_parallel to never."
             )
         hidden = shards.inputs(hidden)
-        return DeferredLogits(hidden, Head(*shards.rows(), parallel=shards.parallel), project, state)
+        head = Head(*shards.rows(), parallel=shards.parallel, gather=shards.whole)
+        return DeferredLogits(hidden, head, project, state)
 
     module.forward = forward
     try:

@@ -33,6 +33,10 @@ class Head:
     bias: Tensor | None  # (V,)
     lora: tuple[Lora, ...] = ()
     parallel: VocabParallel | None = None
+    gather: "Callable[[], Head] | None" = None  # makes the whole head of these rows, or raises ConfigError
+
+    def whole(self) -> "Head":
+        return self if self.gather is None else self.gather()
 
     @property
     def vocab(self) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
 from ..kernels.types import RowSelection, VocabParallel
-from .model_parts import head_rows, output_module
+from .model_parts import Head, head_rows, output_module
 
 _MARK = "_liger_keeps_rows_sharded"
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
@@ -144,6 +144,20 @@ class ShardedHead:
         if fsdp is None or not fsdp._mp_policy.cast_forward_inputs:
             return hidden
         return hidden.to(fsdp._mp_policy.param_dtype or hidden.dtype)
+
+    def whole(self) -> Head:
+        """Return the whole head of tensor parallelism, whose gradient is the same on all ranks.
+
+        Raises:
+            ConfigError: it is FSDP2's.
+        """
+        if self.tokens == "sharded":
+            raise ConfigError(
+                "This loss reads a whole output head, but the head's rows stay on their ranks. Set vocab_parallel to "
+                "never."
+            )
+        weight, bias = self.module.weight, self.module.bias
+        return Head(weight.full_tensor(), None if bias is None else bias.full_tensor())
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return real logits (..., V) from a head of FSDP2, for whoever reads them: all ranks must.

@@ -12,9 +12,7 @@ from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.deferred_logits import deferred_logits
-from liger_trainer.losses.model_parts import Head
-from liger_trainer.losses.sharded_heads import keep_sharded, kept_sharded, obstacle
+from liger_trainer.losses.sharded_heads import ShardedHead, keep_sharded, kept_sharded, obstacle
 from liger_trainer.trainers.sft_config import LigerConfig
 from liger_trainer.trainers.sharded_head import shard_head
 
@@ -59,6 +57,7 @@ def test_tensor_parallel_heads_stay_sharded(two_processes):
     torch.testing.assert_close(got["entropy"], want["entropy"])
     torch.testing.assert_close(got["logits"], want["logits"])
     assert_same_gradients(got["gradients"], want["gradients"])
+    assert_same_gradients(got["whole"], want["whole"])  # of a loss that reads a whole head
 
 
 def trainer_with(vocab_parallel, model=None):
@@ -99,13 +98,9 @@ def test_losses_that_need_whole_heads_say_so(losses, teacher):
     assert trainer.why_whole_head() is not None
 
 
-def test_an_op_that_reads_a_whole_head_refuses_rows():
-    model = tiny_model()
-    with deferred_logits(model), torch.no_grad():
-        logits = model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits
-    object.__setattr__(logits, "head", Head(logits.head.weight, None, parallel=object()))
+def test_a_loss_that_reads_a_whole_head_refuses_rows():
     with pytest.raises(ConfigError, match="reads a whole output head"):
-        logits.operands()
+        ShardedHead(tiny_model().lm_head, "sharded").whole()
 
 
 def host(model, **args):

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.kernels import _vocab_parallel
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.losses.deferred_logits import deferred_logits
 from liger_trainer.losses.model_parts import output_module
 from liger_trainer.patching.patcher import base_of
 from liger_trainer.trainers.sft_config import LigerConfig
@@ -128,11 +130,16 @@ def gradients_of(model):
     walks = count_walks()
     outputs = model(input_ids=rows_of_ids(), labels=rows_of_ids(), fused_lm_head=True)
     outputs.loss.backward()
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with deferred_logits(model):
+        logits = model(input_ids=rows_of_ids()).logits
+    linear_cross_entropy(**logits.operands(), labels=rows_of_ids().flatten()).loss.backward()
     with torch.no_grad():
         logits = model(input_ids=rows_of_ids()).logits
     return {
         "loss": outputs.loss.item(), "entropy": outputs.entropy, "walks": walks, "logits": logits,
-        "gradients": {name: whole(p.grad) for name, p in model.named_parameters()},
+        "gradients": gradients, "whole": {name: whole(p.grad) for name, p in model.named_parameters()},
     }  # fmt: skip
 
 
