@@ -15,10 +15,12 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
           exact except for underflow. As columns of one product with fp32 results, the three cost little more than
           one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
           dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
+Dropout   An adapter reads m_j * x / (1 - p_j), with a mask m_j of its own: x A_j^T, dA_j and its part of dx. See
+          _dropout.py. Where Triton does not run, m_j * x is made for one adapter at a time.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,17 +28,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._dropout import LEVELS, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK, WARPS = 1024, 4
 
 
 class Adapter(NamedTuple):
-    """The low-rank term scale * (x a^T) b^T."""
+    """The low-rank term scale * (dropout(x) a^T) b^T."""
 
     a: Tensor  # (r, K)
     b: Tensor  # (O, r)
     scale: float = 1.0
+    dropout: float = 0.0  # probability, below 1; 0 outside of training
+
+    @property
+    def factor(self) -> float:
+        """The scale, divided by the share of x that is kept."""
+        return self.scale / (1 - threshold_of(self.dropout) / LEVELS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +90,26 @@ class Numerics:
             dtype = torch.get_autocast_dtype(x.device.type)
             return cls(dtype, dtype, False)
         rank = x.dtype
-        for a, b, _ in adapters:
-            rank = torch.promote_types(torch.promote_types(rank, a.dtype), b.dtype)
+        for adapter in adapters:
+            rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
         return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
+
+
+class Masks(NamedTuple):
+    """The masks of the adapters of layers that read one x: its dropout, or none."""
+
+    seed: Tensor | None  # (1,), None without dropout
+    stream: int = 0  # number of the first of the adapters that share the seed
+
+    @classmethod
+    def of(cls, x: Tensor, projections: Iterable[Projection]) -> "Masks":
+        """Draw a seed if an adapter has a dropout."""
+        drops = any(threshold_of(adapter.dropout) for p in projections for adapter in p.adapters)
+        return cls(draw_seed(x) if drops else None)
+
+    def after(self, projections: Iterable[Projection]) -> "Masks":
+        """Return those of the adapters that follow."""
+        return Masks(self.seed, self.stream + sum(len(p.adapters) for p in projections))
 
 
 def _has_wide_results(x: Tensor) -> bool:
@@ -169,7 +195,7 @@ def _rows(factor: Tensor, form: str) -> Tensor:
 
 def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
     """Return the A of all adapters (R, K) in `rank`."""
-    parts = [adapter.a for p in projections for adapter in p.adapters]
+    parts = [adapter.a for adapter in _adapters(projections)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank).contiguous()
 
 
@@ -213,6 +239,77 @@ def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Ten
     return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
 
 
+def _adapters(projections: Iterable[Projection]) -> list[Adapter]:
+    return [adapter for p in projections for adapter in p.adapters]
+
+
+def _runs(projections: Iterable[Projection], masks: Masks, slots: int) -> tuple:
+    sizes = tuple((adapter.a.shape[0], threshold_of(adapter.dropout)) for adapter in _adapters(projections))
+    return runs_of(sizes, masks.stream, slots)
+
+
+def _each(
+    projections: Iterable[Projection], masks: Masks, shape: torch.Size
+) -> Iterator[tuple[slice, Adapter, Tensor]]:
+    """Yield (its columns of R, adapter, its mask (N, K))."""
+    start = 0
+    assert masks.seed is not None
+    for i, adapter in enumerate(_adapters(projections)):
+        mask = kept(masks.seed, masks.stream + i, (shape[0], shape[1]), threshold_of(adapter.dropout))
+        yield slice(start, start + adapter.a.shape[0]), adapter, mask
+        start += adapter.a.shape[0]
+
+
+def _multiply_kept(
+    x: Tensor, projections: Sequence[Projection], values: Tensor, masks: Masks, numerics: Numerics
+) -> None:
+    """Compute values_j = (m_j * x) A_j^T, as `_multiply` does without masks."""
+    if not use_triton(x):
+        for columns, adapter, mask in _each(projections, masks, x.shape):
+            _multiply(x.where(mask, 0), adapter.a.t(), values[..., columns], 1.0, numerics)
+        return
+    assert masks.seed is not None
+    a = _stacked_a(projections, numerics)
+    if not numerics.split:
+        values_of_kept(x, a, masks.seed, _runs(projections, masks, 1), 1, values)
+        return
+    products = x.new_empty(x.shape[0], 3, a.shape[0], dtype=torch.float32)
+    values_of_kept(x, _rows(a, "hml"), masks.seed, _runs(projections, masks, 3), 3, products)
+    split(products, "hmlh", values)
+
+
+def _add_kept(
+    dx: Tensor | None, g: Tensor, projections: Sequence[Projection], x: Tensor | None, masks: Masks, numerics: Numerics
+) -> Tensor | None:
+    """Add sum_j m_j * (g_j A_j) to dx, and return dA (R, K) in at least `rank`; each only with dx and x."""
+    some = x if dx is None else dx
+    assert some is not None and masks.seed is not None
+    if not use_triton(some):
+        return _add_kept_plainly(dx, g, projections, x, masks, numerics)
+    a, slots = _stacked_a(projections, numerics), g.shape[1]
+    rows = _rows(a, "hhhm") if numerics.split else a
+    parts = add_gradients(g, rows, masks.seed, _runs(projections, masks, slots), slots, x, dx)
+    if parts is None:
+        return None
+    return parts.view(len(parts), slots, *a.shape)[:, :3].sum((0, 1))  # h + m + l, where split
+
+
+def _add_kept_plainly(
+    dx: Tensor | None, g: Tensor, projections: Sequence[Projection], x: Tensor | None, masks: Masks, numerics: Numerics
+) -> Tensor | None:
+    some = x if dx is None else dx
+    assert some is not None
+    das = []
+    for columns, adapter, mask in _each(projections, masks, some.shape):
+        if dx is not None:
+            term = torch.zeros_like(dx)
+            _add(term, g[..., columns], adapter.a, 1.0, numerics)
+            dx += term.where(mask, 0)
+        if x is not None:
+            das.append(_a_gradients(g[..., columns], x.where(mask, 0), numerics))
+    return torch.cat(das) if das else None
+
+
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
     """Refuse a base that needs a gradient, a wrong number of columns, and adapters that don't fit.
 
@@ -227,7 +324,9 @@ def check_projection(op: str, name: str, projection: Projection, columns: int | 
     rows, width = projection.shape
     if columns not in (None, width) or (projection.unpack is None and weight.dim() != 2):
         raise ValueError(f"{name} must be (O, K) with K = {columns}, the columns of its input: it is {_shape(weight)}.")
-    for a, b, _ in projection.adapters:
+    for a, b, _, dropout in projection.adapters:
+        if not 0 <= dropout < 1:
+            raise ValueError(f"The dropout of an adapter of {name} must be from 0 to below 1, got {dropout}.")
         if a.shape != (b.shape[-1], width) or b.shape != (rows, a.shape[0]):
             raise ValueError(
                 f"An adapter of {name} ({rows}, {width}) must be a (r, {width}) and b ({rows}, r): "
@@ -245,19 +344,25 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
-def project(x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
+def project(
+    x: Tensor, projections: Sequence[Projection], masks: Masks, numerics: Numerics
+) -> tuple[list[Tensor], Tensor | None]:
     """Return (y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
-    values, rank = None, sum(adapter.a.shape[0] for p in projections for adapter in p.adapters)
+    values, rank = None, sum(adapter.a.shape[0] for adapter in _adapters(projections))
     if rank:
         values = _new_values(x, rank, numerics)
-        _multiply(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
+        if masks.seed is None:
+            _multiply(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
+        else:
+            _multiply_kept(x, projections, values, masks, numerics)
     outputs, start = [], 0
     for p in projections:
         y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
-        for a, b, scale in p.adapters:
+        for adapter in p.adapters:
             assert values is not None
-            _add(y, values[..., start : start + a.shape[0]], b.t(), scale, numerics)
-            start += a.shape[0]
+            columns = slice(start, start + adapter.a.shape[0])
+            _add(y, values[..., columns], adapter.b.t(), adapter.factor, numerics)
+            start = columns.stop
         outputs.append(y)
     return outputs, values
 
@@ -272,29 +377,36 @@ def rank_gradients(
     g = _new_values(xa, xa.shape[-1], numerics) if needs_g else None
     gradients, start = [], 0
     for dy, p in zip(dys, projections, strict=True):
-        for a, b, scale in p.adapters:
-            columns = slice(start, start + a.shape[0])
+        for adapter in p.adapters:
+            columns = slice(start, start + adapter.a.shape[0])
             if g is not None:
-                _multiply(dy, b, g[..., columns], scale, numerics)
+                _multiply(dy, adapter.b, g[..., columns], adapter.factor, numerics)
             needed = needs_b[len(gradients)]
-            gradients.append(_b_gradient(dy, xa[..., columns], scale, numerics) if needed else None)
-            start += a.shape[0]
+            gradients.append(_b_gradient(dy, xa[..., columns], adapter.factor, numerics) if needed else None)
+            start = columns.stop
     return g, gradients
 
 
-def input_gradient(
-    dys: Sequence[Tensor], g: Tensor | None, projections: Sequence[Projection], numerics: Numerics
-) -> Tensor:
-    """Return dx (N, K), the gradient of `project`'s input."""
+def input_gradient(dys: Sequence[Tensor], projections: Sequence[Projection], numerics: Numerics) -> Tensor:
+    """Return the base layers' part of dx (N, K), the gradient of `project`'s input."""
     first, *rest = zip(dys, projections, strict=True)
     dx = first[0] @ first[1].dense(numerics.compute)
     for dy, p in rest:
         dx.addmm_(dy, p.dense(numerics.compute))
-    if g is not None:
-        _add(dx, g, _stacked_a(projections, numerics), 1.0, numerics)
     return dx
 
 
-def down_gradients(g: Tensor, x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[Tensor, ...]:
-    """Return dA of each adapter."""
-    return _a_gradients(g, x, numerics).split([adapter.a.shape[0] for p in projections for adapter in p.adapters])
+def a_gradients(
+    g: Tensor | None, x: Tensor | None, dx: Tensor | None, projections: Sequence[Projection], masks: Masks,
+    numerics: Numerics,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Add the adapters' part to dx, unless it is None, and return dA of each adapter, unless x is None."""
+    if g is None or (x is None and dx is None):
+        return ()
+    if masks.seed is not None:
+        das = _add_kept(dx, g, projections, x, masks, numerics)
+    else:
+        if dx is not None:
+            _add(dx, g, _stacked_a(projections, numerics), 1.0, numerics)
+        das = None if x is None else _a_gradients(g, x, numerics)
+    return () if das is None else das.split([adapter.a.shape[0] for adapter in _adapters(projections)])

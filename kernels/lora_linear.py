@@ -19,27 +19,31 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order
 from ._low_rank import (
     Adapter,
+    Masks,
     Numerics,
     Projection,
+    a_gradients,
     as_matrix,
     check_projection,
-    down_gradients,
     input_gradient,
     project,
     rank_gradients,
 )  # fmt: skip
 
-Layout = tuple[tuple[tuple[float, ...], Callable[[Tensor], Tensor] | None], ...]
+Layout = tuple[tuple[tuple[tuple[float, float], ...], Callable[[Tensor], Tensor] | None], ...]
 
 
 def lora_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = (), *,
     unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return in plain torch what the op must equal: adapters compute in their own dtype, the result has the base's."""
+    """Return in plain torch what the op must equal: adapters compute in their own dtype, the result has the base's.
+
+    Its dropout is torch's, with other masks than the op's.
+    """
     base = y = F.linear(x, weight if unpack is None else unpack(weight).to(x.dtype), bias)
-    for a, b, scale in adapters:
-        y = y + F.linear(F.linear(x.to(a.dtype), a), b) * scale
+    for a, b, scale, dropout in adapters:
+        y = y + F.linear(F.linear(F.dropout(x.to(a.dtype), dropout), a), b) * scale
     return y.to(base.dtype)
 
 
@@ -51,15 +55,15 @@ def tensors_of(projections: Sequence[Projection]) -> tuple[list[Tensor], list[Te
 
 def layout_of(projections: Sequence[Projection]) -> Layout:
     """Return what a backward needs beside `tensors_of`."""
-    return tuple((tuple(adapter.scale for adapter in p.adapters), p.unpack) for p in projections)
+    return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in projections)
 
 
 def restore(layout: Layout, weights: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Projection]:
     """Rebuild the projections, without biases, from the results of `layout_of` and `tensors_of`."""
     remaining: Iterator[Tensor] = iter(leaves)
     return [
-        Projection(w, None, tuple(Adapter(next(remaining), next(remaining), scale) for scale in scales), unpack)
-        for w, (scales, unpack) in zip(weights, layout, strict=True)
+        Projection(w, None, tuple(Adapter(next(remaining), next(remaining), *numbers) for numbers in adapters), unpack)
+        for w, (adapters, unpack) in zip(weights, layout, strict=True)
     ]
 
 
@@ -74,32 +78,33 @@ def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequ
 class LoraLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, projection, *leaves):
-        numerics = Numerics.of(x, projection.adapters)
-        (y,), values = project(as_matrix(x, numerics.compute), (projection,), numerics)
+        numerics, masks = Numerics.of(x, projection.adapters), Masks.of(x, (projection,))
+        (y,), values = project(as_matrix(x, numerics.compute), (projection,), masks, numerics)
         ctx.layout, ctx.numerics = layout_of((projection,)), numerics
-        ctx.save_for_backward(x, values, projection.weight, *leaves)  # x, not a copy: other layers save the same one
+        ctx.save_for_backward(x, values, masks.seed, projection.weight, *leaves)  # x itself: other layers save it too
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        x, values, weight, *leaves = ctx.saved_tensors
+        x, values, seed, weight, *leaves = ctx.saved_tensors
         need_x, _, *needs = ctx.needs_input_grad
         numerics, projections = ctx.numerics, restore(ctx.layout, [weight], leaves)
         dys = [as_matrix(dy, numerics.compute)]
         g, dbs = rank_gradients(dys, values, projections, needs[1::2], need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, g, projections, numerics).view(x.shape) if need_x else None
-        das = ()
-        if g is not None and any(needs[::2]):
-            das = down_gradients(g, as_matrix(x, numerics.compute), projections, numerics)
-        return dx, None, *interleaved(das, dbs, needs)
+        dx = input_gradient(dys, projections, numerics) if need_x else None
+        flat = as_matrix(x, numerics.compute) if any(needs[::2]) else None
+        das = a_gradients(g, flat, dx, projections, Masks(seed), numerics)
+        return None if dx is None else dx.view(x.shape), None, *interleaved(das, dbs, needs)
 
 
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = (), *,
     unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute linear(x, weight, bias) + sum of scale * linear(linear(x, a), b), differentiable once in x and adapters.
+    """Compute linear(x, weight, bias) + sum of scale * linear(linear(dropout(x), a), b).
+
+    Differentiable once, in x and adapters.
 
     Under autocast everything is in autocast's dtype, as with F.linear. Otherwise y is in the dtype of x and weight, and
     adapters of a wider dtype keep the precision of their own products and gradients.
@@ -108,14 +113,16 @@ def lora_linear(
         x: (..., K), any floating dtype and strides.
         weight: (O, K), frozen, in x's dtype; any under autocast. With `unpack`, the packed weight that it takes.
         bias: (O,) or None, frozen, like weight.
-        adapters: (a (r, K), b (O, r), scale) each; none: only the linear layer. Ranks and dtypes may differ.
+        adapters: (a (r, K), b (O, r), scale, dropout) each; none: only the linear layer. Ranks and dtypes may differ.
+            dropout is the probability with which the adapter does not see an element of x, and sees the others divided
+            by 1 - dropout. The masks come from a seed that is drawn on x's device from torch's generator.
         unpack: turns a packed weight into the dense (O, K) one, in any dtype. Called in forward and again in backward.
 
     Returns:
         (..., O), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: if shapes don't fit, or a weight or bias requires a gradient.
+        ValueError: if shapes don't fit, a weight or bias requires a gradient, or dropout isn't from 0 to below 1.
     """
     check_dtypes(x=x)
     projection = Projection(weight, bias, tuple(Adapter(*adapter) for adapter in adapters), unpack)

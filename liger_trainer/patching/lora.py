@@ -114,11 +114,11 @@ def read(module: Any, x: Tensor | None) -> Projection:
     bias = base.bias
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise _Ineligible("the base layer is trained too")
-    adapters = tuple(_adapter(module, name, x is not None) for name in module.active_adapters if name in module.lora_A)
+    adapters = tuple(_adapter(module, name) for name in module.active_adapters if name in module.lora_A)
     return Projection(weight, bias, adapters, unpack)
 
 
-def _adapter(module: Any, name: str, called: bool) -> Adapter:
+def _adapter(module: Any, name: str) -> Adapter:
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if name in module.lora_variant:
         raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
@@ -128,9 +128,18 @@ def _adapter(module: Any, name: str, called: bool) -> Adapter:
         raise _Ineligible("the dropout of an adapter is hooked or has another forward")
     if b.bias is not None:
         raise _Ineligible("an adapter has a bias (lora_bias)")
-    if getattr(dropout, "p", 0.0) > 0 and (dropout.training or not called):
-        raise _Ineligible(f"lora_dropout is {dropout.p}; 0 takes the fused path")
-    return Adapter(a.weight, b.weight, module.scaling[name])
+    return Adapter(a.weight, b.weight, module.scaling[name], _rate(dropout))
+
+
+def _rate(dropout: nn.Module) -> float:
+    """Return the probability with which a dropout of PEFT drops, as it is now."""
+    if type(dropout) is nn.Identity:
+        return 0.0
+    if type(dropout) is not nn.Dropout or dropout.inplace:
+        raise _Ineligible(f"an adapter drops out by {dropout}")
+    if dropout.p >= 1:
+        raise _Ineligible(f"lora_dropout is {dropout.p}, with which nothing is left")
+    return dropout.p if dropout.training else 0.0
 
 
 def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
@@ -251,7 +260,7 @@ def _disproof() -> str | None:
             except Exception as error:
                 return f"its forward fails on a miniature: {type(error).__name__}: {error}"
             plain = lora_linear_reference(x, p.weight, p.bias, p.adapters)
-            leaves = [x, *(tensor for a, b, _ in p.adapters for tensor in (a, b))]
+            leaves = [x, *(tensor for adapter in p.adapters for tensor in adapter[:2])]
             refused = structure.difference(plain, theirs) or structure.gradient_difference(plain, theirs, leaves)
         if refused is not None:
             return refused + f" in {dtype}"

@@ -25,25 +25,6 @@ def inputs(*shape: int, like: dict, rows: int = 11, ranks=(4,), **options) -> di
     return {"x": normal(*shape, like=like, seed=9)} | projection(rows, shape[-1], ranks, like, **options)
 
 
-@pytest.fixture
-def wide_results(monkeypatch):
-    """bf16 products with fp32 results, and their splitting, where neither a GPU nor the interpreter can do it."""
-
-    def split_plainly(parts, form, out, scale=1.0):
-        value, pieces = parts.sum(1) * scale, {}
-        for name in "hml":
-            pieces[name] = value.to(out.dtype)
-            value = value - pieces[name].float()
-        for slot, name in enumerate(form):
-            out[:, slot] = pieces[name]
-        return out
-
-    monkeypatch.setattr(_low_rank, "_has_wide_results", lambda x: True)
-    if TRITON_DEVICE == "cpu":
-        monkeypatch.setattr(_low_rank, "_wide_product", lambda m, n: m.float() @ n.float())
-        monkeypatch.setattr(_low_rank, "split", split_plainly)
-
-
 @pytest.mark.parametrize("ranks", [(4,), (1,), (3, 5), (2, 2, 1), ()], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_adapters(place, ranks, bias):
