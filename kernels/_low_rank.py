@@ -1,13 +1,8 @@
-"""Linear layers with low-rank adapters, forward and backward, on matrices: the code of lora_linear and lora_mlp.
+"""Products with low-rank adapters, on matrices: the adapters, dtypes, and products of the LoRA ops.
 
-    y_i = x W_i^T + b_i + sum_j s_j (x A_j^T) B_j^T        for the layers i that read one x, and the adapters j of each
+    values = s x A^T        y += values B^T        g = s dy B        dA = g^T x        dB = dy^T values
 
-    g_j = s_j dy_i B_j    dB_j = s_j dy_i^T (x A_j^T)    dA_j = g_j^T x    dx = sum_i dy_i W_i + sum_j g_j A_j
-
-Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)
-Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
-          the terms of y and dx (addmm_), so nothing of their size is made beside them. W and b are frozen: W has no
-          gradient.
+Shapes    x: (N, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -15,20 +10,17 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
           exact except for underflow. As columns of one product with fp32 results, the three cost little more than
           one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
           dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
-Dropout   An adapter reads m_j * x / (1 - p_j), with a mask m_j of its own: x A_j^T, dA_j and its part of dx. See
-          _dropout.py. Where Triton does not run, m_j * x is made for one adapter at a time.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._dropout import LEVELS, add_gradients, draw_seed, kept, runs_of, threshold_of, values_of_kept
+from ._dropout import LEVELS, threshold_of
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK, WARPS = 1024, 4
@@ -93,23 +85,6 @@ class Numerics:
         for adapter in adapters:
             rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
         return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
-
-
-class Masks(NamedTuple):
-    """The masks of the adapters of layers that read one x: its dropout, or none."""
-
-    seed: Tensor | None  # (1,), None without dropout
-    stream: int = 0  # number of the first of the adapters that share the seed
-
-    @classmethod
-    def of(cls, x: Tensor, projections: Iterable[Projection]) -> "Masks":
-        """Draw a seed if an adapter has a dropout."""
-        drops = any(threshold_of(adapter.dropout) for p in projections for adapter in p.adapters)
-        return cls(draw_seed(x) if drops else None)
-
-    def after(self, projections: Iterable[Projection]) -> "Masks":
-        """Return those of the adapters that follow."""
-        return Masks(self.seed, self.stream + sum(len(p.adapters) for p in projections))
 
 
 def _has_wide_results(x: Tensor) -> bool:
@@ -182,30 +157,24 @@ def _columns(factor: Tensor, form: str) -> Tensor:
     """Return [slot slot ...] of a factor (rows, width) in fp32; each slot is (rows, width) in bf16."""
     rows, width = factor.shape
     if not factor.is_contiguous() and factor.t().is_contiguous():  # split A^T as rows of A, without a copy
-        return _rows(factor.t(), form).t()
+        return split_rows(factor.t(), form).t()
     out = factor.new_empty(rows, len(form), width, dtype=torch.bfloat16)
     return split(factor.contiguous().view(rows, 1, width), form, out).view(rows, -1)
 
 
-def _rows(factor: Tensor, form: str) -> Tensor:
+def split_rows(factor: Tensor, form: str) -> Tensor:
     """Return the slots of a contiguous factor (rows, width), stacked in rows."""
     out = factor.new_empty(1, len(form), factor.numel(), dtype=torch.bfloat16)
     return split(factor.view(1, 1, -1), form, out).view(-1, factor.shape[1])
 
 
-def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
-    """Return the A of all adapters (R, K) in `rank`."""
-    parts = [adapter.a for adapter in _adapters(projections)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank).contiguous()
-
-
-def _new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
+def new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
     """Return memory (N, slots, R) for values: four slots "hmlh" if split, else one."""
     dtype = numerics.compute if numerics.split else numerics.rank
     return m.new_empty(m.shape[0], 4 if numerics.split else 1, width, dtype=dtype)
 
 
-def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
+def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
     """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r)."""
     if numerics.split:
         products = _wide_product(m, _columns(factor.to(numerics.rank), "hml"))
@@ -214,7 +183,7 @@ def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics:
         values[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
 
 
-def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
+def add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
     """Add scale * values factor to y. y: (N, columns) in `compute`; factor: (r, columns)."""
     if numerics.split:
         y.addmm_(values.flatten(1), _columns(factor.t().to(numerics.rank), "hhhm").t(), alpha=scale)
@@ -224,90 +193,19 @@ def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Nume
         y.add_(values[:, 0] @ factor.to(numerics.rank), alpha=scale)
 
 
-def _a_gradients(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
+def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
     """Return g^T x (R, K) in `rank`."""
     if numerics.split:
         return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
     return g[:, 0].t() @ x.to(numerics.rank)
 
 
-def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
+def b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
     """Return scale * dy^T xa (O, r) in `rank`."""
     if numerics.split:
         return _wide_product(dy.t(), xa[:, :3].flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
     gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
     return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
-
-
-def _adapters(projections: Iterable[Projection]) -> list[Adapter]:
-    return [adapter for p in projections for adapter in p.adapters]
-
-
-def _runs(projections: Iterable[Projection], masks: Masks, slots: int) -> tuple:
-    sizes = tuple((adapter.a.shape[0], threshold_of(adapter.dropout)) for adapter in _adapters(projections))
-    return runs_of(sizes, masks.stream, slots)
-
-
-def _each(
-    projections: Iterable[Projection], masks: Masks, shape: torch.Size
-) -> Iterator[tuple[slice, Adapter, Tensor]]:
-    """Yield (its columns of R, adapter, its mask (N, K))."""
-    start = 0
-    assert masks.seed is not None
-    for i, adapter in enumerate(_adapters(projections)):
-        mask = kept(masks.seed, masks.stream + i, (shape[0], shape[1]), threshold_of(adapter.dropout))
-        yield slice(start, start + adapter.a.shape[0]), adapter, mask
-        start += adapter.a.shape[0]
-
-
-def _multiply_kept(
-    x: Tensor, projections: Sequence[Projection], values: Tensor, masks: Masks, numerics: Numerics
-) -> None:
-    """Compute values_j = (m_j * x) A_j^T, as `_multiply` does without masks."""
-    if not use_triton(x):
-        for columns, adapter, mask in _each(projections, masks, x.shape):
-            _multiply(x.where(mask, 0), adapter.a.t(), values[..., columns], 1.0, numerics)
-        return
-    assert masks.seed is not None
-    a = _stacked_a(projections, numerics)
-    if not numerics.split:
-        values_of_kept(x, a, masks.seed, _runs(projections, masks, 1), 1, values)
-        return
-    products = x.new_empty(x.shape[0], 3, a.shape[0], dtype=torch.float32)
-    values_of_kept(x, _rows(a, "hml"), masks.seed, _runs(projections, masks, 3), 3, products)
-    split(products, "hmlh", values)
-
-
-def _add_kept(
-    dx: Tensor | None, g: Tensor, projections: Sequence[Projection], x: Tensor | None, masks: Masks, numerics: Numerics
-) -> Tensor | None:
-    """Add sum_j m_j * (g_j A_j) to dx, and return dA (R, K) in at least `rank`; each only with dx and x."""
-    some = x if dx is None else dx
-    assert some is not None and masks.seed is not None
-    if not use_triton(some):
-        return _add_kept_plainly(dx, g, projections, x, masks, numerics)
-    a, slots = _stacked_a(projections, numerics), g.shape[1]
-    rows = _rows(a, "hhhm") if numerics.split else a
-    parts = add_gradients(g, rows, masks.seed, _runs(projections, masks, slots), slots, x, dx)
-    if parts is None:
-        return None
-    return parts.view(len(parts), slots, *a.shape)[:, :3].sum((0, 1))  # h + m + l, where split
-
-
-def _add_kept_plainly(
-    dx: Tensor | None, g: Tensor, projections: Sequence[Projection], x: Tensor | None, masks: Masks, numerics: Numerics
-) -> Tensor | None:
-    some = x if dx is None else dx
-    assert some is not None
-    das = []
-    for columns, adapter, mask in _each(projections, masks, some.shape):
-        if dx is not None:
-            term = torch.zeros_like(dx)
-            _add(term, g[..., columns], adapter.a, 1.0, numerics)
-            dx += term.where(mask, 0)
-        if x is not None:
-            das.append(_a_gradients(g[..., columns], x.where(mask, 0), numerics))
-    return torch.cat(das) if das else None
 
 
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
@@ -342,71 +240,3 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
-
-
-def project(
-    x: Tensor, projections: Sequence[Projection], masks: Masks, numerics: Numerics
-) -> tuple[list[Tensor], Tensor | None]:
-    """Return (y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
-    values, rank = None, sum(adapter.a.shape[0] for adapter in _adapters(projections))
-    if rank:
-        values = _new_values(x, rank, numerics)
-        if masks.seed is None:
-            _multiply(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
-        else:
-            _multiply_kept(x, projections, values, masks, numerics)
-    outputs, start = [], 0
-    for p in projections:
-        y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
-        for adapter in p.adapters:
-            assert values is not None
-            columns = slice(start, start + adapter.a.shape[0])
-            _add(y, values[..., columns], adapter.b.t(), adapter.factor, numerics)
-            start = columns.stop
-        outputs.append(y)
-    return outputs, values
-
-
-def rank_gradients(
-    dys: Sequence[Tensor], xa: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
-    needs_g: bool, numerics: Numerics,
-) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """Return (g of all adapters, dB of each). dys: (N, O) each; xa: as `project` returned it."""
-    if xa is None:
-        return None, []
-    g = _new_values(xa, xa.shape[-1], numerics) if needs_g else None
-    gradients, start = [], 0
-    for dy, p in zip(dys, projections, strict=True):
-        for adapter in p.adapters:
-            columns = slice(start, start + adapter.a.shape[0])
-            if g is not None:
-                _multiply(dy, adapter.b, g[..., columns], adapter.factor, numerics)
-            needed = needs_b[len(gradients)]
-            gradients.append(_b_gradient(dy, xa[..., columns], adapter.factor, numerics) if needed else None)
-            start = columns.stop
-    return g, gradients
-
-
-def input_gradient(dys: Sequence[Tensor], projections: Sequence[Projection], numerics: Numerics) -> Tensor:
-    """Return the base layers' part of dx (N, K), the gradient of `project`'s input."""
-    first, *rest = zip(dys, projections, strict=True)
-    dx = first[0] @ first[1].dense(numerics.compute)
-    for dy, p in rest:
-        dx.addmm_(dy, p.dense(numerics.compute))
-    return dx
-
-
-def a_gradients(
-    g: Tensor | None, x: Tensor | None, dx: Tensor | None, projections: Sequence[Projection], masks: Masks,
-    numerics: Numerics,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Add the adapters' part to dx, unless it is None, and return dA of each adapter, unless x is None."""
-    if g is None or (x is None and dx is None):
-        return ()
-    if masks.seed is not None:
-        das = _add_kept(dx, g, projections, x, masks, numerics)
-    else:
-        if dx is not None:
-            _add(dx, g, _stacked_a(projections, numerics), 1.0, numerics)
-        das = None if x is None else _a_gradients(g, x, numerics)
-    return () if das is None else das.split([adapter.a.shape[0] for adapter in _adapters(projections)])

@@ -17,18 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order
-from ._low_rank import (
-    Adapter,
-    Masks,
-    Numerics,
-    Projection,
-    a_gradients,
-    as_matrix,
-    check_projection,
-    input_gradient,
-    project,
-    rank_gradients,
-)  # fmt: skip
+from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
+from ._projections import Masks, a_gradients, adapters_of, input_gradient, project, rank_gradients
 
 Layout = tuple[tuple[tuple[tuple[float, float], ...], Callable[[Tensor], Tensor] | None], ...]
 
@@ -47,19 +37,18 @@ def lora_linear_reference(
     return y.to(base.dtype)
 
 
-def tensors_of(projections: Sequence[Projection]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (base weights, A and B of each adapter in turn)."""
-    leaves = [leaf for p in projections for adapter in p.adapters for leaf in adapter[:2]]
-    return [p.weight for p in projections], leaves
+def leaves_of(projections: Sequence[Projection]) -> list[Tensor]:
+    """Return A and B of each adapter in turn."""
+    return [leaf for adapter in adapters_of(projections) for leaf in adapter[:2]]
 
 
 def layout_of(projections: Sequence[Projection]) -> Layout:
-    """Return what a backward needs beside `tensors_of`."""
+    """Return what a backward needs beside weights and `leaves_of`."""
     return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in projections)
 
 
 def restore(layout: Layout, weights: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Projection]:
-    """Rebuild the projections, without biases, from the results of `layout_of` and `tensors_of`."""
+    """Rebuild the projections, without biases, from the results of `layout_of` and `leaves_of`."""
     remaining: Iterator[Tensor] = iter(leaves)
     return [
         Projection(w, None, tuple(Adapter(next(remaining), next(remaining), *numbers) for numbers in adapters), unpack)
@@ -68,7 +57,7 @@ def restore(layout: Layout, weights: Sequence[Tensor], leaves: Sequence[Tensor])
 
 
 def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return gradients in the order of `tensors_of`'s leaves: A, B, A, B, ..., None where not needed."""
+    """Return gradients in the order of `leaves_of`: A, B, A, B, ..., None where not needed."""
     gradients: list[Tensor | None] = []
     for i, db in enumerate(dbs):
         gradients += [das[i] if das and needs[2 * i] else None, db]
@@ -77,20 +66,23 @@ def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequ
 
 class LoraLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, projection, *leaves):
-        numerics, masks = Numerics.of(x, projection.adapters), Masks.of(x, (projection,))
-        (y,), values = project(as_matrix(x, numerics.compute), (projection,), masks, numerics)
-        ctx.layout, ctx.numerics = layout_of((projection,)), numerics
-        ctx.save_for_backward(x, values, masks.seed, projection.weight, *leaves)  # x itself: other layers save it too
-        return y.view(*x.shape[:-1], y.shape[-1])
+    def forward(ctx, x, projections, *leaves):
+        """Return y of each projection. leaves: see `leaves_of`."""
+        numerics, masks = Numerics.of(x, adapters_of(projections)), Masks.of(x, projections)
+        outputs, values = project(as_matrix(x, numerics.compute), projections, masks, numerics)
+        ctx.layout, ctx.numerics = layout_of(projections), numerics
+        weights = [p.weight for p in projections]
+        ctx.save_for_backward(x, values, masks.seed, *weights, *leaves)  # x itself: other layers save the same one
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
-        x, values, seed, weight, *leaves = ctx.saved_tensors
+    def backward(ctx, *gradients):
+        x, values, seed, *tensors = ctx.saved_tensors
         need_x, _, *needs = ctx.needs_input_grad
-        numerics, projections = ctx.numerics, restore(ctx.layout, [weight], leaves)
-        dys = [as_matrix(dy, numerics.compute)]
+        numerics, count = ctx.numerics, len(ctx.layout)
+        projections = restore(ctx.layout, tensors[:count], tensors[count:])
+        dys = [as_matrix(dy, numerics.compute) for dy in gradients]
         g, dbs = rank_gradients(dys, values, projections, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, projections, numerics) if need_x else None
         flat = as_matrix(x, numerics.compute) if any(needs[::2]) else None
@@ -129,4 +121,4 @@ def lora_linear(
     check_projection("lora_linear", "weight", projection, x.shape[-1])
     if torch.compiler.is_compiling():
         return lora_linear_reference(x, weight, bias, adapters, unpack=unpack)
-    return LoraLinearFunction.apply(x, projection, *tensors_of((projection,))[1])
+    return LoraLinearFunction.apply(x, (projection,), *leaves_of((projection,)))[0]

@@ -17,18 +17,9 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
-from ._low_rank import (
-    Masks,
-    Numerics,
-    Projection,
-    a_gradients,
-    as_matrix,
-    check_projection,
-    input_gradient,
-    project,
-    rank_gradients,
-)  # fmt: skip
-from .lora_linear import interleaved, layout_of, lora_linear_reference, restore, tensors_of
+from ._low_rank import Numerics, Projection, as_matrix, check_projection
+from ._projections import Masks, a_gradients, adapters_of, input_gradient, project, rank_gradients
+from .lora_linear import interleaved, layout_of, leaves_of, lora_linear_reference, restore
 
 
 def lora_mlp_reference(
@@ -48,7 +39,7 @@ class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, down, activation, *leaves):
         """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
-        numerics = Numerics.of(x, [adapter for p in (*first, down) for adapter in p.adapters])
+        numerics = Numerics.of(x, adapters_of((*first, down)))
         flat, masks = as_matrix(x, numerics.compute), Masks.of(x, (*first, down))
         hidden, values = project(flat, first, masks, numerics)
         gate, up = hidden if len(hidden) == 2 else (hidden[0], None)
@@ -121,7 +112,7 @@ def lora_mlp(
     _check(x, first, down, activation)
     if runs_plain(x):
         return lora_mlp_reference(x, gate, up, down, activation=activation)
-    return LoraMLPFunction.apply(x, first, down, activation, *tensors_of((*first, down))[1])
+    return LoraMLPFunction.apply(x, first, down, activation, *leaves_of((*first, down)))
 
 
 def _check(x: Tensor, first: Sequence[Projection], down: Projection, activation: str) -> None:

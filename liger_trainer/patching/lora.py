@@ -12,7 +12,7 @@ import functools
 import types
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -24,12 +24,16 @@ from torch import Tensor, nn
 from ..common.hooks import is_called, is_hooked
 from ..common.replacements import Replacements
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
+from ..kernels.lora_linears import lora_linears
 from ..kernels.lora_mlp import lora_mlp
 from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
 from ..modules.gated_mlp import is_plain
 from . import structure
 from .options import PatchOptions, PatchReport
+from .shared_input import SharedInput, layers_of_one_input
+
+GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
 
 
 class _Ineligible(Exception):
@@ -55,6 +59,19 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
             report.leave(
                 f"LoRA on {name.removesuffix('.base_layer').rpartition('.')[2]}", f"PEFT's forward runs: {refused}"
             )
+    for module in model.modules():
+        _share_inputs(module, replacements)
+
+
+def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
+    """Have the LoRA layers that a module calls with one tensor computed by one op."""
+    for names in layers_of_one_input(module):
+        layers = [layer for name in names if _is_ours(layer := module._modules.get(name))]
+        if len(layers) < 2 or len(set(map(id, layers))) < len(layers):
+            continue
+        group = SharedInput(layers)
+        for layer in layers:
+            replacements.set(layer, GROUP, group)
 
 
 def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Tensor | None:
@@ -87,11 +104,30 @@ def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:
 def _lora_linear_forward(module, x, *args, **kwargs):
     if args or kwargs:  # PEFT's own: adapter_names, alora_offsets
         return type(module).forward(module, x, *args, **kwargs)
+    group = vars(module).get(GROUP)
+    if group is not None and not torch.compiler.is_compiling():
+        y = group.output(module, x, functools.partial(_outputs, x))
+        if y is not None:
+            return y
     try:
         p = read(module, x)
     except _Ineligible:
         return type(module).forward(module, x)
     return lora_linear(x, p.weight, p.bias, p.adapters, unpack=p.unpack)
+
+
+def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """Return the outputs of LoRA layers for x, None if one of them has to be called."""
+    try:
+        projections = [_member(layer, x) for layer in layers]
+    except _Ineligible:
+        return None
+    return lora_linears(x, projections)
+
+
+def _is_ours(layer: nn.Module | None) -> TypeGuard[nn.Module]:
+    forward = vars(layer).get("forward") if layer is not None else None
+    return isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
 
 
 def read(module: Any, x: Tensor | None) -> Projection:
@@ -193,9 +229,7 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
         return Projection(layer.weight, layer.bias)
     if type(layer) not in _lora_types():
         raise _Ineligible(f"it has a {type(layer).__name__}")
-    forward = vars(layer).get("forward")
-    ours = isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
-    if (forward is not None and not ours) or is_hooked(layer):
+    if ("forward" in vars(layer) and not _is_ours(layer)) or is_hooked(layer):
         raise _Ineligible("a LoRA layer is hooked or has another forward")
     return read(layer, x)
 

@@ -89,9 +89,9 @@ def test_a_term_of_split_factors_is_rounded_once(wide_results):
     m = normal(40, 37, like={"dtype": torch.bfloat16, "device": TRITON_DEVICE})
     a, b = (normal(37, 6, like={"device": TRITON_DEVICE}), normal(6, 50, like={"device": TRITON_DEVICE}, seed=1))
     values = m.new_empty(40, 4, 6)
-    _low_rank._multiply(m, a, values, 0.7, numerics)
+    _low_rank.multiply(m, a, values, 0.7, numerics)
     y = m.new_zeros(40, 50)
-    _low_rank._add(y, values, b, 1.3, numerics)
+    _low_rank.add(y, values, b, 1.3, numerics)
     truth = 0.7 * 1.3 * (m.double() @ a.double()) @ b.double()
     torch.testing.assert_close(y.double(), truth, rtol=2**-7.99, atol=1e-3)
 
