@@ -1,6 +1,6 @@
 """Dropout on the way into low-rank adapters, with masks that are made from a seed wherever they are read.
 
-    values_j = (m_j * x) A_j^T        dx += sum_j m_j * (g_j A_j)        dA_j = g_j^T (m_j * x)
+    values_j = s_j (m_j * x) A_j^T        dx += sum_j m_j * (g_j A_j)        dA_j = g_j^T (m_j * x)
 
 Shapes    x, dx: (N, K)  A: (S R, K)  values, g: (N, S R), where R is the sum of the ranks and S the number of matrices
           that a factor is the sum of (see _low_rank.py)
@@ -34,13 +34,14 @@ BACKWARD_PROGRAMS = 264  # two for each multiprocessor of an H100
 
 
 class Run(NamedTuple):
-    """Adapters of one rank and rate, whose columns of values follow each other."""
+    """Adapters of one rank, rate and scale, whose columns of values follow each other."""
 
     start: int  # their first column, of R
     rank: int
     count: int
     stream: int  # number of the first adapter within the op
     threshold: int
+    factor: float  # s
 
 
 def threshold_of(p: float) -> int:
@@ -53,7 +54,7 @@ def draw_seed(x: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
-def kept(seed: Tensor, stream: int, shape: tuple[int, int], threshold: int) -> Tensor:
+def kept(seed: Tensor, stream: int, shape: Sequence[int], threshold: int) -> Tensor:
     """Return the mask m (N, K) of an adapter, in plain torch."""
     rows, columns = shape
     groups = -(-columns // 8)
@@ -116,7 +117,7 @@ def _value_columns(total, start, rank, WIDTH: tl.constexpr):
 
 @triton.jit
 def _values_kernel(
-    x_ptr, a_ptr, seed_ptr, values_ptr, n, columns, stride_x, total, start, rank, stream, threshold,
+    x_ptr, a_ptr, seed_ptr, values_ptr, n, columns, stride_x, total, start, rank, stream, threshold, factor,
     SLOTS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute values of one adapter and ROWS rows. Programs that read the same rows follow each other."""
@@ -138,7 +139,7 @@ def _values_kernel(
         x = tl.where(keep, x, 0.0).to(a.dtype)
         values = tl.dot(x, tl.trans(a), values, input_precision="ieee")
     at = row.to(tl.int64)[:, None] * (SLOTS * total) + value[None, :]
-    tl.store(values_ptr + at, values, mask=in_rows[:, None] & in_width[None, :])
+    tl.store(values_ptr + at, values * factor, mask=in_rows[:, None] & in_width[None, :])
 
 
 @triton.jit
@@ -228,30 +229,30 @@ def _gradients_kernel(
 
 
 @remembered
-def runs_of(adapters: tuple[tuple[int, int], ...], stream: int, slots: int) -> tuple[Run, ...]:
+def runs_of(adapters: tuple[tuple[int, int, float], ...], stream: int, slots: int) -> tuple[Run, ...]:
     """Return what a launch each computes.
 
     Args:
-        adapters: (rank, threshold) each, in the order of their columns.
+        adapters: (rank, threshold, factor) each, in the order of their columns.
         stream: number of the first.
         slots: matrices that each factor is the sum of.
     """
     runs, start = [], 0
-    for i, (rank, threshold) in enumerate(adapters):
+    for i, (rank, threshold, factor) in enumerate(adapters):
         last = runs[-1] if runs else None
         narrow = 2 * slots * rank <= WIDEST
-        if narrow and last and last.count < 3 and (last.rank, last.threshold) == (rank, threshold):
+        if narrow and last and last.count < 3 and (last.rank, *last[4:]) == (rank, threshold, factor):
             runs[-1] = last._replace(count=last.count + 1)
         else:  # a part of a high rank has the same mask as the others
             step = rank if narrow else WIDEST // slots
             for at in range(0, rank, step):
-                runs.append(Run(start + at, min(step, rank - at), 1, stream + i, threshold))
+                runs.append(Run(start + at, min(step, rank - at), 1, stream + i, threshold, factor))
         start += rank
     return tuple(runs)
 
 
 def values_of_kept(x: Tensor, a: Tensor, seed: Tensor, runs: Sequence[Run], slots: int, values: Tensor) -> None:
-    """Compute values_j = (m_j * x) A_j^T on a GPU.
+    """Compute values_j = s_j (m_j * x) A_j^T on a GPU.
 
     Args:
         x: (N, K), any row stride.
@@ -302,12 +303,12 @@ def _width(slots: int, run: Run) -> int:
 
 @remembered
 def _values_launch(shape: tuple[int, int], stride: int, total: int, slots: int, run: Run) -> Launch:
-    start, rank, count, stream, threshold = run
+    start, rank, count, stream, threshold, factor = run
     width, (rows, columns) = _width(slots, run), shape
     tile = max(16, min(256, FORWARD_TILE // width, triton.next_power_of_2(columns)))
     grid = (-(-rows // FORWARD_ROWS) * count,)
     return Launch(
-        _values_kernel, grid, rows, columns, stride, total, start, rank, stream, threshold,
+        _values_kernel, grid, rows, columns, stride, total, start, rank, stream, threshold, factor,
         SLOTS=slots, COUNT=count, WIDTH=width, ROWS=FORWARD_ROWS, COLUMNS=tile, num_warps=FORWARD_WARPS,
     )  # fmt: skip
 
@@ -316,7 +317,7 @@ def _values_launch(shape: tuple[int, int], stride: int, total: int, slots: int, 
 def _gradients_launch(
     shape: tuple[int, int], strides: tuple[int, int], span: int, total: int, slots: int, run: Run
 ) -> Launch:
-    start, rank, count, stream, threshold = run
+    start, rank, count, stream, threshold, _ = run
     width, (rows, columns) = _width(slots, run), shape
     tile = max(16, min(128, BACKWARD_TILE // width, triton.next_power_of_2(columns)))
     return Launch(

@@ -70,17 +70,26 @@ class Projection:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Dtypes of one call. split: a product with A or B (a "value") is stored as three bf16 matrices that sum to it."""
+    """Dtypes of one call.
 
-    compute: torch.dtype  # of x, the base weights and the results
-    rank: torch.dtype  # of the products with A and B: as wide or wider
-    split: bool
+    Attributes:
+        compute: of x, the base weights and the results.
+        rank: of the products with A and B: as wide or wider.
+        split: a product with A or B (a "value") is stored as three bf16 matrices that sum to it.
+        wide: the gradients of A and B are fp32, as these are, where everything else is in half precision (autocast).
+    """
+
+    compute: torch.dtype
+    rank: torch.dtype
+    split: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, x: Tensor, adapters: Iterable[Adapter]) -> "Numerics":
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            return cls(dtype, dtype, False)
+            wide = any(adapter.a.dtype == torch.float32 for adapter in adapters) and _has_wide_results(x)
+            return cls(dtype, dtype, wide=wide and dtype.itemsize == 2)
         rank = x.dtype
         for adapter in adapters:
             rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
@@ -175,37 +184,36 @@ def new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
 
 
 def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
-    """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r)."""
+    """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r) in `rank`."""
     if numerics.split:
-        products = _wide_product(m, _columns(factor.to(numerics.rank), "hml"))
+        products = _wide_product(m, _columns(factor, "hml"))
         split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
     else:
-        values[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
+        values[:, 0].addmm_(m.to(numerics.rank), factor, beta=0, alpha=scale)
 
 
-def add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
-    """Add scale * values factor to y. y: (N, columns) in `compute`; factor: (r, columns)."""
+def add(y: Tensor, values: Tensor, factor: Tensor, numerics: Numerics) -> None:
+    """Add values factor to y. y: (N, columns) in `compute`; factor: (r, columns) in `rank`."""
     if numerics.split:
-        y.addmm_(values.flatten(1), _columns(factor.t().to(numerics.rank), "hhhm").t(), alpha=scale)
+        y.addmm_(values.flatten(1), _columns(factor.t(), "hhhm").t())
     elif numerics.rank == numerics.compute:
-        y.addmm_(values[:, 0], factor.to(numerics.rank), alpha=scale)
+        y.addmm_(values[:, 0], factor)
     else:
-        y.add_(values[:, 0] @ factor.to(numerics.rank), alpha=scale)
+        y.add_(values[:, 0] @ factor)
 
 
 def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
-    """Return g^T x (R, K) in `rank`."""
+    """Return g^T x (R, K) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
         return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
-    return g[:, 0].t() @ x.to(numerics.rank)
+    return _wide_product(g[:, 0].t(), x) if numerics.wide else g[:, 0].t() @ x.to(numerics.rank)
 
 
-def b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
-    """Return scale * dy^T xa (O, r) in `rank`."""
+def b_gradient(dy: Tensor, values: Tensor, numerics: Numerics) -> Tensor:
+    """Return dy^T values (O, r) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
-        return _wide_product(dy.t(), xa[:, :3].flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
-    gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
-    return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
+        return _wide_product(dy.t(), values[:, :3].flatten(1)).view(-1, 3, values.shape[2]).sum(1)
+    return _wide_product(dy.t(), values[:, 0]) if numerics.wide else dy.t().to(numerics.rank) @ values[:, 0]
 
 
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:

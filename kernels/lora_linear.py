@@ -10,7 +10,7 @@ Traffic   beside the base products, per adapter: forward 1 read of x, 1 read and
 Source    Hu et al. 2021, arXiv:2106.09685
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,17 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order
 from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
-from ._projections import Masks, a_gradients, adapters_of, input_gradient, project, rank_gradients
-
-Layout = tuple[tuple[tuple[tuple[float, float], ...], Callable[[Tensor], Tensor] | None], ...]
+from ._projections import (
+    Masks,
+    a_gradients,
+    adapters_of,
+    input_gradient,
+    layout_of,
+    project,
+    rank_gradients,
+    restored,
+    stacked,
+)  # fmt: skip
 
 
 def lora_linear_reference(
@@ -42,20 +50,6 @@ def leaves_of(projections: Sequence[Projection]) -> list[Tensor]:
     return [leaf for adapter in adapters_of(projections) for leaf in adapter[:2]]
 
 
-def layout_of(projections: Sequence[Projection]) -> Layout:
-    """Return what a backward needs beside weights and `leaves_of`."""
-    return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in projections)
-
-
-def restore(layout: Layout, weights: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Projection]:
-    """Rebuild the projections, without biases, from the results of `layout_of` and `leaves_of`."""
-    remaining: Iterator[Tensor] = iter(leaves)
-    return [
-        Projection(w, None, tuple(Adapter(next(remaining), next(remaining), *numbers) for numbers in adapters), unpack)
-        for w, (adapters, unpack) in zip(weights, layout, strict=True)
-    ]
-
-
 def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
     """Return gradients in the order of `leaves_of`: A, B, A, B, ..., None where not needed."""
     gradients: list[Tensor | None] = []
@@ -69,10 +63,10 @@ class LoraLinearFunction(torch.autograd.Function):
     def forward(ctx, x, projections, *leaves):
         """Return y of each projection. leaves: see `leaves_of`."""
         numerics, masks = Numerics.of(x, adapters_of(projections)), Masks.of(x, projections)
-        outputs, values = project(as_matrix(x, numerics.compute), projections, masks, numerics)
-        ctx.layout, ctx.numerics = layout_of(projections), numerics
-        weights = [p.weight for p in projections]
-        ctx.save_for_backward(x, values, masks.seed, *weights, *leaves)  # x itself: other layers save the same one
+        (stack,) = stacked([projections], numerics)
+        outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
+        ctx.layout, ctx.numerics = layout_of(stack), numerics
+        ctx.save_for_backward(x, values, masks.seed, *stack.tensors)  # x, not a copy: other layers save the same one
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
@@ -80,13 +74,12 @@ class LoraLinearFunction(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, values, seed, *tensors = ctx.saved_tensors
         need_x, _, *needs = ctx.needs_input_grad
-        numerics, count = ctx.numerics, len(ctx.layout)
-        projections = restore(ctx.layout, tensors[:count], tensors[count:])
+        numerics, (stack, _) = ctx.numerics, restored(ctx.layout, tensors)
         dys = [as_matrix(dy, numerics.compute) for dy in gradients]
-        g, dbs = rank_gradients(dys, values, projections, needs[1::2], need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, projections, numerics) if need_x else None
+        g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
+        dx = input_gradient(dys, stack, numerics) if need_x else None
         flat = as_matrix(x, numerics.compute) if any(needs[::2]) else None
-        das = a_gradients(g, flat, dx, projections, Masks(seed), numerics)
+        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)
         return None if dx is None else dx.view(x.shape), None, *interleaved(das, dbs, needs)
 
 

@@ -18,8 +18,19 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
 from ._low_rank import Numerics, Projection, as_matrix, check_projection
-from ._projections import Masks, a_gradients, adapters_of, input_gradient, project, rank_gradients
-from .lora_linear import interleaved, layout_of, leaves_of, lora_linear_reference, restore
+from ._projections import (
+    Masks,
+    Stack,
+    a_gradients,
+    adapters_of,
+    input_gradient,
+    layout_of,
+    project,
+    rank_gradients,
+    restored,
+    stacked,
+)  # fmt: skip
+from .lora_linear import interleaved, leaves_of, lora_linear_reference
 
 
 def lora_mlp_reference(
@@ -41,13 +52,13 @@ class LoraMLPFunction(torch.autograd.Function):
         """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
         numerics = Numerics.of(x, adapters_of((*first, down)))
         flat, masks = as_matrix(x, numerics.compute), Masks.of(x, (*first, down))
+        first, down = stacked([first, [down]], numerics)
         hidden, values = project(flat, first, masks, numerics)
         gate, up = hidden if len(hidden) == 2 else (hidden[0], None)
         h = forward(*halves(gate, up), activation, numerics.compute)
-        (y,), h_values = project(h, (down,), masks.after(first), numerics)
-        ctx.layout, ctx.numerics, ctx.activation = layout_of((*first, down)), numerics, activation
-        tensors = *(p.weight for p in (*first, down)), *leaves
-        ctx.save_for_backward(flat, gate, up, values, h_values, masks.seed, *tensors)
+        (y,), h_values = project(h, down, masks.after(first), numerics)
+        ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
+        ctx.save_for_backward(flat, gate, up, values, h_values, masks.seed, *first.tensors, *down.tensors)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -55,10 +66,11 @@ class LoraMLPFunction(torch.autograd.Function):
     def backward(ctx, dy):
         flat, gate, up, values, h_values, seed, *tensors = ctx.saved_tensors
         need_x, _, _, _, *needs = ctx.needs_input_grad
-        numerics, masks, count = ctx.numerics, Masks(seed), len(ctx.layout)
-        *first, down = restore(ctx.layout, tensors[:count], tensors[count:])
-        leaves = 2 * sum(len(p.adapters) for p in first)
-        needs, down_needs = needs[:leaves], needs[leaves:]
+        numerics, masks = ctx.numerics, Masks(seed)
+        first, tensors = restored(ctx.layouts[0], tensors)
+        down, _ = restored(ctx.layouts[1], tensors)
+        count = 2 * len(first.adapters)
+        needs, down_needs = needs[:count], needs[count:]
         dy_rows, h_masks = as_matrix(dy, numerics.compute), masks.after(first)
         dys, down_gradient = _through_down(ctx, dy_rows, gate, up, h_values, down, h_masks, down_needs)
         g, dbs = rank_gradients(dys, values, first, needs[1::2], need_x or any(needs[::2]), numerics)
@@ -69,21 +81,21 @@ class LoraMLPFunction(torch.autograd.Function):
 
 
 def _through_down(
-    ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Projection, masks: Masks,
+    ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Stack, masks: Masks,
     needs: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor | None]]:  # fmt: skip
     """Return (gradients of gate(x) and up(x), or one packed; gradients of down's adapters)."""
     numerics = ctx.numerics
-    g, dbs = rank_gradients([dy], values, [down], needs[1::2], True, numerics)
-    dh = input_gradient([dy], [down], numerics)
-    a_gradients(g, None, dh, [down], masks, numerics)
+    g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
+    dh = input_gradient([dy], down, numerics)
+    a_gradients(g, None, dh, down, masks, numerics)
     need_h = any(needs[::2])
     if graph_is_kept():
         dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     else:
         dgate, dup = gate, up
     backward(dh, *halves(gate, up), *halves(dgate, dup), ctx.activation, dh if need_h else None)
-    das = a_gradients(g, dh if need_h else None, None, [down], masks, numerics)
+    das = a_gradients(g, dh if need_h else None, None, down, masks, numerics)
     return [dgate] if dup is None else [dgate, dup], interleaved(das, dbs, needs)
 
 

@@ -214,7 +214,7 @@ def plain_forward(gate, up, activation, dtype):
 def plain_backward(dh, gate, up, dgate, dup, activation, h=None):
     with torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in (gate, up)]
-        product = gated_reference(*leaves, activation)
+        product = gated_reference(leaves[0], leaves[1], activation)
     for out, gradient in zip((dgate, dup), torch.autograd.grad(product, leaves, dh), strict=True):
         out.copy_(gradient)
     if h is not None:
@@ -225,19 +225,20 @@ def plain_backward(dh, gate, up, dgate, dup, activation, h=None):
 @pytest.mark.parametrize("slots", [1, 4])
 def test_slots(slots):
     """Adapters whose matrices are sums of several, slot after slot of all of them: what split factors take."""
-    rows, columns, adapters = 70, 100, ((5, 3277), (5, 3277), (7, 30000), (40, 30000))
-    seed, total = draw_seed(torch.zeros(1, device=TRITON_DEVICE)), sum(rank for rank, _ in adapters)
+    rows, columns, adapters = 70, 100, ((5, 3277, 0.7), (5, 3277, 0.7), (7, 30000, 0.7), (40, 30000, 2.0))
+    seed, total = draw_seed(torch.zeros(1, device=TRITON_DEVICE)), sum(rank for rank, *_ in adapters)
     x, dx = (normal(rows, columns, like={"device": TRITON_DEVICE}, seed=i) for i in (0, 1))
     a, g = (normal(n, m, like={"device": TRITON_DEVICE}) for n, m in ((slots * total, columns), (rows, slots * total)))
     values, want_dx = torch.full_like(g, torch.nan), dx.double()
     values_of_kept(x, a, seed, runs_of(adapters, 2, slots), slots, values)
     parts = add_gradients(g, a, seed, runs_of(adapters, 2, slots), slots, x, dx)
+    assert parts is not None
     da, start = parts.sum(0), 0
     assert_close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-4)  # of entries of about 100
-    for i, (rank, threshold) in enumerate(adapters):
+    for i, (rank, threshold, factor) in enumerate(adapters):
         mask = kept(seed, 2 + i, (rows, columns), threshold)
         at = torch.cat([torch.arange(rank) + slot * total + start for slot in range(slots)]).to(x.device)
-        assert_close(values[:, at].double(), (x * mask).double() @ a[at].double().t())
+        assert_close(values[:, at].double(), factor * (x * mask).double() @ a[at].double().t())
         assert_close(da[at].double(), g[:, at].double().t() @ (x * mask).double())
         want_dx += mask * (g[:, at].double() @ a[at].double())
         start += rank
@@ -299,7 +300,7 @@ def test_no_mask_and_no_dropped_x_are_kept(fp32):
     given = {x.data_ptr() for x in tensors.values()}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
         linear_with((0.3, 0.3))(**tensors)
-    assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == [(45, 1, 6), (1,)]
+    assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == [(45, 1, 6), (1,), (6, 37)]
 
 
 def test_compiles_whole(fp32):
@@ -337,7 +338,7 @@ def test_offsets_beyond_32_bits_on_gpu(monkeypatch):
     rows, columns, tail = (1 << 19) + 8, 4200, 16
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
     a, g = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((16, columns), (rows, 16)))
-    seed, runs = draw_seed(x), runs_of(((16, 6554),), 0, 1)
+    seed, runs = draw_seed(x), runs_of(((16, 6554, 1.0),), 0, 1)
     values, dx = g.new_empty(rows, 16), torch.zeros_like(x)
     values_of_kept(x, a, seed, runs, 1, values)
     add_gradients(g, a, seed, runs, 1, x, dx)

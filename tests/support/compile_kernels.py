@@ -196,13 +196,13 @@ def low_rank(dtype: torch.dtype) -> None:
     x, dx, seed = torch.rand(N, 1000).to(dtype), torch.rand(N, 1000).to(dtype), torch.zeros(1, dtype=torch.int64)
     a, values = torch.rand(768, 1000).to(dtype), torch.rand(N, 768).to(dtype)
     for slots, rank, count in ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1)):
-        runs = runs_of(((rank, count),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
+        runs = runs_of(((rank, count, 2.0),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
         part = slots * rank * count
         values_of_kept(x, a[:part], seed, runs, slots, (values.float() if slots == 3 else values)[:, :part])
         add_gradients(values[:, :part], a[:part], seed, runs, slots, x, dx)
     if dtype != torch.bfloat16:
         return
-    runs = runs_of(((16, 3277),), 0, 1)
+    runs = runs_of(((16, 3277, 2.0),), 0, 1)
     add_gradients(values[:, :16], a[:16], seed, runs, 1, None, dx)
     add_gradients(values[:, :16], a[:16], seed, runs, 1, x, None)
     values_of_kept(x, a[:16].float(), seed, runs, 1, values[:, :16].float())
