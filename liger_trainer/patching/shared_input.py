@@ -37,7 +37,7 @@ class SharedInput:
             layer: which is called.
             compute: returns the outputs of layers for x, or None.
         """
-        index = next(i for i, each in enumerate(self.layers) if each is layer)
+        index = next((i for i, each in enumerate(self.layers) if each is layer), -1)
         if index == 0:
             self._forget()  # what an earlier pass has left
             outputs = compute(self.layers)

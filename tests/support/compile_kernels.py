@@ -195,7 +195,8 @@ def low_rank(dtype: torch.dtype) -> None:
     """Dropout of adapters, and what LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
     x, dx, seed = torch.rand(N, 1000).to(dtype), torch.rand(N, 1000).to(dtype), torch.zeros(1, dtype=torch.int64)
     a, values = torch.rand(768, 1000).to(dtype), torch.rand(N, 768).to(dtype)
-    for slots, rank, count in ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1)):
+    every = ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1))
+    for slots, rank, count in every if dtype == torch.bfloat16 else every[1:2]:
         runs = runs_of(((rank, count, 2.0),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
         part = slots * rank * count
         values_of_kept(x, a[:part], seed, runs, slots, (values.float() if slots == 3 else values)[:, :part])
