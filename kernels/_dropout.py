@@ -27,10 +27,10 @@ MULTIPLIERS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Philo
 ROUNDS = tl.constexpr(7)
 
 WIDEST = 128  # numbers of a row of values that a program computes
-FORWARD_ROWS, BACKWARD_ROWS = 32, 32  # in a tile
-FORWARD_TILE, BACKWARD_TILE = 8192, 4096  # numbers of A that a program holds, at most
-FORWARD_WARPS, BACKWARD_WARPS = 4, (4, 8)  # the latter for one narrow adapter, and for more
-BACKWARD_PROGRAMS = 264  # two for each multiprocessor of an H100
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = 32, 128, 4096, 4  # tile: numbers of A, at most
+BACKWARD_ROWS, BACKWARD_COLUMNS = 32, 64
+# for one adapter of rank 16 or less, and for more: so many programs run at a time on an H100, by their registers
+BACKWARD_WARPS, BACKWARD_PROGRAMS = (4, 8), (528, 264)
 
 
 class Run(NamedTuple):
@@ -278,7 +278,7 @@ def add_gradients(
         dx: (N, K), contiguous, or None if it is not needed.
     """
     rows, columns = g.shape[0], a.shape[1]
-    span, splits = _spans(rows, columns)
+    span, splits = _spans(rows, columns, max((_is_wide(slots, run) for run in runs), default=False))
     x = x if x is None or x.stride(1) == 1 else x.contiguous()
     parts = None if x is None else g.new_empty(splits, *a.shape, dtype=torch.float32)
     if rows * columns == 0:
@@ -290,11 +290,15 @@ def add_gradients(
     return parts
 
 
-def _spans(rows: int, columns: int) -> tuple[int, int]:
+def _spans(rows: int, columns: int, wide: bool) -> tuple[int, int]:
     """Return (rows of a program, programs for each block of columns)."""
-    wanted = max(1, BACKWARD_PROGRAMS // -(-columns // 128))
+    wanted = max(1, BACKWARD_PROGRAMS[wide] // -(-columns // BACKWARD_COLUMNS))
     span = max(1, -(-rows // (wanted * BACKWARD_ROWS))) * BACKWARD_ROWS
     return span, max(1, -(-rows // span))
+
+
+def _is_wide(slots: int, run: Run) -> bool:
+    return run.count * _width(slots, run) > 16
 
 
 def _width(slots: int, run: Run) -> int:
@@ -305,7 +309,7 @@ def _width(slots: int, run: Run) -> int:
 def _values_launch(shape: tuple[int, int], stride: int, total: int, slots: int, run: Run) -> Launch:
     start, rank, count, stream, threshold, factor = run
     width, (rows, columns) = _width(slots, run), shape
-    tile = max(16, min(256, FORWARD_TILE // width, triton.next_power_of_2(columns)))
+    tile = max(16, min(FORWARD_COLUMNS, FORWARD_TILE // width, triton.next_power_of_2(columns)))
     grid = (-(-rows // FORWARD_ROWS) * count,)
     return Launch(
         _values_kernel, grid, rows, columns, stride, total, start, rank, stream, threshold, factor,
@@ -319,10 +323,10 @@ def _gradients_launch(
 ) -> Launch:
     start, rank, count, stream, threshold, _ = run
     width, (rows, columns) = _width(slots, run), shape
-    tile = max(16, min(128, BACKWARD_TILE // width, triton.next_power_of_2(columns)))
+    tile = max(16, min(BACKWARD_COLUMNS, 64 * BACKWARD_COLUMNS // width, triton.next_power_of_2(columns)))
     return Launch(
         _gradients_kernel, (-(-columns // tile) * -(-rows // span),),
         rows, columns, span, *strides, total, start, rank, stream, threshold,
         SLOTS=slots, COUNT=count, WIDTH=width, ROWS=BACKWARD_ROWS, COLUMNS=tile,
-        num_warps=BACKWARD_WARPS[count * width > 32],
+        num_warps=BACKWARD_WARPS[_is_wide(slots, run)],
     )  # fmt: skip

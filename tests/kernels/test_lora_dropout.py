@@ -27,8 +27,8 @@ on_triton = pytest.mark.skipif("triton" not in PATHS, reason="Triton is not here
 def small_tiles(monkeypatch):
     """Several programs and several turns of each loop."""
     monkeypatch.setattr(_dropout, "FORWARD_TILE", 512)
-    monkeypatch.setattr(_dropout, "BACKWARD_TILE", 256)
-    monkeypatch.setattr(_dropout, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(_dropout, "BACKWARD_COLUMNS", 16)
+    monkeypatch.setattr(_dropout, "BACKWARD_PROGRAMS", (6, 6))
 
 
 @pytest.fixture
