@@ -332,6 +332,7 @@ def test_sizes_on_gpu(monkeypatch, same_seed, adapters, rows, columns):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 def test_offsets_beyond_32_bits_on_gpu(monkeypatch):
     """The last rows of x, dx and values have the numbers of a call with their masks."""
     monkeypatch.undo()
