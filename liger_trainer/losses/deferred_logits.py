@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class DeferredLogits:
         }  # fmt: skip
         return {prefix + name: value for name, value in values.items()}
 
-    def _with(self, **changes: Any) -> "DeferredLogits":
+    def _with(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     def __mul__(self, factor):
@@ -230,7 +230,9 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 
 @contextlib.contextmanager
-def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forward]:
+def deferred_logits(
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits
+) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
@@ -238,6 +240,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
     Args:
         outlive: the logits are used after the pass, when FSDP2 may have freed the weights that it gathered. The head
             is then read before the pass, into whole weights of its own, without gradient.
+        make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
     state, read = Forward(type(model).__name__), reader_of(module)
@@ -257,7 +260,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
             state.obstacle = head
             return project(hidden, **kwargs)
         if not kwargs:
-            return DeferredLogits(hidden, head, project, state)
+            return make(hidden, head, project, state)
         with_kwargs = functools.partial(project, **kwargs)
         return DeferredLogits(hidden, head, with_kwargs, state).compute(
             f"an output head called with {', '.join(kwargs)}"

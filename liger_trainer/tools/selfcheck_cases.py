@@ -19,6 +19,7 @@ from ..kernels.kl_div import kl_div
 from ..kernels.layer_norm import layer_norm
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
+from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
@@ -200,6 +201,10 @@ def _divergence(function: Callable[..., Any], kind: str) -> Callable[..., Output
     return called
 
 
+def _log_probs(function: Callable[..., Any]) -> Callable[..., Outputs]:
+    return lambda **tensors: tuple(function(**tensors)[:2])
+
+
 def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
     return lambda **tensors: function(**tensors, **options).loss
 
@@ -240,6 +245,9 @@ CHECKS: tuple[Check, ...] = (
     Check("linear_cross_entropy", _loss(linear_cross_entropy), _linear_ce, _head, HEAD_LEAVES),
     Check(
         "linear_cross_entropy, recomputed", _loss(linear_cross_entropy, recompute=True), _linear_ce, _head, HEAD_LEAVES
+    ),
+    Check(
+        "linear_log_probs", _log_probs(linear_log_probs), _log_probs(linear_log_probs_reference), _head, HEAD_LEAVES
     ),
     *(
         Check(

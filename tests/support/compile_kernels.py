@@ -45,6 +45,7 @@ from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
 from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
+from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
 from liger_trainer.kernels.relu2 import relu2  # noqa: E402
@@ -262,8 +263,12 @@ def heads(dtype: torch.dtype) -> None:
     recompute = dict(recompute=True, workspace_mb=0.5)
     cache = torch.stack([torch.randperm(V)[:50] for _ in range(N)]), torch.full((N, 50), -5.0)
     sparse = partial(step, loss_of(linear_sparse_divergence), hidden, weight, *cache)
+    log_probs = partial(
+        step, lambda *args, **options: sum(linear_log_probs(*args, **options)[:2]), hidden, weight, labels
+    )
     head()
     head(**recompute)
+    log_probs()
     divergence()
     sparse()
     if dtype != torch.bfloat16:
@@ -271,6 +276,7 @@ def heads(dtype: torch.dtype) -> None:
     every = dict(softcap=5.0, scale=1.5, temperature=2.0, label_smoothing=0.1, z_loss=0.1, token_weight=torch.rand(N))
     head(bias=bias, dft=True, **every)
     head(bias=bias, reduction="none", **every, **recompute)
+    log_probs(bias=bias, softcap=5.0, mean_logits=True)
     divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
     divergence(kind="jsd", logits_dtype=torch.float32)
     for kind in ("skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl"):
