@@ -38,6 +38,7 @@ from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noq
 from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
 from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
 from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
@@ -198,9 +199,22 @@ def gated(dtype: torch.dtype) -> None:
 
 
 def low_rank(dtype: torch.dtype) -> None:
-    """What LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
+    """Dropout of adapters, and what LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
+    x, dx, seed = torch.rand(N, 1000).to(dtype), torch.rand(N, 1000).to(dtype), torch.zeros(1, dtype=torch.int64)
+    a, values = torch.rand(768, 1000).to(dtype), torch.rand(N, 768).to(dtype)
+    every = ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1))
+    for slots, rank, count in every if dtype == torch.bfloat16 else every[1:2]:
+        runs = runs_of(((rank, count, 2.0),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
+        part = slots * rank * count
+        values_of_kept(x, a[:part], seed, runs, slots, (values.float() if slots == 3 else values)[:, :part])
+        add_gradients(values[:, :part], a[:part], seed, runs, slots, x, dx)
     if dtype != torch.bfloat16:
         return
+    runs = runs_of(((16, 3277, 2.0),), 0, 1)
+    add_gradients(values[:, :16], a[:16], seed, runs, 1, None, dx)
+    add_gradients(values[:, :16], a[:16], seed, runs, 1, x, None)
+    values_of_kept(x, a[:16].float(), seed, runs, 1, values[:, :16].float())
+    add_gradients(values[:, :16].float(), a[:16].float(), seed, runs, 1, x, dx)
     for count, form in product((1, 3), ("hml", "hmlh", "hhhm")):
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
 
