@@ -228,7 +228,7 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
     assert launched("run", "my.yaml", "max_stepz=1", "--", "--num_processes", "2") == []  # checked before it is started
     assert "Did you mean max_steps?" in capsys.readouterr().err
     assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
-    assert "only run and resume take arguments for a launcher" in capsys.readouterr().err
+    assert "only run, resume, cache take arguments for a launcher" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
