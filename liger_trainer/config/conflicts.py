@@ -74,6 +74,7 @@ DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would tak
 _LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _LAUNCHED_SHARDED = Fact((), lambda options: any(os.environ.get(name) == "true" for name in _LAUNCHED))
 SHARDED = on("fsdp") | on("deepspeed") | _LAUNCHED_SHARDED
+_DEEPSPEED = on("deepspeed") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
 _FSDP = on("fsdp") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_FSDP") == "true")
 
 
@@ -204,8 +205,8 @@ _OF_A_FILE = (
     ),
     Conflict(
         "teacher",
-        SELF & SHARDED,
-        "self does not work with FSDP or DeepSpeed; name the base in teacher_model_name_or_path instead.",
+        SELF & _DEEPSPEED,
+        "self does not work with DeepSpeed; name the base in teacher_model_name_or_path, or use FSDP2.",
     ),
     *(
         Conflict(
@@ -221,10 +222,15 @@ _OF_A_FILE = (
     *(
         Conflict(
             key,
-            on(key) & SHARDED,
-            "does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.",
+            on(key) & _DEEPSPEED,
+            "does not go with DeepSpeed, which decides where the teacher's weights are.",
         )
         for key in PLACEMENT[1:]
+    ),
+    Conflict(
+        "teacher_offload",
+        on("teacher_offload") & _FSDP,
+        "does not go with FSDP, which shares the teacher's weights out over the processes.",
     ),
     Conflict(
         "cache_bits",
