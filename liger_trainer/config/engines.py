@@ -53,7 +53,7 @@ def engine_of(name: str) -> str | None:
 
 
 def launches(*engines: str) -> Fact:
-    """The condition that `accelerate_config` will launch one of these engines. A launcher's own is in its environment."""
+    """The condition that `accelerate_config` will launch one of these; what a launcher chose is in its environment."""
 
     def holds(options: OptionValues) -> bool:
         name = options["accelerate_config"]

@@ -35,7 +35,7 @@ STEPS = [
     ("fsdp2, kept gathered", "tied ce", ""), ("fsdp2, kept gathered", "lora kd", ""),
     ("fsdp2, loaded by rank 0", "tied kd", ""), ("fsdp2, loaded by rank 0", "lora kd", ""),
     ("fsdp2", "lora", "recomputed"), ("fsdp2", "tied self", "recomputed"), ("fsdp2", "tied kd", "whole teacher"),
-    ("ddp", "mix", "recomputed"), ("ddp", "lora", "recomputed"),
+    ("ddp", "tied kd", "whole teacher"), ("ddp", "lora", "recomputed"),
 ]  # fmt: skip
 
 
