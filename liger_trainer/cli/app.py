@@ -50,7 +50,7 @@ app.command("selfcheck")(selfcheck.selfcheck)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 
-LAUNCHING = ("run", "resume")
+LAUNCHING = ("run", "resume", "cache")
 """Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`."""
 
 
@@ -65,7 +65,7 @@ def _main(arguments: list[str]) -> None:
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:
         if launcher and (not ours or ours[0] not in LAUNCHING):
-            raise ConfigError(f"only {' and '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
+            raise ConfigError(f"only {', '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
         app(args=ours, obj=launcher, standalone_mode=True)
     except LigerTrainerError as error:
         if is_main_process() or not isinstance(error, Interrupted):  # which all processes raise

@@ -11,7 +11,7 @@ from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
+from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed, will_shard
 from .overrides import parse_overrides
 from .places import missing_paths, variables_that_run_code
 from .run_options import RECIPES
@@ -202,5 +202,5 @@ def _recipe_defaults(
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
-    if "num_sample_completions" not in settings and is_sharded(values):
+    if "num_sample_completions" not in settings and (is_sharded(values) or will_shard(values)):
         yield "num_sample_completions", 0

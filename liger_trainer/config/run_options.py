@@ -95,7 +95,7 @@ class LaunchOptions:
     """Options of `accelerate launch`, as TRL takes them from its YAML files: the run is then started through it."""
 
     accelerate_config: str | None = option(
-        None, "single_gpu, multi_gpu, zero1, zero2, zero3, fsdp1 or fsdp2 of TRL, or a file of accelerate's."
+        None, "ddp, fsdp2, zero2 or another of TRL's names, or a file of accelerate's."
     )
     num_processes: int | None = option(None, "Processes in all, one a GPU.", ge=1)
     num_machines: int | None = option(None, "Machines in all.", ge=1)

@@ -2,24 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from accelerate.utils import send_to_device
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
-from trl.models.utils import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
-from ..losses.sharded_heads import shard_like
 from ..losses.spec import Logits
 from ..patching.document_leaks import read_packed_rows
 from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
-from .placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
+from .placement import Carrier, check_alike, check_processes, load_teacher, shard, stays, stream_weights
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
 
@@ -45,12 +43,12 @@ class ModelTeacher(Teacher):
 
     def prepare(self, trainer: DistillHost) -> int:
         self._accelerator = trainer.accelerator
-        sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        check_processes(self._args, self._accelerator.num_processes, sharded)
+        fsdp, deepspeed = trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled
+        check_processes(self._args, self._accelerator.num_processes, fsdp, deepspeed)
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
-        if sharded:
+        if (fsdp or deepspeed) and not stays(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
@@ -83,9 +81,8 @@ class ModelTeacher(Teacher):
     def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:
         if trainer.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self._accelerator)
-        if trainer.is_fsdp_enabled:
-            shard_like(base_of(trainer.student), base_of(teacher), **_units(self._accelerator))
-            return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
+        if trainer.is_fsdp_enabled and not stays(self._args):
+            return shard(teacher, self._accelerator, like=base_of(trainer.student))
         if not stays(self._args):
             return self._accelerator.prepare_model(teacher, evaluation_mode=True)
         if self._args.teacher_offload:
@@ -112,13 +109,3 @@ class ModelTeacher(Teacher):
     @contextlib.contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
         yield {"": self._accelerator.unwrap_model(self.model)}
-
-
-def _units(accelerator: Any) -> dict[str, Any]:
-    """Return how TRL's `prepare_fsdp` has FSDP2 shard a model."""
-    plugin, mesh = accelerator.state.fsdp_plugin, getattr(accelerator, "torch_device_mesh", None)
-    return {
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
-    }
