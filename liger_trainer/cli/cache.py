@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ._completion import SettingsCommand
 from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(cls=SettingsCommand, context_settings=OVERRIDES)
 def capture(config: Config, overrides: Overrides = None) -> None:
     """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted."""
     from ..config.run_config import load_run_config
