@@ -11,6 +11,7 @@ from ..errors import ConfigError, Interrupted, LigerTrainerError
 from ..secrets import redacted_output
 from . import (
     cache,
+    chat,
     check,
     configs,
     convert,
@@ -62,6 +63,7 @@ app.command("estimate", cls=SettingsCommand, context_settings=OVERRIDES)(estimat
 app.command("init-student", cls=SettingsCommand, context_settings=OVERRIDES)(init_student.init_student)
 app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)
+app.command("chat")(chat.chat)
 app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)

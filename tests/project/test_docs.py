@@ -9,6 +9,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import io
 import re
 import shlex
 import shutil
@@ -129,6 +130,7 @@ COMMANDS = {
     "liger-trainer cache smollm2/distill_cached": demo("smollm2/distill_cached"),
     "liger-trainer cache verify outputs/smollm2/teacher_cache": Played(captured),
     "liger-trainer cat smollm2/sft_lora": Played(),
+    "liger-trainer chat outputs/my": Played(trained(), extra=("--max-new-tokens", "3")),
     "liger-trainer config my.yaml --diff": Played(my_yaml()),
     **{f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml": Played(foreign(tool)) for tool in ForeignTool},
     "liger-trainer cp smollm2/sft_lora my.yaml": Played(),
@@ -213,6 +215,7 @@ def no_report(monkeypatch):
 @pytest.fixture
 def place(stand_ins, kept, tmp_path, monkeypatch) -> Place:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))  # for chat
     return Place(tmp_path, stand_ins, kept)
 
 
