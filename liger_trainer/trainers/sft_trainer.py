@@ -25,6 +25,7 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
+from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
 from .step_config import AUTO
@@ -94,6 +95,7 @@ class LigerTrainer(CheckpointingTrainer):
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
         self.add_callback(TokenCount(self))
+        widen_notebook_table(self)
         announce(str(self.patched.report))
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
