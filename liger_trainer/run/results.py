@@ -11,7 +11,7 @@ from rich.table import Table
 from ..common.console import is_main_process
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
-from .data.datasets import DataFacts
+from .data.datasets import USERS_TOO, DataFacts
 from .metric_rows import MetricRow
 from .samples import Completion, ModelFacts, comparison_table, print_completions
 
@@ -96,7 +96,7 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
 
 
 def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
-    """Print the facts about the data; counts of repeated rows in yellow."""
+    """Print the facts about the data; repeated rows in yellow. Point out chats whose questions are learned."""
     data = Table(title="data", title_justify="left", show_header=False)
     data.add_column()
     data.add_column(overflow="fold")
@@ -109,6 +109,13 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)
+    if facts.learned.startswith(USERS_TOO):
+        console.print(
+            "What the user says is learned too. To learn the answers alone: assistant_only_loss=true; where the chat "
+            "template does not mark them, with supervised_part=content.",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def print_before(console: Console, rows: tuple[MetricRow, ...], before: Mapping[str, float]) -> None:

@@ -40,6 +40,7 @@ learning_rate: 1e-3
 """
 LORA = "use_peft: true\nlora_target_modules: all-linear\n"
 TEACHER = "teacher_model_name_or_path: demo:smollm2-135m-instruct\n"
+MINE_LAST = ("dataset_name=mine.csv",)  # after those that make a configuration small
 CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
 
 
@@ -106,6 +107,11 @@ def model_directory(place: Place) -> None:
     shutil.copytree(model, place.folder / "path/to/model")
 
 
+def mine_csv(place: Place) -> None:
+    rows = "".join(f"What is {i}?,The number {i}.\n" for i in range(20))
+    (place.folder / "mine.csv").write_text("prompt,completion\n" + rows)
+
+
 def foreign(origin: str) -> Callable[[Place], None]:
     return lambda place: (
         shutil.copy(ROOT / f"tests/config/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
@@ -148,6 +154,8 @@ COMMANDS = {
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml packing=true max_length=2048": Played(my_yaml(), "my.yaml"),
+    "liger-trainer preview smollm2/sft_lora dataset_name=mine.csv": Played(mine_csv, "smollm2/sft_lora", MINE_LAST),
+    "liger-trainer run smollm2/sft_lora dataset_name=mine.csv": Played(mine_csv, "smollm2/sft_lora", MINE_LAST),
     "liger-trainer report outputs/a outputs/b --output ab.html": Played(trained("a", "b")),
     "liger-trainer report outputs/my": Played(trained()),
     "liger-trainer resume outputs/my": Played(interrupted),
