@@ -28,9 +28,16 @@ from .host_ahead import host_ahead
 from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
+from .sft_config import LigerConfig
 from .step_config import AUTO
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
+
+
+def _last_name(model: Any) -> str:
+    """Return the last part of a model's name, for the folder of a trainer without arguments."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name.rstrip("/").rpartition("/")[2]
 
 
 class LigerTrainer(CheckpointingTrainer):
@@ -70,7 +77,11 @@ class LigerTrainer(CheckpointingTrainer):
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
-        config = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args")
+        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        config = given.get("args")
+        if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
+            config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
+            args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         options = take_liger_options(config)
         with warnings.catch_warnings(), loading_and_adapters(config):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.

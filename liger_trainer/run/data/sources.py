@@ -199,13 +199,14 @@ def _read_arrow(path: str) -> "Dataset":
     """Read an IPC stream, as `save_to_disk` writes it, or an IPC file, which is Feather."""
     import datasets
     import pyarrow
+    from datasets.table import InMemoryTable
 
     with Path(path).open("rb") as file:
         is_stream = file.read(len(_FILE_OF_ARROW)) != _FILE_OF_ARROW
     if is_stream:
         return datasets.Dataset.from_file(path)
     with pyarrow.memory_map(path) as source:
-        return datasets.Dataset(datasets.table.InMemoryTable(pyarrow.ipc.open_file(source).read_all()))
+        return datasets.Dataset(InMemoryTable(pyarrow.ipc.open_file(source).read_all()))
 
 
 def _problem_in(
