@@ -21,6 +21,7 @@ from . import (
     evaluate,
     init_student,
     merge,
+    new,
     preview,
     report,
     run,
@@ -54,6 +55,7 @@ def options(
 app.command("ls")(configs.ls)
 app.command("cat")(configs.cat)
 app.command("cp")(configs.cp)
+app.command("new")(new.new)
 app.command("validate", cls=SettingsCommand, context_settings=OVERRIDES)(check.validate)
 app.command("config", cls=SettingsCommand, context_settings=OVERRIDES)(check.config)
 app.command("preview", cls=SettingsCommand, context_settings=OVERRIDES)(preview.preview)

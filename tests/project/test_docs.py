@@ -41,6 +41,7 @@ learning_rate: 1e-3
 LORA = "use_peft: true\nlora_target_modules: all-linear\n"
 TEACHER = "teacher_model_name_or_path: demo:smollm2-135m-instruct\n"
 MINE_LAST = ("dataset_name=mine.csv",)  # after those that make a configuration small
+NEW = ("--purpose", "sft", "--model", "some/model", "--method", "lora", "--data", "mine.jsonl")  # instead of questions
 CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
 
 
@@ -150,6 +151,8 @@ COMMANDS = {
         my_yaml(), "my.yaml", ("student_num_layers=2",)
     ),
     "liger-trainer ls": Played(),
+    "liger-trainer ls --fits 24": Played(),
+    "liger-trainer new my.yaml": Played(extra=NEW),
     "liger-trainer merge outputs/my merged": Played(trained()),
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
