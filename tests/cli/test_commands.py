@@ -72,7 +72,8 @@ assert not heavy, heavy
     commands = [
         ["--help"], ["run", "--help"], ["ls"], ["ls", "sft", "--json"], ["cat", name], ["cp", name, "my.yaml"],
         ["validate", name, "max_steps=3"], ["validate", "wrong.yaml"], ["config", name, "--diff"], ["config", name],
-        ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"],
+        ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"], ["--version"],
+        ["new", "n.yaml", "--purpose", "sft", "--model", "m", "--method", "full", "--data", "d"],
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(liger_trainer.__file__).parents[1])}
     done = subprocess.run(
