@@ -15,6 +15,7 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
+from ..common.console import is_main_process
 from ..losses.model_parts import device_of
 from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
@@ -181,12 +182,13 @@ def complete(
         eos_token_id=tokenizer.eos_token_id if stop is None else stop,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
+    silent = None if is_main_process() else True  # None: where there is no terminal
     model.eval()
     device = device_of(model)
     texts = []
     try:
         with torch.no_grad():
-            for prompt in tqdm(prompts, "completing prompts", leave=False, disable=None, dynamic_ncols=True):
+            for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
                 ids, began = torch.tensor([prompt.input_ids], device=device), time.perf_counter()
                 generated = model.generate(
                     input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings

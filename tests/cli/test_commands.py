@@ -85,7 +85,7 @@ assert not heavy, heavy
     )
     assert done.returncode == 0, done.stderr
     ends = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"], done.stderr
+    assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"] + ["0"] * 2, done.stderr
 
 
 def test_a_file_with_many_mistakes_gets_them_all_with_their_lines(call, tmp_path):

@@ -194,8 +194,8 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
         trained = facts.get("trainable_parameters", 0)
         yield card("Parameters", parameters(facts["parameters"]), f"{trained:,} trained")
     student, teacher = run.models.get("student"), run.models.get("teacher")
-    if student and teacher:
-        small, large = student["parameters"], teacher["parameters"]
+    small, large = (facts["parameters"] if facts else 0 for facts in (student, teacher))
+    if small and large:
         sizes = f"{parameters(small)} of the teacher's {parameters(large)}"
         yield card("Compression", f"{large / small:.3g} times", sizes)
 

@@ -63,6 +63,8 @@ def beside_teacher(models: Mapping[str, Mapping[str, Any]]) -> str:
     if not student or not teacher:
         return ""
     small, large = student["parameters"], teacher["parameters"]
+    if not (small and large):  # ZeRO-3 leaves empty tensors in each process
+        return ""
     text = f" It has {small / large:.0%} of its teacher's parameters ({parameters(small)} of {parameters(large)})"
     if small == large:
         text = " It is as large as its teacher"
