@@ -263,6 +263,21 @@ def test_points_show_their_values(make):
         assert [float(x), float(y)] == pytest.approx(place, abs=0.06)
 
 
+def test_metrics_of_the_same_points_share_a_chart(make):
+    logs = [
+        {"step": step, "loss": 2.0 / step, "loss/forward_kl": 1.0 / step, "forward_kl": 1.0 / step,
+         "kd_loss": 1.0 / step, "loss/ce": 0.5 / step, "eval_kd_loss": 3.0}
+        for step in range(1, 9)
+    ]  # fmt: skip
+    drawings = {d.name: (d.title, d.note) for d in draw([read_run(make("run", metrics={"log_history": logs}))])}
+    assert drawings == {
+        "loss": ("Loss", ""),
+        "forward_kl": ("Forward KL (nats/token)", ""),
+        "loss_ce": ("Loss: ce", ""),
+        "kd_loss": ("Distillation loss", ""),  # it has an evaluation too
+    }
+
+
 def test_of_many_points_some_show_their_values(make):
     logs = [{"step": step, "loss": 1 / step, "num_tokens": step} for step in range(1, 1001)]
     (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])

@@ -150,15 +150,25 @@ def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[Chart, list[Chart]]]:
-    """Return the charts that differ, each with those of the same points: a loss of one term is drawn once."""
-    kept: dict[tuple, tuple[Chart, list[Chart]]] = {}
+    """Return the charts that differ, each with the others of the same points: a loss of one term is drawn once. A term
+    that is a metric too is left out beside it."""
+    kept: dict[tuple, list[Chart]] = {}
     for chart in charts:
         lines = tuple(
             (line.kind, tuple(line.steps), tuple(f"{value:.5g}" for value in line.values))
             for line in lines_of(chart, runs)
         )
-        kept.setdefault(lines, (chart, []))[1].append(chart)
-    return [(chart, same[1:]) for chart, same in kept.values()]
+        kept.setdefault(lines, []).append(chart)
+    shown = []
+    for group in kept.values():
+        names = {chart.metric for chart in group}
+        first, *others = [
+            chart
+            for chart in group
+            if chart.metric.removeprefix(TERM) == chart.metric or chart.metric.removeprefix(TERM) not in names
+        ]
+        shown.append((first, others))
+    return shown
 
 
 def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]:
