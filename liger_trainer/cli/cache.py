@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from ..common.console import is_main_process
 from ..errors import ConfigError
+from ._completion import SettingsCommand
 from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(cls=SettingsCommand, context_settings=OVERRIDES)
 def capture(context: typer.Context, config: Config, overrides: Overrides = None) -> None:
     """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted.
 

@@ -25,12 +25,20 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
+from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
+from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
+
+
+def _last_name(model: Any) -> str:
+    """Return the last part of a model's name, for the folder of a trainer without arguments."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name.rstrip("/").rpartition("/")[2]
 
 
 class LigerTrainer(CheckpointingTrainer):
@@ -70,7 +78,11 @@ class LigerTrainer(CheckpointingTrainer):
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
-        config = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args")
+        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        config = given.get("args")
+        if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
+            config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
+            args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         options = take_liger_options(config)
         with warnings.catch_warnings(), loading_and_adapters(config):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
@@ -96,6 +108,7 @@ class LigerTrainer(CheckpointingTrainer):
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
         self.add_callback(TokenCount(self))
+        widen_notebook_table(self)
         announce(str(self.patched.report))
 
     def _packed_rows(self, attention: str) -> PackedRows | None:

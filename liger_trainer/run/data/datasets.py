@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 
+EVERY = "every token"
+USERS_TOO = "every message, the user's too"
+
+
 @dataclass(frozen=True)
 class DataFacts:
     """What is known about the rows; printed at the start and written to metrics.json."""
@@ -39,6 +43,8 @@ class DataFacts:
     sha256: str
     """over the used rows as JSON lines with sorted keys, train before test"""
     licence: str | None
+    learned: str
+    """what of a row is supervised, in words"""
     test_rows_seen_in_training: int
     """held-out rows that equal a training row"""
     train_rows_repeated: int = 0
@@ -104,6 +110,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         held_out=held_out,
         sha256=digest.hexdigest(),
         licence=source.licence,
+        learned=_learned(config, form, train),
         test_rows_seen_in_training=sum(row in seen for row in hashes),
         train_rows_repeated=len(train) - len(seen),
         test_rows_repeated=len(hashes) - len(set(hashes)),
@@ -197,6 +204,25 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     for key in ("assistant_only_loss", "supervised_part", "last_turn_only"):
         if config[key] and not chat:
             raise config.error(key, f"needs rows of chat messages; the rows have plain {form}.")
+
+
+def _learned(config: "RunConfig", form: str, train: "Dataset") -> str:
+    """Say what of a row is supervised, for rows in the form that the trainer reads."""
+    part = {"content": " without their headers", "message": " with their headers"}.get(
+        config["supervised_part"] or "", ""
+    )
+    if config["assistant_only_loss"]:
+        return f"the answers of each chat{part}"
+    if form == "prompt":
+        return "completions that are sampled"
+    if form == "input_ids":
+        masked = {"labels", "completion_mask", "assistant_masks"} & set(train.column_names)
+        return f"what {' and '.join(sorted(masked))} say" if masked else EVERY
+    if form == "prompt-completion" and config["completion_only_loss"] is not False:
+        return "the completions"
+    if form == "messages":
+        return f"{USERS_TOO}{part}"
+    return EVERY
 
 
 def _as_the_trainer_reads(
