@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,15 @@ from ..secrets import SECRET
 from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
 from .overrides import parse_overrides
 from .places import missing_paths, variables_that_run_code
-from .run_options import RECIPES
+from .run_options import RECIPES, TWO_STAGE
 from .schema import Schema
-from .settings import DROPPED, Finding, Setting
+from .settings import DROPPED, Checked, Finding, Setting
+from .stages import KEY as SECOND_STAGE
+from .stages import beside_the_stage, joined, settings_inside
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
 RECIPE_DEFAULT = "recipe default"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
-
-    recipe: str
-    schema: Schema
-    values: dict[str, Any]
-    settings: dict[str, Setting]
-    problems: list[Finding]
-    notices: list[Finding]
 
 
 def check(
@@ -53,6 +43,22 @@ def check(
     told: list[Finding] = []
     given = _present_names(given, problems, told)
     recipe = _recipe(given)
+    checked = _check_settings(given, recipe, label, schema, allow_env, paths)
+    if recipe == TWO_STAGE and isinstance(checked.values[SECOND_STAGE], dict):
+        in_second = _present_names(settings_inside(given[SECOND_STAGE]), problems, told)
+        problems += beside_the_stage(in_second, schema)
+        apart = ("recipe", SECOND_STAGE)
+        all_of_second = {**{key: item for key, item in given.items() if key not in apart}, **in_second}
+        second = _check_settings(all_of_second, "distill", label, schema, allow_env, paths)
+        checked = joined(checked, second)
+    return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
+
+
+def _check_settings(
+    given: Mapping[str, Setting], recipe: str, label: str, schema: Schema, allow_env: bool, paths: bool
+) -> Checked:
+    """Check settings with names of today as one run of `recipe`."""
+    problems: list[Finding] = []
     known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
     keys = schema.of(recipe).keys
     problems += _unknown(given, schema, recipe)
@@ -68,7 +74,7 @@ def check(
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
     options = OptionValues(values, known.keys())
-    if recipe == "distill" and wrong.isdisjoint(FIELDS):
+    if recipe != "sft" and wrong.isdisjoint(FIELDS):
         problems += _no_loss(values, settings, label)
     for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
@@ -78,8 +84,7 @@ def check(
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
     if "report_to" not in wrong:
         problems += _no_trackers(settings)
-    if not problems:
-        told += notices(known, keys, recipe)
+    told = [] if problems else list(notices(known, keys, recipe))
     return Checked(recipe, schema, values, settings, problems, told)
 
 
@@ -178,7 +183,7 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
     if absent("dataset_name") and absent("datasets"):
         yield Finding(label, "dataset_name", "missing; expected a file, a directory, a hub id or a demo: name.")
     elsewhere = "teacher" in given and given["teacher"].value != "model" or not absent("teachers")
-    if recipe == "distill" and absent("teacher_model_name_or_path") and not elsewhere:
+    if recipe != "sft" and absent("teacher_model_name_or_path") and not elsewhere:
         message = "missing; a distillation needs a teacher (or set recipe: sft)."
         yield Finding(label, "teacher_model_name_or_path", message)
 

@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
-from ..common.files import CONFIG, METRICS
+from ..common.files import CONFIG, FIRST_STAGE, METRICS
+from ..config.run_options import TWO_STAGE
 from ..config.settings import COMMAND_LINE
+from ..config.yaml_reader import read_settings
 from ..errors import ConfigError
 
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
@@ -29,6 +31,7 @@ def resumption(
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.
         CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
+    run_dir = whole_run(run_dir)
     config = run_dir / CONFIG
     if not config.is_file():
         raise ConfigError(
@@ -40,11 +43,35 @@ def resumption(
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
     settings = [f"output_dir={run_dir}", *overrides]
-    if checkpoint is None and newest_whole(run_dir, contents=False) is None:
-        print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
-        return str(config), settings
-    chosen = "true" if checkpoint is None else _checked(run_dir, checkpoint)
+    at = stage_in_progress(run_dir)
+    if checkpoint is None and newest_whole(at, contents=False) is None:
+        part = "second stage" if at == run_dir and is_in_two_stages(run_dir) else "run"
+        print(f"liger-trainer: no checkpoint in {at}: the {part} starts from the beginning.", file=sys.stderr)
+        return str(config), settings if part == "run" else [*settings, "resume_from_checkpoint=true"]
+    chosen = "true" if checkpoint is None else _checked(at, checkpoint)
     return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
+
+
+def is_in_two_stages(run_dir: Path) -> bool:
+    """Return whether the run in `run_dir` is one of `recipe: distill_two_stage`."""
+    config = run_dir / CONFIG
+    if not config.is_file():
+        return False
+    recipe = read_settings(config.read_text(encoding="utf-8"), str(config)).values.get("recipe")
+    return recipe is not None and recipe.value == TWO_STAGE
+
+
+def whole_run(run_dir: Path) -> Path:
+    """Return the folder of the run whose first stage is in `run_dir`, or `run_dir`, if that is no such stage."""
+    place = run_dir.expanduser()
+    above = place.absolute().parent
+    return above if place.absolute().name == FIRST_STAGE and is_in_two_stages(above) else run_dir
+
+
+def stage_in_progress(run_dir: Path) -> Path:
+    """Return the folder of the training that has not finished: the first stage's, or `run_dir` itself."""
+    first = run_dir / FIRST_STAGE
+    return first if is_in_two_stages(run_dir) and not (first / METRICS).is_file() else run_dir
 
 
 def _checked(run_dir: Path, name: str) -> Path:

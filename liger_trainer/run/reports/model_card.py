@@ -189,6 +189,7 @@ def _data_facts(results: "RunResults") -> dict[str, Any]:
 def _training_facts(config: "RunConfig", results: "RunResults") -> dict[str, Any]:
     training = results.training
     return {
+        "first stage": _loss(config.whole) if config.whole and not config.goes_on else None,
         "loss": _loss(config),
         "steps": count(training.steps),
         "epochs": figure(training.epochs, 2),

@@ -10,9 +10,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
-from ...common.files import CONFIG, METRICS, STATE
+from ...common.files import CONFIG, FIRST_STAGE, METRICS, STATE
+from ...config.stages import KEY as SECOND_STAGE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE
+from ..checkpoints import BEFORE, is_in_two_stages
 
 
 class _Record(BaseModel):
@@ -84,12 +85,21 @@ class RunRecord(_Record):
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read each run. Raises ConfigError if a directory is given twice."""
+    """Read each run, one in two stages as two. Raises ConfigError if a directory is given twice."""
     places = [path.expanduser().resolve() for path in paths]
     twice = next((path for path in places if places.count(path) > 1), None)
     if twice is not None:
         raise ConfigError(f"{twice} is given twice.")
-    return [read_run(path.expanduser()) for path in paths]
+    return [read_run(folder) for path in paths for folder in _stages(path.expanduser())]
+
+
+def _stages(path: Path) -> list[Path]:
+    """Return the folders of a run that have something to read: of a run in two stages both, if both have begun."""
+    first = path / FIRST_STAGE
+    if not is_in_two_stages(path):
+        return [path]
+    begun = [folder for folder in (first, path) if (folder / METRICS).is_file() or checkpoints_in(folder)]
+    return begun or [path]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -102,7 +112,8 @@ def read_run(path: Path) -> RunRecord:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; expected the output_dir of a run.")
     text, chosen, defaults = _config(path / CONFIG)
-    common = {"path": path, "config_text": text, "effective": {**chosen, **defaults}}
+    chosen |= chosen.get(SECOND_STAGE) or {}
+    common = {"path": path, "config_text": text, "effective": {**defaults, **chosen}}
     if (path / METRICS).is_file():
         content = _json(path / METRICS)
         if isinstance(content, dict):
