@@ -22,10 +22,10 @@ from transformers.utils import logging
 from liger_trainer.cli import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
-from liger_trainer.recipes import distill, distill_two_stage, sft
+from liger_trainer.recipes import distill, in_stages, sft
 from liger_trainer.run import output_dir
 
-RECIPES = (distill, distill_two_stage, sft)  # imported now, for every run
+RECIPES = (distill, in_stages, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
 Command = Sequence[str] | Callable[[], object]
 SETTINGS = {

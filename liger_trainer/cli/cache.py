@@ -44,7 +44,7 @@ def capture(config: Config, overrides: Overrides = None) -> None:
     from ..config.run_config import load_run_config
     from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().each[0]
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().uncorrected
     show_notices(settings)
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")

@@ -42,9 +42,9 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
         documents = [dataclasses.asdict(stage) for stage in stages]
         typer.echo(json.dumps({"stages": documents} if settings.stages else documents[0], indent=2))
     else:
-        for number, stage in enumerate(stages, 1):
-            if settings.stages:
-                typer.echo(f"Stage {number}")
+        for number, (stage, part) in enumerate(zip(stages, settings.each, strict=True), 1):
+            if part.name:
+                typer.echo(f"{number}: {part.name}")
             _print(stage)
     found = max(stages, key=lambda stage: stage.peak_mib)
     if found.fits is False:

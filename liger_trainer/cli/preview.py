@@ -35,7 +35,7 @@ def preview(
     stages = settings.on_this_machine().each
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
-            console.rule(f"stage {number}", align="left")
+            console.rule(f"{number}: {stage.name}", align="left")
         _preview(console, stage, rows)
 
 

@@ -17,8 +17,15 @@ from .places import missing_paths, variables_that_run_code
 from .run_options import RECIPES, TWO_STAGE
 from .schema import Schema
 from .settings import DROPPED, Checked, Finding, Setting
-from .stages import KEY as SECOND_STAGE
-from .stages import beside_the_stage, joined, settings_inside
+from .stages import (
+    SECOND_STAGE,
+    TEACHER_CORRECTION,
+    joined,
+    misplaced,
+    of_correction,
+    of_second_stage,
+    settings_inside,
+)
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
@@ -44,13 +51,20 @@ def check(
     given = _present_names(given, problems, told)
     recipe = _recipe(given)
     checked = _check_settings(given, recipe, label, schema, allow_env, paths)
-    if recipe == TWO_STAGE and isinstance(checked.values[SECOND_STAGE], dict):
-        in_second = _present_names(settings_inside(given[SECOND_STAGE]), problems, told)
-        problems += beside_the_stage(in_second, schema)
-        apart = ("recipe", SECOND_STAGE)
-        all_of_second = {**{key: item for key, item in given.items() if key not in apart}, **in_second}
-        second = _check_settings(all_of_second, "distill", label, schema, allow_env, paths)
-        checked = joined(checked, second)
+    parts: dict[str, Checked] = {}
+    for key in (TEACHER_CORRECTION, SECOND_STAGE) if recipe != "sft" else ():
+        if not isinstance(checked.values[key], dict) or (key == SECOND_STAGE and recipe != TWO_STAGE):
+            continue
+        inside = _present_names(settings_inside(given[key]), problems, told)
+        problems += [
+            finding if finding.where else finding._replace(where=given[key].where)
+            for finding in misplaced(key, inside, schema)
+        ]
+        second = key == SECOND_STAGE
+        settings = of_second_stage(given, inside) if second else of_correction(given, inside, schema)
+        parts[key] = _check_settings(settings, "distill" if second else "sft", label, schema, allow_env, paths)
+    if parts:
+        checked = joined(checked, parts.get(TEACHER_CORRECTION), parts.get(SECOND_STAGE))
     return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
 
 

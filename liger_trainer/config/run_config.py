@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..common.files import FIRST_STAGE
 from ..errors import ConfigError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
 from .places import ALLOW_ENV
+from .run_options import TWO_STAGE
 from .schema import Schema, shipped_schema
 from .settings import Checked, Finding, Setting, in_order
+from .stages import folders
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig
@@ -46,7 +47,7 @@ class RunConfig:
     notices: tuple[Finding, ...] = ()
     schema: Schema = field(default_factory=shipped_schema, repr=False, compare=False)
     stages: tuple["RunConfig", ...] = ()
-    """of `recipe: distill_two_stage`: two distillations, the second of which starts from what the first has saved"""
+    """where this is several trainings, one after the other, each of them; see `config.stages`"""
     whole: "RunConfig | None" = None
     """the configuration of which this is a stage"""
     stage: int = 0
@@ -70,16 +71,47 @@ class RunConfig:
         return self.stages or (self,)
 
     @property
+    def uncorrected(self) -> "RunConfig":
+        """The first training of the student, as a configuration of its own."""
+        return (
+            replace(next(each for each in self.each if each.recipe == "distill"), whole=None) if self.stages else self
+        )
+
+    @property
+    def name(self) -> str:
+        """What this is a part of; empty of a whole run."""
+        if self.whole is None:
+            return ""
+        if self.recipe == "sft":
+            return "correction of the teacher"
+        if self.whole.recipe == "distill":
+            return "distillation"
+        return "stage 2 of 2" if self.starts_from else "stage 1 of 2"
+
+    @property
+    def earlier(self) -> list[Path]:
+        """The output directories of all trainings of a whole run but the last."""
+        return [Path(self["output_dir"], name).expanduser() for name in folders({**self.values, "recipe": self.recipe})]
+
+    @property
     def starts_from(self) -> Path | None:
         """The output directory of the stage before this one, whose student is trained on."""
-        if self.whole is None or self.stage == 0:
+        if self.whole is None or self.whole.recipe != TWO_STAGE or self.goes_on:
             return None
-        return Path(self.whole["output_dir"], FIRST_STAGE).expanduser()
+        return self.whole.earlier[-1]
+
+    @property
+    def corrected_teacher(self) -> Path | None:
+        """The directory of the teacher, where it was fine-tuned before."""
+        key = "teacher_model_name_or_path"
+        if self.whole is None or not self.whole["teacher_correction"] or self.values.get(key) != self.whole[key]:
+            return None
+        return self.whole.earlier[0]
 
     @property
     def goes_on(self) -> bool:
         """Whether another stage follows."""
-        return self.whole is not None and self.stage == 0
+        return self.whole is not None and self.stage < len(self.whole.earlier)
 
     def drops_layers(self) -> bool:
         """Whether the student is made from model_name_or_path by leaving out layers."""

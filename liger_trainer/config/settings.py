@@ -67,4 +67,4 @@ class Checked:
     problems: list[Finding]
     notices: list[Finding]
     stages: tuple["Checked", ...] = ()
-    """of `recipe: distill_two_stage`, each a distillation; see `stages`"""
+    """where it is several trainings, each of them; see `stages`"""

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
-from ..common.files import CONFIG, FIRST_STAGE, METRICS
-from ..config.run_options import TWO_STAGE
+from ..common.files import CONFIG, METRICS
 from ..config.settings import COMMAND_LINE
+from ..config.stages import folders
 from ..config.yaml_reader import read_settings
 from ..errors import ConfigError
 
@@ -43,35 +43,34 @@ def resumption(
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
     settings = [f"output_dir={run_dir}", *overrides]
-    at = stage_in_progress(run_dir)
+    at = in_progress(run_dir)
     if checkpoint is None and newest_whole(at, contents=False) is None:
-        part = "second stage" if at == run_dir and is_in_two_stages(run_dir) else "run"
-        print(f"liger-trainer: no checkpoint in {at}: the {part} starts from the beginning.", file=sys.stderr)
-        return str(config), settings if part == "run" else [*settings, "resume_from_checkpoint=true"]
+        begun = at != [*earlier(run_dir), run_dir][0]
+        part = f"what is trained in {at.name}" if begun else "the run"
+        print(f"liger-trainer: no checkpoint in {at}: {part} starts from the beginning.", file=sys.stderr)
+        return str(config), [*settings, "resume_from_checkpoint=true"] if begun else settings
     chosen = "true" if checkpoint is None else _checked(at, checkpoint)
     return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
 
 
-def is_in_two_stages(run_dir: Path) -> bool:
-    """Return whether the run in `run_dir` is one of `recipe: distill_two_stage`."""
+def earlier(run_dir: Path) -> list[Path]:
+    """Return the folders of the trainings before the last one of the run in `run_dir`; see `config.stages`."""
     config = run_dir / CONFIG
     if not config.is_file():
-        return False
-    recipe = read_settings(config.read_text(encoding="utf-8"), str(config)).values.get("recipe")
-    return recipe is not None and recipe.value == TWO_STAGE
+        return []
+    settings = read_settings(config.read_text(encoding="utf-8"), str(config)).values
+    return [run_dir / name for name in folders({key: setting.value for key, setting in settings.items()})]
 
 
 def whole_run(run_dir: Path) -> Path:
-    """Return the folder of the run whose first stage is in `run_dir`, or `run_dir`, if that is no such stage."""
-    place = run_dir.expanduser()
-    above = place.absolute().parent
-    return above if place.absolute().name == FIRST_STAGE and is_in_two_stages(above) else run_dir
+    """Return the folder of the run of which `run_dir` is a part, or `run_dir`, if it is the whole."""
+    place = run_dir.expanduser().absolute()
+    return place.parent if place in earlier(place.parent) else run_dir
 
 
-def stage_in_progress(run_dir: Path) -> Path:
-    """Return the folder of the training that has not finished: the first stage's, or `run_dir` itself."""
-    first = run_dir / FIRST_STAGE
-    return first if is_in_two_stages(run_dir) and not (first / METRICS).is_file() else run_dir
+def in_progress(run_dir: Path) -> Path:
+    """Return the folder of the first training that has not finished; of a finished run, `run_dir`."""
+    return next((folder for folder in earlier(run_dir) if not (folder / METRICS).is_file()), run_dir)
 
 
 def _checked(run_dir: Path, name: str) -> Path:

@@ -85,7 +85,10 @@ def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFile
     """
     key = "teacher_model_name_or_path"
     if not config["teachers"]:
-        return {"": (config, open_model(config, key))} if config[key] else {}
+        if not config[key]:
+            return {}
+        teacher, corrected = open_model(config, key), config.corrected_teacher
+        return {"": (config, teacher if corrected is None else replace(teacher, path=str(corrected), revision=None))}
     entries = config["teachers"]
     args = SimpleNamespace(
         **{**config.values, "teachers": json.loads(entries) if isinstance(entries, str) else entries}

@@ -96,27 +96,32 @@ def start_output(trainer: Trainer, config: "RunConfig") -> None:
     """At the start of training, write config.yaml, which `liger-trainer resume` reads, and remove the run that this one
     overwrites."""
     if trainer.is_world_process_zero():
-        if config.goes_on and config.whole is not None:
-            _start(Path(config.whole["output_dir"]).expanduser(), config.whole, config.whole)
-        _start(Path(str(trainer.args.output_dir)), config, config if config.goes_on else config.whole or config)
+        whole = config.whole or config
+        for folder in [*whole.earlier, Path(whole["output_dir"]).expanduser()][config.stage :]:
+            _clear(folder, config)
+        output_dir = Path(str(trainer.args.output_dir))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(whole["output_dir"]).expanduser() / CONFIG, whole.to_yaml())
+        if config.goes_on:
+            write_atomically(output_dir / CONFIG, config.to_yaml())
 
 
-def _start(output_dir: Path, config: "RunConfig", written: "RunConfig") -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
+def _clear(output_dir: Path, config: "RunConfig") -> None:
     for name in (METRICS, REPORT):
         (output_dir / name).unlink(missing_ok=True)
     for checkpoint in _earlier_checkpoints(config, output_dir):
         checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
-    write_atomically(output_dir / CONFIG, written.to_yaml())
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
     """Save the trained weights and the tokenizer, so that transformers alone can load them.
 
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
-    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on. So is the
+    adapter of a corrected teacher, which is loaded as a model.
     """
-    if isinstance(trainer.model, PeftModel) and config.drops_layers():
+    corrects = config.whole is not None and config.recipe == "sft"
+    if isinstance(trainer.model, PeftModel) and (config.drops_layers() or corrects):
         trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate

@@ -84,7 +84,7 @@ def run_console() -> Console:
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
     """Print the settings that differ from the defaults, where each was set, and the facts about the data."""
-    part = f", stage {config.stage + 1} of 2" if config.whole else ""
+    part = f", {config.name}" if config.name else ""
     settings = Table(title=f"{config.recipe}: {config.source}{part}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")

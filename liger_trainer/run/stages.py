@@ -1,6 +1,7 @@
-"""Which stages of `recipe: distill_two_stage` are left to run, and what can be checked of one before it is its turn."""
+"""Which trainings of a run in stages are left, and what can be checked of one before it is its turn."""
 
 from dataclasses import replace
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
 def stages_to_run(config: "RunConfig") -> list["RunConfig"]:
     """Return the stages that are not finished, each with the checkpoint that it goes on from.
 
-    Without `resume_from_checkpoint` these are both. With it, a finished first stage is left out, and a second one that
-    has no checkpoint yet starts from the student of the first.
+    Without `resume_from_checkpoint` these are all. With it, those that are finished are left out, and one that has no
+    checkpoint yet starts from what the ones before it have saved.
     """
-    first, second = config.stages
     wanted = config["resume_from_checkpoint"]
     if not wanted:
-        return [first, second]
-    if not Path(first["output_dir"], METRICS).expanduser().is_file():
-        return [first, _resumed(second, None)]
-    if wanted is True and not checkpoints_in(Path(second["output_dir"]).expanduser()):
+        return list(config.stages)
+    *early, last = config.stages
+    present, *later = [*dropwhile(_is_finished, early), last]
+    if wanted is True and present.stage > 0 and not checkpoints_in(Path(present["output_dir"]).expanduser()):
         wanted = None
-    return [_resumed(second, wanted)]
+    return [_resumed(present, wanted), *(_resumed(stage, None) for stage in later)]
+
+
+def _is_finished(stage: "RunConfig") -> bool:
+    return Path(stage["output_dir"], METRICS).expanduser().is_file()
 
 
 def _resumed(stage: "RunConfig", checkpoint: str | bool | None) -> "RunConfig":
@@ -45,5 +49,7 @@ def check_stage(config: "RunConfig") -> None:
     check_output_dir(config)
     student = open_model(config, "model_name_or_path")
     check_student(config, student, load_run_datasets(config, student.vocab_size))
+    if config.recipe == "sft":
+        return
     for entry, teacher in open_teachers(config).values():
         check_same_tokenizer(entry, student, teacher)

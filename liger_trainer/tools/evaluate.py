@@ -91,7 +91,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     """
     path = Path(target).expanduser()
     if not path.is_dir():
-        return Subject(target, load_run_config(target, overrides, exact=True).each[0], None)
+        return Subject(target, load_run_config(target, overrides, exact=True).uncorrected, None)
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     if settings is None:
         hint = f"eval CONFIG model_name_or_path={target} evaluates a model on the rows of a configuration."

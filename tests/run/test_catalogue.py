@@ -138,7 +138,8 @@ def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys, monkeypatc
         with pytest.raises(SystemExit) as stopped:
             main(["cache", name, *changes])
         assert not stopped.value.code, capsys.readouterr().err
-    importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
+    script = "in_stages" if config.stages else config.recipe
+    importlib.import_module(f"liger_trainer.recipes.{script}").main(config.on_this_machine())
     written = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert written["training"]["steps"] == 2
     assert written["before"]["loss"] != written["after"]["loss"]

@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
-from ...common.files import CONFIG, FIRST_STAGE, METRICS, STATE
-from ...config.stages import KEY as SECOND_STAGE
+from ...common.files import CONFIG, METRICS, STATE
+from ...config.stages import SECOND_STAGE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE, is_in_two_stages
+from ..checkpoints import BEFORE, earlier
 
 
 class _Record(BaseModel):
@@ -85,7 +85,7 @@ class RunRecord(_Record):
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read each run, one in two stages as two. Raises ConfigError if a directory is given twice."""
+    """Read each run, one of several trainings as several. Raises ConfigError if a directory is given twice."""
     places = [path.expanduser().resolve() for path in paths]
     twice = next((path for path in places if places.count(path) > 1), None)
     if twice is not None:
@@ -94,11 +94,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def _stages(path: Path) -> list[Path]:
-    """Return the folders of a run that have something to read: of a run in two stages both, if both have begun."""
-    first = path / FIRST_STAGE
-    if not is_in_two_stages(path):
-        return [path]
-    begun = [folder for folder in (first, path) if (folder / METRICS).is_file() or checkpoints_in(folder)]
+    """Return the folders of a run that have something to read, in the order of its trainings."""
+    begun = [folder for folder in (*earlier(path), path) if (folder / METRICS).is_file() or checkpoints_in(folder)]
     return begun or [path]
 
 
