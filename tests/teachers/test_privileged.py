@@ -12,6 +12,7 @@ from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.teachers.privileged import prompted
 
 PROMPT = "w9 w8 w7 w9"
 _TURNS = (
@@ -171,6 +172,14 @@ def test_truncation_is_of_the_students_row():
         assert batch["input_ids"].shape[1] <= 6
         compared += assert_as_by_hand(trainer, tiny_model(seed=2), batch, "plain", [PROMPT + " "] * 8)
     assert compared == trainer.row_facts["train"].supervised_tokens and trainer.row_facts["train"].rows_truncated
+
+
+def test_rows_with_prompts_of_different_lengths():
+    ids, mask = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    prompts, sizes, replaces = torch.tensor([[8, 9], [8, 0]]), torch.tensor([2, 1]), torch.tensor([1, 0])
+    got = prompted(ids, mask, prompts, sizes, replaces)
+    assert got["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]
+    assert (got["input_ids"] * got["attention_mask"]).tolist() == [[8, 9, 2, 3, 0, 0], [8, 4, 5, 6, 7, 0]]
 
 
 SYSTEM = [{"role": "system", "content": "w5"}]
