@@ -252,6 +252,16 @@ _OF_A_FILE = (
         )
         for key in ("keep_every_nth_layer", "keep_layers")
     ),
+    *(
+        Conflict(key, on(key) & ahead, "teacher_prompt goes before each row alone; set it to false.")
+        for key in ("packing", "eval_packing", "padding_free")
+        for ahead in (on("teacher_prompt") | on("teacher_prompt_column"),)
+    ),
+    Conflict(
+        "teacher_correction",
+        on("teacher_correction") & (equals("teacher", "cache", "self", "server") | on("teachers")),
+        "fine-tunes the one model of `teacher: model`; leave it out, or correct each teacher with `recipe: sft` first.",
+    ),
     without("teacher_cache_dir", CACHE),
     without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),
     *(

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from peft import PeftModel
 from rich.console import Console
 from trl import get_peft_config
 
@@ -62,13 +63,14 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
     config = run.config
     loading = run.console.status("Loading weights, tokenizing rows")
     with run.clock("load"), loading, config.refusals(trainer_class.__name__):
+        student = load_student(config, run.student)
         trainer = trainer_class(
-            load_student(config, run.student),
+            student,
             args=args,
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
             processing_class=run.student.tokenizer,
-            peft_config=get_peft_config(config.model_args()),
+            peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
             **teacher,
         )
     print_rows(run.console, trainer.row_facts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
 from ...trainers.chat_rows import in_messages, split_last
+from ...trainers.rows import NO_PROMPT
 from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, row_problem
 from .sources import LoadedDataset, Place, load_source
 
@@ -177,7 +178,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     have, text = train.column_names, config["dataset_text_field"]
     if "image" in have or "images" in have:
         raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
-    read = form_of(have, text, config.given("dataset_text_field"), config.recipe == "distill")
+    read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:
         form, needed = read
         _check_mask_options(config, train, form)
@@ -197,11 +198,15 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
     chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
+    masks = ("assistant_only_loss", "supervised_part", "last_turn_only")
+    whole_rows = form == "text" or (form in CHAT_FORMS and not any(config[key] for key in masks))
+    if whole_rows and config.recipe != "sft" and (config["lmbda"] or config["seq_kd"]):
+        raise DataError(NO_PROMPT)
     if config.given("alpaca_prompt") and form != "alpaca":
         raise config.error("alpaca_prompt", f"needs the columns instruction and output; the rows have {form}.")
     if config["alpaca_prompt"] == "stanford_text":
         chat = False
-    for key in ("assistant_only_loss", "supervised_part", "last_turn_only"):
+    for key in masks:
         if config[key] and not chat:
             raise config.error(key, f"needs rows of chat messages; the rows have plain {form}.")
 

@@ -214,5 +214,5 @@ def _problem_in(
 ) -> Callable[[dict], str | None] | None:
     """Return the check of rows with these columns, as they are in the file; None where they have no form."""
     text = config["dataset_text_field"]
-    read = form_of(columns, text, config.given("dataset_text_field"), config.recipe == "distill")
+    read = form_of(columns, text, config.given("dataset_text_field"), config.recipe != "sft")
     return None if read is None else partial(row_problem, form=read[0], text=text, vocabulary=vocabulary)
