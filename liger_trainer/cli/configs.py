@@ -85,7 +85,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
     model, memory, gpus = _NAMED.search(text), re.search(r"(\d+) GB", second), re.search(r"(\d+) GPUs?", second)
-    kind = re.match(r"[a-z]+_(on_policy|[a-z]+)", variant)
+    kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
         "recipe": variant.partition("_")[0],
