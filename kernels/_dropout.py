@@ -28,18 +28,18 @@ ROUNDS = tl.constexpr(7)
 
 WIDEST = 128  # numbers of a row of values that a program computes
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = 32, 128, 4096, 4  # tile: numbers of A, at most
-BACKWARD_ROWS = 32
 
 
 class Tiling(NamedTuple):
     """How a program of the backward kernel is cut, and how many run at a time on an H100, by their registers."""
 
+    rows: int
     columns: int
     warps: int
     programs: int
 
 
-NARROW, MIDDLE, WIDE = Tiling(64, 4, 528), Tiling(128, 4, 264), Tiling(64, 8, 264)
+NARROW, MIDDLE, WIDE = Tiling(16, 128, 4, 528), Tiling(32, 128, 4, 264), Tiling(32, 64, 8, 264)
 
 
 class Run(NamedTuple):
@@ -302,7 +302,8 @@ def add_gradients(
 def _spans(rows: int, columns: int, tilings: Sequence[Tiling]) -> tuple[int, int]:
     """Return (rows of a program, programs for each block of columns)."""
     wanted = max([1, *(t.programs // -(-columns // t.columns) for t in tilings)])
-    span = max(1, -(-rows // (wanted * BACKWARD_ROWS))) * BACKWARD_ROWS
+    step = max([16, *(t.rows for t in tilings)])
+    span = max(1, -(-rows // (wanted * step))) * step
     return span, max(1, -(-rows // span))
 
 
@@ -338,6 +339,6 @@ def _gradients_launch(
     return Launch(
         _gradients_kernel, (-(-columns // tile) * -(-rows // span),),
         rows, columns, span, *strides, total, start, rank, stream, threshold,
-        SLOTS=slots, COUNT=count, WIDTH=width, ROWS=BACKWARD_ROWS, COLUMNS=tile,
+        SLOTS=slots, COUNT=count, WIDTH=width, ROWS=tiling.rows, COLUMNS=tile,
         num_warps=tiling.warps,
     )  # fmt: skip

@@ -27,7 +27,9 @@ on_triton = pytest.mark.skipif("triton" not in PATHS, reason="Triton is not here
 def small_tiles(monkeypatch):
     """Several programs and several turns of each loop."""
     monkeypatch.setattr(_dropout, "FORWARD_TILE", 512)
-    monkeypatch.setattr(_dropout, "_tiling", lambda slots, run: _dropout.Tiling(columns=16, warps=4, programs=6))
+    monkeypatch.setattr(
+        _dropout, "_tiling", lambda slots, run: _dropout.Tiling(rows=32, columns=16, warps=4, programs=6)
+    )
 
 
 @pytest.fixture

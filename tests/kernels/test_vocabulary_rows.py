@@ -173,6 +173,8 @@ def test_cross_entropy(plain, path):
 def test_divergences_on_a_gpu(name, dtype):
     """Within twice the error of the whole row's kernel."""
     o, (student, teacher, labels) = options_of(name), (x.cuda() for x in logits(NAMES.index(name)))
+    if o.label_smoothing:  # over a token that is ruled out it makes every loss infinite
+        student[:, 5] = teacher[:, 5] = 0.0
     student, teacher = student.to(dtype), teacher.to(dtype)
     truth, gradient = (torch.zeros(n, m, dtype=torch.float64, device="cuda") for n, m in ((len(FIELDS), N), (N, V)))
     divergence_rows(RowInputs(student.double(), teacher.double(), None, None, labels, None), truth, gradient, o)
@@ -189,7 +191,5 @@ def test_divergences_on_a_gpu(name, dtype):
     results = ranks.run(one, columns())
     got = torch.cat([grad for _, grad in results], 1)
     for ours, theirs, right in ((got, of_alone, gradient), (results[0][0][0], alone[0], truth[0])):
-        assert torch.equal(ours.isinf(), right.isinf())  # label smoothing over a token that is ruled out
-        ours, theirs, right = (x.masked_fill(x.isinf(), 0) for x in (ours, theirs, right))
         error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, theirs))
         assert error <= 2 * allowed + 1e-5
