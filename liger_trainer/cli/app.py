@@ -16,6 +16,7 @@ from . import (
     env,
     estimate,
     evaluate,
+    generate,
     init_student,
     merge,
     preview,
@@ -40,6 +41,7 @@ app.command("run", context_settings=OVERRIDES)(run.run)
 app.command("resume", context_settings=OVERRIDES)(run.resume)
 app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
 app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
+app.command("generate", context_settings=OVERRIDES)(generate.generate)
 app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("merge")(merge.merge)

@@ -137,6 +137,10 @@ COMMANDS = {
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
     "liger-trainer eval outputs/my": Played(trained()),
+    "liger-trainer generate demo:smollm2-135m-instruct data/generated num_rows=2000": Played(
+        extra=("num_rows=1", "max_new_tokens=4", "max_prompt_tokens=8", "batch_size=64", "keep_unfinished=true"),
+        model_first=True,
+    ),
     "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
     "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
         my_yaml(), "my.yaml", ("student_num_layers=2",)
