@@ -5,6 +5,7 @@
     d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
 
 w is the token's weight, c the class's, s label_smoothing, z z_loss; f = exp(-nll) held constant for DFT, else 1.
+A tile's gradient may have that of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's own factor.
 
 If a row is whole, one kernel reads it twice and writes the gradient over it. If it comes in tiles of the vocabulary,
 each tile's statistics are folded into a carry; then the tiles come again for their gradient. Each Triton kernel has a
@@ -12,6 +13,7 @@ torch twin that takes the same arguments.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +67,13 @@ class Tile:
     @property
     def columns(self) -> slice:
         return slice(self.first, self.first + self.logits.shape[1])
+
+
+class RankSums(Protocol):
+    """Sums and maxima over the ranks that share a vocabulary, in place; see _vocab_parallel.py."""
+
+    def sum_(self, x: Tensor) -> Tensor: ...
+    def max_(self, x: Tensor) -> Tensor: ...
 
 
 def new_carry(rows: int, like: Tensor) -> Tensor:
@@ -158,24 +167,31 @@ def _statistics(
 @triton.jit
 def _write_gradient(
     logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, V, label, lse, softmax_weight, label_weight, even_weight, factor,
-    scale, softcap, inv_temperature,
+    entropy, entropy_factor, scale, softcap, inv_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write factor * d loss / d raw, plus entropy_factor * d entropy / d raw where HAS_ENTROPY."""
     lanes = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         cols = start + lanes
         mask = cols < V
         x, slope = load_logits(logits_ptr, bias_ptr, cols, mask, scale, softcap, HAS_BIAS, HAS_SOFTCAP, "evict_first")
-        grad = tl.exp2(x * (inv_temperature * 1.4426950408889634) - lse * 1.4426950408889634) * softmax_weight
+        q = tl.exp2(x * (inv_temperature * 1.4426950408889634) - lse * 1.4426950408889634)
+        grad = q * softmax_weight
         grad = tl.where(cols == label, grad - label_weight, grad)
         if HAS_SMOOTHING:
             share = 1.0
             if HAS_CLASS_WEIGHT:
                 share = tl.load(class_weight_ptr + cols, mask=mask, other=0.0)
             grad -= even_weight * share
-        grad = (grad * slope * factor).to(grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + cols, grad, mask=mask, eviction_policy="evict_first")
+        grad *= factor
+        if HAS_ENTROPY:
+            surprise = tl.where(q > 0, x * inv_temperature - lse + entropy, 0.0)  # 0 * -inf would be NaN
+            grad -= entropy_factor * q * surprise
+        tl.store(
+            grad_ptr + cols, (grad * slope).to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        )
 
 
 @triton.jit
@@ -241,8 +257,8 @@ def _whole_rows_kernel(
         softmax_weight *= tl.exp2(lse * 1.4426950408889634 - highest) / total
         _write_gradient(
             logits_ptr, grad_ptr, bias_ptr, class_weight_ptr, used, label, lse, softmax_weight, label_weight,
-            even_weight, factor * inv_temperature, scale, softcap, inv_temperature,
-            HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+            even_weight, factor * inv_temperature, 0.0, 0.0, scale, softcap, inv_temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, False, BLOCK,
         )  # fmt: skip
         if HAS_IGNORED:
             _write_zeros(grad_ptr, used, V, BLOCK)
@@ -290,9 +306,10 @@ def _tile_statistics_kernel(
 @triton.jit
 def _tile_gradient_kernel(
     logits_ptr, grad_ptr, bias_ptr, labels_ptr, factor_ptr, class_weight_ptr, class_weight_sum_ptr, lse_ptr,
+    entropy_ptr, entropy_factor_ptr,
     stride_row, stride_grad, columns, first, vocab, scale, softcap, inv_temperature, smoothing, z_loss, ignore_index,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_IGNORED: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
@@ -303,13 +320,19 @@ def _tile_gradient_kernel(
         used = tl.where(label == ignore_index, 0, columns)
     lse = tl.load(lse_ptr + row)
     factor = tl.load(factor_ptr + row)
+    entropy = 0.0
+    entropy_factor = 0.0
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        entropy_factor = tl.load(entropy_factor_ptr + row)
     softmax_weight, label_weight, even_weight = _label_weights(
         label, lse, vocab, class_weight_ptr, class_weight_sum_ptr, smoothing, z_loss, HAS_CLASS_WEIGHT
     )
     _write_gradient(
         logits_ptr, grad_ptr, bias_ptr, class_weight_ptr + first, used, label - first, lse, softmax_weight,
-        label_weight, even_weight, factor * inv_temperature, scale, softcap, inv_temperature,
-        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK,
+        label_weight, even_weight, factor * inv_temperature, entropy, entropy_factor * inv_temperature,
+        scale, softcap, inv_temperature,
+        HAS_BIAS, HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_ENTROPY, BLOCK,
     )  # fmt: skip
     if HAS_IGNORED:
         _write_zeros(grad_ptr, used, columns, BLOCK)
@@ -363,6 +386,29 @@ def _whole_rows_torch(logits, bias, targets, out, grad, o) -> None:
         tile_gradient(tile, targets, out[4], gradient_factor(torch.ones_like(out[4]), out[1], targets, o), grad, o)
 
 
+def shard_rows(
+    tile: Tile, targets: Targets, out: Tensor, grad: Tensor | None, o: CrossEntropyOptions, ranks: RankSums
+) -> None:
+    """Fill out (len(FIELDS), n), and grad (n, columns) unless it is None, where other ranks have the other columns.
+
+    Each rank's statistics are a carry; carries are combined by two all-reduces. grad may be the tile itself.
+    """
+    carry = new_carry(out.shape[1], tile.logits)
+    if tile.logits.shape[1]:
+        tile_statistics(tile, targets, carry, o)
+    place = targets.labels - tile.first
+    inside = (place >= 0) & (place < tile.logits.shape[1])
+    top = ranks.max_(carry[0].clone())
+    share = (carry[0] - top).exp()
+    sums = torch.stack([carry[1] * share, carry[2] * share, carry[3], carry[4].where(inside, 0)])
+    total, weighted, plain, x_label = ranks.sum_(sums)
+    x_label = x_label.where((targets.labels >= 0) & (targets.labels < tile.vocab), torch.nan)  # a wrong label shows
+    out.copy_(finish(torch.stack([top, total, weighted, plain, x_label]), targets, tile.vocab, o))
+    if grad is not None and grad.shape[1]:
+        factor = gradient_factor(torch.ones_like(out[4]), out[1], targets, o)
+        tile_gradient(tile, targets, out[4].contiguous(), factor, grad, o)
+
+
 def gradient_factor(upstream: Tensor, log_prob: Tensor, targets: Targets, o: CrossEntropyOptions) -> Tensor:
     """Return the factor (n,) of each row's gradient. upstream: (n,) gradient of each row's loss."""
     return _weighted(upstream, -log_prob, targets, o)
@@ -403,10 +449,16 @@ def _tile_statistics_torch(tile: Tile, targets: Targets, class_weight, carry: Te
     carry[4] = x.gather(1, place.where(inside, 0)[:, None]).squeeze(1).where(inside, x_label)
 
 
-def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, grad: Tensor, o) -> None:
-    """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,)."""
+def tile_gradient(
+    tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, grad: Tensor, o: CrossEntropyOptions,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,).
+
+    entropy: that of each row (n,), and the factor (n,) of its gradient, which is added.
+    """
     if not use_triton(tile.logits):
-        return _tile_gradient_torch(tile, targets, lse, factor, grad, o)
+        return _tile_gradient_torch(tile, targets, lse, factor, grad, o, entropy)
     logits = tile.logits
     class_weight = logits if targets.class_weight is None else targets.class_weight
     class_weight_sum = logits if targets.class_weight is None else targets.class_weight.sum()
@@ -415,15 +467,16 @@ def tile_gradient(tile: Tile, targets: Targets, lse: Tensor, factor: Tensor, gra
         logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
         **_launch(logits, tile.bias, targets, o), HAS_IGNORED=targets.ignore_index is not None,
+        HAS_ENTROPY=entropy is not None,
     )(
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,
-        class_weight_sum, lse, has_twin=True,
+        class_weight_sum, lse, *((lse, lse) if entropy is None else entropy), has_twin=True,
     )  # fmt: skip
     if not launched:
-        _tile_gradient_torch(tile, targets, lse, factor, grad, o)
+        _tile_gradient_torch(tile, targets, lse, factor, grad, o, entropy)
 
 
-def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor, o) -> None:
+def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor, o, entropy) -> None:
     x, slope = transform(tile.logits, tile.bias, o.transform)
     class_weight = targets.class_weight
     label_weight = torch.full_like(lse, 1 - o.label_smoothing)
@@ -436,10 +489,16 @@ def _tile_gradient_torch(tile: Tile, targets: Targets, lse, factor, grad: Tensor
     x = x / o.temperature
     # lse has one rounding error for the whole row; softmax sums to 1.
     q = x.softmax(-1) if x.shape[1] == tile.vocab else (x - lse[:, None]).exp_()
+    of_entropy = None
+    if entropy is not None:
+        of_entropy = q * (x - lse[:, None] + entropy[0][:, None]).clamp(min=LOWEST) * entropy[1][:, None]
     dx = q.mul_(softmax_weight[:, None])
     place = targets.labels - tile.first
     inside = (place >= 0) & (place < x.shape[1])
     dx.scatter_add_(1, place.where(inside, 0)[:, None], (-label_weight).where(inside, 0)[:, None])
     if o.label_smoothing:
         dx -= even_weight if class_weight is None else even_weight * class_weight[tile.columns]
-    grad.copy_(dx.mul_(slope).mul_((factor / o.temperature)[:, None]))
+    dx.mul_((factor / o.temperature)[:, None])
+    if of_entropy is not None:
+        dx -= of_entropy / o.temperature
+    grad.copy_(dx.mul_(slope))

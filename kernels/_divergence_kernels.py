@@ -163,7 +163,8 @@ def divergence_kernel(
         softmax_weight = ce_weight * (1.0 + 2.0 * z_loss * log_partition)
         write_gradient(
             grad_ptr, sides, term_weights, means, s_lse_T, t_lse_T, inv_t, beta, alpha, s_lse, label, softmax_weight,
-            ce_weight, smoothing, token_weight, FORM, GRADED, OWN_SUMS, HAS_CE, HAS_SMOOTHING, ALIASED, LANES, VECTOR,
+            ce_weight * (1.0 - smoothing), ce_weight * smoothing / V, token_weight, FORM, GRADED, OWN_SUMS, HAS_CE,
+            HAS_SMOOTHING, ALIASED, LANES, VECTOR,
         )  # fmt: skip
 
 
@@ -313,13 +314,15 @@ def second_pass(
 
 @triton.jit
 def write_gradient(
-    grad_ptr, sides, term_weights, means, s_lse_T, t_lse_T, inv_t, beta, alpha, s_lse, label, softmax_weight, ce_weight,
-    smoothing, token_weight, FORM: tl.constexpr, GRADED: tl.constexpr, OWN_SUMS: tl.constexpr, HAS_CE: tl.constexpr,
+    grad_ptr, sides, term_weights, means, s_lse_T, t_lse_T, inv_t, beta, alpha, s_lse, label, softmax_weight,
+    label_weight, even_weight, token_weight, FORM: tl.constexpr, GRADED: tl.constexpr, OWN_SUMS: tl.constexpr,
+    HAS_CE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, ALIASED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the loss over the student's raw logits.
 
     term_weights: the weight of each kind's gradient. means: the means under q that these gradients subtract.
+    label_weight, even_weight: what the cross-entropy subtracts from its softmax at the label, and everywhere.
     """
     forward_weight, reverse_weight, jsd_weight, skew_weight, skew_reverse_weight, tvd_weight = term_weights
     reverse_T, kl_qm, mean_rise, mean_reverse_rise, mean_sign = means
@@ -359,9 +362,9 @@ def write_gradient(
             if OWN_SUMS:
                 q = tl.exp2(s - s_lse)
             ce_grad = softmax_weight * q
-            ce_grad = tl.where(cols == label, ce_grad - ce_weight * (1.0 - smoothing), ce_grad)
+            ce_grad = tl.where(cols == label, ce_grad - label_weight, ce_grad)
             if HAS_SMOOTHING:
-                ce_grad -= ce_weight * smoothing / V
+                ce_grad -= even_weight
             grad += ce_grad
         grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
         tl.store(grad_ptr + cols, grad, mask=cols < padded, eviction_policy="evict_first")

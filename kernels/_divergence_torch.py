@@ -91,7 +91,7 @@ def _reverse_kl(x: Distributions, _) -> Term:
     return value, x.q * (x.log_q - x.log_p - value[:, None]) if x.write_grad else None
 
 
-def _log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
+def log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
     """Return (log q/m, log p/m), m = p_share p + (1 - p_share) q. Exactly 0 where q is p; finite if one underflows."""
     d = x.log_p - x.log_q
     p_weight, q_weight = d.new_tensor(p_share), d.new_tensor(1 - p_share)
@@ -103,14 +103,14 @@ def _log_ratios(x: Distributions, p_share: float) -> tuple[Tensor, Tensor]:
 
 
 def _jsd(x: Distributions, o: DivergenceOptions) -> Term:
-    q_ratio, p_ratio = _log_ratios(x, o.beta)
+    q_ratio, p_ratio = log_ratios(x, o.beta)
     kl_qm = torch.linalg.vecdot(x.q, q_ratio)
     value = o.beta * torch.linalg.vecdot(x.p, p_ratio) + (1 - o.beta) * kl_qm
     return value, (1 - o.beta) * x.q * (q_ratio - kl_qm[:, None]) if x.write_grad else None
 
 
 def _skew_kl(x: Distributions, o: DivergenceOptions) -> Term:
-    q_ratio, p_ratio = _log_ratios(x, o.alpha)
+    q_ratio, p_ratio = log_ratios(x, o.alpha)
     value = torch.linalg.vecdot(x.p, p_ratio)
     rise = (x.p - x.q) * q_ratio.exp()  # q (p/m - 1) / (1 - alpha)
     gradient = (1 - o.alpha) ** 2 * (x.q * rise.sum(-1, True) - rise) if x.write_grad else None
@@ -118,7 +118,7 @@ def _skew_kl(x: Distributions, o: DivergenceOptions) -> Term:
 
 
 def _skew_reverse_kl(x: Distributions, o: DivergenceOptions) -> Term:
-    ratio, _ = _log_ratios(x, 1 - o.alpha)
+    ratio, _ = log_ratios(x, 1 - o.alpha)
     value = torch.linalg.vecdot(x.q, ratio)
     rise = ratio - o.alpha * torch.expm1(ratio)
     return value, x.q * (rise - torch.linalg.vecdot(x.q, rise)[:, None]) if x.write_grad else None

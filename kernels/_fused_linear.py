@@ -57,6 +57,14 @@ class LinearLoss:
         """Write the values of a chunk's rows and, if `dlogits` is there, their gradient."""
         raise NotImplementedError
 
+    def write_shard(self, chunk: Any) -> None:
+        """Write values and gradient of a `ShardChunk`, whose vocabulary lies on several ranks: _vocab_parallel.py."""
+        raise NotImplementedError
+
+    def shard_other_side(self, layout: Any, columns: int) -> Any:
+        """Return what `write_shard` needs beside the chunk. layout: a `TokenLayout`; columns: those of this rank."""
+        return None
+
     def weighted(self, factor: Tensor) -> Self:
         """Return this loss with each token's loss multiplied by factor (rows.count,)."""
         raise NotImplementedError

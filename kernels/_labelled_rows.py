@@ -8,11 +8,14 @@ Method    one program walks over the labels and writes the positions of the labe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ._autograd import stats_dtype
+from ._collectives import all_gather
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK = 4096
@@ -64,6 +67,7 @@ class Rows:
     index: Tensor | None  # (count,) int64 on the device; None when every row counts
     count: int
     num_items: float  # what the summed loss is divided by
+    of_ranks: list[tuple[float, float]] | None = None  # (count, alpha) of each rank, if `share` has asked for them
 
     def __post_init__(self):
         if self.count and not self.num_items > 0:
@@ -97,15 +101,38 @@ class RowSelection:
         self._num_items = num_items
         find = _find_triton if use_triton(labels) else _find_torch
         on_device = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
-        self._index, counts = find(labels.reshape(-1), on_device, ignore_index)
-        self._counts = HostCopy(counts)
+        self._index, self._on_device = find(labels.reshape(-1), on_device, ignore_index)
+        self._counts, self._of_ranks = HostCopy(self._on_device), None
+
+    @property
+    def device(self) -> torch.device:
+        return self._on_device.device
+
+    def share(self, group: Any) -> None:
+        """Start the exchange of the ranks' counts, for a head that is sharded over them; see _vocab_parallel.py.
+
+        All ranks of the group must call it. Without it, the loss exchanges them, and the host waits.
+        """
+        count, total = self._on_device.unbind()
+        if not isinstance(self._num_items, Tensor):
+            total = count if self._num_items is None else torch.full_like(count, self._num_items)
+        alpha = total.reciprocal().where(total != 0, 0)
+        self._of_ranks = HostCopy(counts_of_ranks(torch.stack([count, alpha]), group))
 
     def wait(self) -> Rows:
         count, total = self._counts.get().tolist()
         count = int(count)
         num_items = total if isinstance(self._num_items, Tensor) else self._num_items
         index = None if count == self._total else self._index[:count]
-        return Rows(index, count, max(count, 1) if num_items is None else num_items)
+        of_ranks = None if self._of_ranks is None else [(a, b) for a, b in self._of_ranks.get().tolist()]
+        return Rows(index, count, max(count, 1) if num_items is None else num_items, of_ranks)
+
+
+def counts_of_ranks(mine: Tensor, group: Any) -> Tensor:
+    """Return (ranks, 2) from each rank's (count, alpha) in fp64."""
+    of_ranks = mine.new_empty(2 * dist.get_world_size(group))
+    all_gather(of_ranks, mine, group=group)
+    return of_ranks.view(-1, 2)
 
 
 def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,8 @@
-"""Linear layers with low-rank adapters, forward and backward, on matrices: the code of lora_linear and lora_mlp.
+"""Products with low-rank adapters, on matrices: the adapters, dtypes, and products of the LoRA ops.
 
-    y_i = x W_i^T + b_i + sum_j s_j (x A_j^T) B_j^T        for the layers i that read one x, and the adapters j of each
+    values = s x A^T        y += values B^T        g = s dy B        dA = g^T x        dB = dy^T values
 
-    g_j = s_j dy_i B_j    dB_j = s_j dy_i^T (x A_j^T)    dA_j = g_j^T x    dx = sum_i dy_i W_i + sum_j g_j A_j
-
-Shapes    x: (N, K)  W: (O, K)  A: (r, K)  B: (O, r)  y: (N, O)
-Method    The A of all adapters are one matrix, so x is read once for them, and once for dA. The products themselves add
-          the terms of y and dx (addmm_), so nothing of their size is made beside them. W and b are frozen: W has no
-          gradient.
+Shapes    x: (N, K)  A: (r, K)  B: (O, r)  y: (N, O)  values, g: (N, slots, r)
 Numerics  y and dx are in the dtype of the base product; each term is rounded as it is added. If adapters have that
           dtype, or under autocast, everything has it. By default PEFT makes adapters wider than x (fp32 over a bf16
           base). Then x A^T, g and the gradients have the adapters' precision, as in PEFT's own forward, but x is not
@@ -18,25 +13,31 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ._dropout import LEVELS, threshold_of
 from ._triton import Launch, remembered, tl, triton, use_triton
 
 BLOCK, WARPS = 1024, 4
 
 
 class Adapter(NamedTuple):
-    """The low-rank term scale * (x a^T) b^T."""
+    """The low-rank term scale * (dropout(x) a^T) b^T."""
 
     a: Tensor  # (r, K)
     b: Tensor  # (O, r)
     scale: float = 1.0
+    dropout: float = 0.0  # probability, below 1; 0 outside of training
+
+    @property
+    def factor(self) -> float:
+        """The scale, divided by the share of x that is kept."""
+        return self.scale / (1 - threshold_of(self.dropout) / LEVELS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,20 +70,29 @@ class Projection:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Dtypes of one call. split: a product with A or B (a "value") is stored as three bf16 matrices that sum to it."""
+    """Dtypes of one call.
 
-    compute: torch.dtype  # of x, the base weights and the results
-    rank: torch.dtype  # of the products with A and B: as wide or wider
-    split: bool
+    Attributes:
+        compute: of x, the base weights and the results.
+        rank: of the products with A and B: as wide or wider.
+        split: a product with A or B (a "value") is stored as three bf16 matrices that sum to it.
+        wide: the gradients of A and B are fp32, as these are, where everything else is in half precision (autocast).
+    """
+
+    compute: torch.dtype
+    rank: torch.dtype
+    split: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, x: Tensor, adapters: Iterable[Adapter]) -> "Numerics":
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            return cls(dtype, dtype, False)
+            wide = any(adapter.a.dtype == torch.float32 for adapter in adapters) and _has_wide_results(x)
+            return cls(dtype, dtype, wide=wide and dtype.itemsize == 2)
         rank = x.dtype
-        for a, b, _ in adapters:
-            rank = torch.promote_types(torch.promote_types(rank, a.dtype), b.dtype)
+        for adapter in adapters:
+            rank = torch.promote_types(torch.promote_types(rank, adapter.a.dtype), adapter.b.dtype)
         return cls(x.dtype, rank, rank == torch.float32 and x.dtype == torch.bfloat16 and _has_wide_results(x))
 
 
@@ -156,61 +166,54 @@ def _columns(factor: Tensor, form: str) -> Tensor:
     """Return [slot slot ...] of a factor (rows, width) in fp32; each slot is (rows, width) in bf16."""
     rows, width = factor.shape
     if not factor.is_contiguous() and factor.t().is_contiguous():  # split A^T as rows of A, without a copy
-        return _rows(factor.t(), form).t()
+        return split_rows(factor.t(), form).t()
     out = factor.new_empty(rows, len(form), width, dtype=torch.bfloat16)
     return split(factor.contiguous().view(rows, 1, width), form, out).view(rows, -1)
 
 
-def _rows(factor: Tensor, form: str) -> Tensor:
+def split_rows(factor: Tensor, form: str) -> Tensor:
     """Return the slots of a contiguous factor (rows, width), stacked in rows."""
     out = factor.new_empty(1, len(form), factor.numel(), dtype=torch.bfloat16)
     return split(factor.view(1, 1, -1), form, out).view(-1, factor.shape[1])
 
 
-def _stacked_a(projections: Sequence[Projection], numerics: Numerics) -> Tensor:
-    """Return the A of all adapters (R, K) in `rank`."""
-    parts = [adapter.a for p in projections for adapter in p.adapters]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(numerics.rank).contiguous()
-
-
-def _new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
+def new_values(m: Tensor, width: int, numerics: Numerics) -> Tensor:
     """Return memory (N, slots, R) for values: four slots "hmlh" if split, else one."""
     dtype = numerics.compute if numerics.split else numerics.rank
     return m.new_empty(m.shape[0], 4 if numerics.split else 1, width, dtype=dtype)
 
 
-def _multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
-    """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r)."""
+def multiply(m: Tensor, factor: Tensor, values: Tensor, scale: float, numerics: Numerics) -> None:
+    """Compute values = scale * m factor. m: (N, columns) in `compute`; factor: (columns, r) in `rank`."""
     if numerics.split:
-        products = _wide_product(m, _columns(factor.to(numerics.rank), "hml"))
+        products = _wide_product(m, _columns(factor, "hml"))
         split(products.view(-1, 3, factor.shape[1]), "hmlh", values, scale)
     else:
-        values[:, 0].addmm_(m.to(numerics.rank), factor.to(numerics.rank), beta=0, alpha=scale)
+        values[:, 0].addmm_(m.to(numerics.rank), factor, beta=0, alpha=scale)
 
 
-def _add(y: Tensor, values: Tensor, factor: Tensor, scale: float, numerics: Numerics) -> None:
-    """Add scale * values factor to y. y: (N, columns) in `compute`; factor: (r, columns)."""
+def add(y: Tensor, values: Tensor, factor: Tensor, numerics: Numerics) -> None:
+    """Add values factor to y. y: (N, columns) in `compute`; factor: (r, columns) in `rank`."""
     if numerics.split:
-        y.addmm_(values.flatten(1), _columns(factor.t().to(numerics.rank), "hhhm").t(), alpha=scale)
+        y.addmm_(values.flatten(1), _columns(factor.t(), "hhhm").t())
     elif numerics.rank == numerics.compute:
-        y.addmm_(values[:, 0], factor.to(numerics.rank), alpha=scale)
+        y.addmm_(values[:, 0], factor)
     else:
-        y.add_(values[:, 0] @ factor.to(numerics.rank), alpha=scale)
+        y.add_(values[:, 0] @ factor)
 
 
-def _a_gradients(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
-    """Return g^T x (R, K) in `rank`."""
+def a_gradient(g: Tensor, x: Tensor, numerics: Numerics) -> Tensor:
+    """Return g^T x (R, K) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
         return _wide_product(g[:, :3].flatten(1).t(), x).view(3, -1, x.shape[1]).sum(0)
-    return g[:, 0].t() @ x.to(numerics.rank)
+    return _wide_product(g[:, 0].t(), x) if numerics.wide else g[:, 0].t() @ x.to(numerics.rank)
 
 
-def _b_gradient(dy: Tensor, xa: Tensor, scale: float, numerics: Numerics) -> Tensor:
-    """Return scale * dy^T xa (O, r) in `rank`."""
+def b_gradient(dy: Tensor, values: Tensor, numerics: Numerics) -> Tensor:
+    """Return dy^T values (O, r) in `rank`, or in fp32 if `wide`."""
     if numerics.split:
-        return _wide_product(dy.t(), xa[:, :3].flatten(1)).view(-1, 3, xa.shape[2]).sum(1).mul_(scale)
-    gradient = dy.new_empty(dy.shape[1], xa.shape[2], dtype=numerics.rank)
-    return gradient.addmm_(dy.t().to(numerics.rank), xa[:, 0], beta=0, alpha=scale)
+        return _wide_product(dy.t(), values[:, :3].flatten(1)).view(-1, 3, values.shape[2]).sum(1)
+    return _wide_product(dy.t(), values[:, 0]) if numerics.wide else dy.t().to(numerics.rank) @ values[:, 0]
 
 
 def check_projection(op: str, name: str, projection: Projection, columns: int | None) -> None:
@@ -227,7 +230,9 @@ def check_projection(op: str, name: str, projection: Projection, columns: int | 
     rows, width = projection.shape
     if columns not in (None, width) or (projection.unpack is None and weight.dim() != 2):
         raise ValueError(f"{name} must be (O, K) with K = {columns}, the columns of its input: it is {_shape(weight)}.")
-    for a, b, _ in projection.adapters:
+    for a, b, _, dropout in projection.adapters:
+        if not 0 <= dropout < 1:
+            raise ValueError(f"The dropout of an adapter of {name} must be from 0 to below 1, got {dropout}.")
         if a.shape != (b.shape[-1], width) or b.shape != (rows, a.shape[0]):
             raise ValueError(
                 f"An adapter of {name} ({rows}, {width}) must be a (r, {width}) and b ({rows}, r): "
@@ -243,58 +248,3 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
-
-
-def project(x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[list[Tensor], Tensor | None]:
-    """Return (y of each projection, x A^T of all adapters for the backward). x: (N, K) in `compute`."""
-    values, rank = None, sum(adapter.a.shape[0] for p in projections for adapter in p.adapters)
-    if rank:
-        values = _new_values(x, rank, numerics)
-        _multiply(x, _stacked_a(projections, numerics).t(), values, 1.0, numerics)
-    outputs, start = [], 0
-    for p in projections:
-        y = F.linear(x, p.dense(numerics.compute), None if p.bias is None else p.bias.to(numerics.compute))
-        for a, b, scale in p.adapters:
-            assert values is not None
-            _add(y, values[..., start : start + a.shape[0]], b.t(), scale, numerics)
-            start += a.shape[0]
-        outputs.append(y)
-    return outputs, values
-
-
-def rank_gradients(
-    dys: Sequence[Tensor], xa: Tensor | None, projections: Sequence[Projection], needs_b: Sequence[bool],
-    needs_g: bool, numerics: Numerics,
-) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """Return (g of all adapters, dB of each). dys: (N, O) each; xa: as `project` returned it."""
-    if xa is None:
-        return None, []
-    g = _new_values(xa, xa.shape[-1], numerics) if needs_g else None
-    gradients, start = [], 0
-    for dy, p in zip(dys, projections, strict=True):
-        for a, b, scale in p.adapters:
-            columns = slice(start, start + a.shape[0])
-            if g is not None:
-                _multiply(dy, b, g[..., columns], scale, numerics)
-            needed = needs_b[len(gradients)]
-            gradients.append(_b_gradient(dy, xa[..., columns], scale, numerics) if needed else None)
-            start += a.shape[0]
-    return g, gradients
-
-
-def input_gradient(
-    dys: Sequence[Tensor], g: Tensor | None, projections: Sequence[Projection], numerics: Numerics
-) -> Tensor:
-    """Return dx (N, K), the gradient of `project`'s input."""
-    first, *rest = zip(dys, projections, strict=True)
-    dx = first[0] @ first[1].dense(numerics.compute)
-    for dy, p in rest:
-        dx.addmm_(dy, p.dense(numerics.compute))
-    if g is not None:
-        _add(dx, g, _stacked_a(projections, numerics), 1.0, numerics)
-    return dx
-
-
-def down_gradients(g: Tensor, x: Tensor, projections: Sequence[Projection], numerics: Numerics) -> tuple[Tensor, ...]:
-    """Return dA of each adapter."""
-    return _a_gradients(g, x, numerics).split([adapter.a.shape[0] for p in projections for adapter in p.adapters])

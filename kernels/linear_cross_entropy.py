@@ -21,7 +21,8 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
           softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025, arXiv:2508.05629
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from ._cross_entropy_rows import (
     finish,
     gradient_factor,
     new_carry,
+    shard_rows,
     tile_gradient,
     tile_statistics,
     whole_rows,
@@ -45,9 +47,10 @@ from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recompute
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
 from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform, transform
+from ._vocab_parallel import ShardChunk, VocabParallel, check_parallel, parallel_loss
 from .cross_entropy import CrossEntropy, cross_entropy_reference
 
-__all__ = ["CrossEntropy", "Lora", "linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = ["CrossEntropy", "Lora", "VocabParallel", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 
 def linear_cross_entropy_reference(
@@ -72,6 +75,16 @@ class LinearCrossEntropy(LinearLoss):
     def write_rows(self, chunk: LogitChunk) -> None:
         targets = self.targets.rows(chunk.rows)
         whole_rows(chunk.logits, chunk.bias, targets, chunk.values, chunk.dlogits, self.options)
+
+    def write_shard(self, chunk: ShardChunk) -> None:
+        targets = self.targets.rows(chunk.rows)
+        tile = Tile(chunk.logits, chunk.bias, chunk.parallel.first, self.vocab)
+        shard_rows(tile, targets, chunk.values, chunk.dlogits, self.options, chunk.parallel)
+
+    def weighted(self, factor: Tensor) -> "LinearCrossEntropy":
+        token_weight = self.targets.token_weight
+        weight = factor if token_weight is None else factor * token_weight
+        return replace(self, targets=replace(self.targets, token_weight=weight))
 
     def statistics(self, head: LinearHead) -> Tensor:
         """Return per-token values, computed tile by tile of the vocabulary."""
@@ -131,7 +144,7 @@ def linear_cross_entropy(
     scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0, label_smoothing: float = 0.0,
     z_loss: float = 0.0, ignore_index: int = -100, dft: bool = False, rows: RowSelection | None = None,
     recompute: bool = False, workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None,
-    overwrite_hidden: bool = False, lora: Adapters = None,
+    overwrite_hidden: bool = False, lora: Adapters = None, parallel: VocabParallel | None = None,
 ) -> CrossEntropy:  # fmt: skip
     """Compute cross-entropy of `hidden @ weight.T` against labels; the forward also computes the gradients.
 
@@ -167,6 +180,9 @@ def linear_cross_entropy(
             hidden.
         lora: low-rank additions to the head, one `Lora` or several. They are computed in the products' dtype, whatever
             their own; their gradients have their own.
+        parallel: how the rows of the head lie on the ranks of a group; weight, bias and each b of lora then hold this
+            rank's rows. All ranks must call the op. num_items, and the gradient of the loss without recompute, must be
+            the same on all; the latter's being different makes the gradients NaN. See docs/vocabulary-parallel.md.
 
     Returns:
         CrossEntropy: loss and per-token values.
@@ -181,7 +197,20 @@ def linear_cross_entropy(
     check_overwritten(overwrite_hidden, lora)
     head = LinearHead.of(hidden, weight, bias, lora)
     arguments = token_weight, scale, softcap, temperature, label_smoothing, z_loss, dft
-    if torch.compiler.is_compiling():
+    if parallel is not None:
+        check_parallel(parallel, weight, overwrite_hidden)
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+
+        def build(every: Rows, labels: Any, token_weight: Tensor | None) -> LinearCrossEntropy:
+            whole = _loss(every, how, head, labels, token_weight, *arguments[1:])
+            return replace(whole, vocab=parallel.vocab)
+
+        how, itemsize = Execution(workspace_mb, accumulate_dtype), head.dtype.itemsize
+        value, per_token = parallel_loss(
+            parallel, head, selected, labels, token_weight, how, reduction, recompute, itemsize,
+            hidden.shape[1] * itemsize, build,
+        )  # fmt: skip
+    elif torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(
             head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments

@@ -57,10 +57,29 @@ from ._divergence_reference import (
     named_terms,
 )
 from ._divergence_rows import divergence_rows
+from ._divergence_shards import divergence_shard
 from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, LinearHead, Lora, Operands, check_head, check_overwritten, compute_dtype, vocabulary
+from ._head import (
+    Adapters,
+    LinearHead,
+    Lora,
+    Operands,
+    adapters_of,
+    check_head,
+    check_overwritten,
+    compute_dtype,
+    vocabulary,
+)
 from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform
+from ._vocab_parallel import (
+    ShardChunk,
+    TokenLayout,
+    VocabParallel,
+    check_parallel,
+    check_teacher_shard,
+    parallel_loss,
+)
 from .divergence_kinds import KINDS, ROW_KINDS, divergence_weights
 
 __all__ = [
@@ -92,6 +111,22 @@ class LinearPair(LinearLoss):
         labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
         inputs = RowInputs(chunk.logits, teacher.logits(ws), chunk.bias, teacher.bias, labels, token_weight)
         divergence_rows(inputs, chunk.values, chunk.dlogits, self.options)
+
+    def shard_other_side(self, layout: TokenLayout, columns: int) -> tuple[TokenLayout, Operands, Tensor]:
+        """Return (layout, operands of the teacher's logits for this rank's rows and columns, a workspace for them)."""
+        terms, bias = self.teacher.operands(layout.selected, columns)
+        dtype = self.logits_dtype(self.teacher.dtype)
+        ws = workspace(layout.most_rows, columns, dtype, self.teacher.hidden.device)
+        return layout, Operands([(x, w.to(x.dtype)) for x, w in terms], bias), ws
+
+    def write_shard(self, chunk: ShardChunk) -> None:
+        layout, operands, ws = chunk.other_side
+        terms = [(layout.gather(x, chunk.span), w) for x, w in operands.terms]
+        teacher = Operands(terms, operands.bias).logits(ws)
+        labels, token_weight = (None if x is None else x[chunk.rows] for x in (self.labels, self.token_weight))
+        inputs = RowInputs(chunk.logits, teacher, chunk.bias, operands.bias, labels, token_weight)
+        shard = chunk.parallel
+        divergence_shard(inputs, shard.first, self.vocab, chunk.values, chunk.dlogits, self.options, shard)
 
     def weighted(self, factor: Tensor) -> "LinearPair":
         token_weight = factor if self.token_weight is None else factor * self.token_weight
@@ -138,6 +173,7 @@ def linear_divergence(
     logits_dtype: torch.dtype | None = None, rows: RowSelection | None = None, recompute: bool = False,
     workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
     lora: Adapters = None, teacher_lora: Adapters = None, alpha: float = 0.1, teacher_share: float = 1.0,
+    parallel: VocabParallel | None = None, teacher_parallel: VocabParallel | None = None,
 ) -> LinearDivergence:  # fmt: skip
     """Compute the distillation loss of a student's head against a teacher's, mixed with cross-entropy in the same pass.
 
@@ -174,6 +210,9 @@ def linear_divergence(
         teacher_share: in [0, 1], the teacher's share in the logits that the student is compared with, see the top of
             this file; the rest is the student's own. 1: the teacher alone. The result's fields at temperature 1 always
             use the real teacher.
+        parallel: how the rows of the student's head lie on the ranks of a group; see `linear_cross_entropy`.
+        teacher_parallel: how those of the teacher's head lie, on the same group and in the same ranges of rows. Without
+            it, teacher_weight is the whole head, of which this rank reads its share.
 
     Returns:
         LinearDivergence: loss and per-token values.
@@ -186,19 +225,40 @@ def linear_divergence(
     _check(hidden, teacher_hidden, labels, ce_weight, logits_dtype)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
-    vocab = min(vocabulary(weight, vocab_size), teacher_weight.shape[0])
     weights = divergence_weights(kind, beta, alpha)
+    vocab = min(_vocabulary(weight, parallel, vocab_size), _vocabulary(teacher_weight, teacher_parallel))
+    if parallel is not None or teacher_parallel is not None:
+        check_parallel(parallel, weight, overwrite_hidden)
+        check_teacher_shard(parallel, teacher_parallel, vocab, weight.shape[0], teacher_weight.shape[0])
+    if parallel is not None and teacher_parallel is None:
+        held = weight.shape[0]
+        teacher_weight = parallel.slice_of(teacher_weight, held)
+        teacher_bias = None if teacher_bias is None else parallel.slice_of(teacher_bias, held)
+        teacher_lora = [x._replace(b=parallel.slice_of(x.b, held)) for x in adapters_of(teacher_lora)]
     if teacher_weight is weight and not weight.requires_grad:
         weight = teacher_weight = _cast_once(weight, hidden, teacher_hidden)
     head = LinearHead.of(hidden, weight, bias, lora)
     with torch.no_grad():
         teacher = LinearHead.of(teacher_hidden, teacher_weight, teacher_bias, teacher_lora).detached()
-    arguments: list[Any] = [
-        *teacher.tensors, teacher.dtype, vocab, token_weight, " ".join(weights), [*weights.values()], beta, alpha,
-        teacher_share, ce_weight, temperature, label_smoothing, z_loss, scale_by_temperature_squared, scale, softcap,
-        teacher_scale, teacher_softcap, logits_dtype,
+    of_teacher: list[Any] = [*teacher.tensors, teacher.dtype, vocab]
+    scalars: list[Any] = [
+        " ".join(weights), [*weights.values()], beta, alpha, teacher_share, ce_weight, temperature, label_smoothing,
+        z_loss, scale_by_temperature_squared, scale, softcap, teacher_scale, teacher_softcap, logits_dtype,
     ]  # fmt: skip
-    if torch.compiler.is_compiling():
+    arguments = [*of_teacher, token_weight, *scalars]
+    if parallel is not None:
+        selected = selected_rows(hidden, labels, rows, num_items, ignore_index)
+        how = Execution(workspace_mb, accumulate_dtype)
+
+        def build(every: Rows, labels: Tensor | None, token_weight: Tensor | None) -> LinearPair:
+            return _loss(every, how, head, labels, *[*of_teacher, token_weight, *scalars])
+
+        gathered = sum(x.hidden.shape[1] * x.dtype.itemsize for x in (head, teacher))
+        value, per_token = parallel_loss(
+            parallel, head, selected, labels, token_weight, how, reduction, recompute,
+            head.dtype.itemsize + teacher.dtype.itemsize, gathered, build,
+        )  # fmt: skip
+    elif torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
         value, per_token = _opaque_loss(
             head, labels, num_items, ignore_index, workspace_mb, accumulate_dtype, arguments
@@ -209,6 +269,11 @@ def linear_divergence(
         loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
         value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
     return _named(value, per_token, kind, beta, alpha)
+
+
+def _vocabulary(weight: Tensor, parallel: VocabParallel | None, vocab_size: int | None = None) -> int:
+    """Return how many rows of a head take part, wherever they lie."""
+    return vocabulary(weight, vocab_size) if parallel is None else min(parallel.vocab, vocab_size or parallel.vocab)
 
 
 def _cast_once(weight: Tensor, *hidden: Tensor) -> Tensor:

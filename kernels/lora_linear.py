@@ -10,61 +10,48 @@ Traffic   beside the base products, per adapter: forward 1 read of x, 1 read and
 Source    Hu et al. 2021, arXiv:2106.09685
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order
-from ._low_rank import (
-    Adapter,
-    Numerics,
-    Projection,
-    as_matrix,
-    check_projection,
-    down_gradients,
+from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
+from ._projections import (
+    Masks,
+    a_gradients,
+    adapters_of,
     input_gradient,
+    layout_of,
     project,
     rank_gradients,
+    restored,
+    stacked,
 )  # fmt: skip
-
-Layout = tuple[tuple[tuple[float, ...], Callable[[Tensor], Tensor] | None], ...]
 
 
 def lora_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = (), *,
     unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return in plain torch what the op must equal: adapters compute in their own dtype, the result has the base's."""
+    """Return in plain torch what the op must equal: adapters compute in their own dtype, the result has the base's.
+
+    Its dropout is torch's, with other masks than the op's.
+    """
     base = y = F.linear(x, weight if unpack is None else unpack(weight).to(x.dtype), bias)
-    for a, b, scale in adapters:
-        y = y + F.linear(F.linear(x.to(a.dtype), a), b) * scale
+    for a, b, scale, dropout in adapters:
+        y = y + F.linear(F.linear(F.dropout(x.to(a.dtype), dropout), a), b) * scale
     return y.to(base.dtype)
 
 
-def tensors_of(projections: Sequence[Projection]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (base weights, A and B of each adapter in turn)."""
-    leaves = [leaf for p in projections for adapter in p.adapters for leaf in adapter[:2]]
-    return [p.weight for p in projections], leaves
-
-
-def layout_of(projections: Sequence[Projection]) -> Layout:
-    """Return what a backward needs beside `tensors_of`."""
-    return tuple((tuple(adapter.scale for adapter in p.adapters), p.unpack) for p in projections)
-
-
-def restore(layout: Layout, weights: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Projection]:
-    """Rebuild the projections, without biases, from the results of `layout_of` and `tensors_of`."""
-    remaining: Iterator[Tensor] = iter(leaves)
-    return [
-        Projection(w, None, tuple(Adapter(next(remaining), next(remaining), scale) for scale in scales), unpack)
-        for w, (scales, unpack) in zip(weights, layout, strict=True)
-    ]
+def leaves_of(projections: Sequence[Projection]) -> list[Tensor]:
+    """Return A and B of each adapter in turn."""
+    return [leaf for adapter in adapters_of(projections) for leaf in adapter[:2]]
 
 
 def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return gradients in the order of `tensors_of`'s leaves: A, B, A, B, ..., None where not needed."""
+    """Return gradients in the order of `leaves_of`: A, B, A, B, ..., None where not needed."""
     gradients: list[Tensor | None] = []
     for i, db in enumerate(dbs):
         gradients += [das[i] if das and needs[2 * i] else None, db]
@@ -73,33 +60,36 @@ def interleaved(das: Sequence[Tensor], dbs: Sequence[Tensor | None], needs: Sequ
 
 class LoraLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, projection, *leaves):
-        numerics = Numerics.of(x, projection.adapters)
-        (y,), values = project(as_matrix(x, numerics.compute), (projection,), numerics)
-        ctx.layout, ctx.numerics = layout_of((projection,)), numerics
-        ctx.save_for_backward(x, values, projection.weight, *leaves)  # x, not a copy: other layers save the same one
-        return y.view(*x.shape[:-1], y.shape[-1])
+    def forward(ctx, x, projections, *leaves):
+        """Return y of each projection. leaves: see `leaves_of`."""
+        numerics, masks = Numerics.of(x, adapters_of(projections)), Masks.of(x, projections)
+        (stack,) = stacked([projections], numerics)
+        outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
+        ctx.layout, ctx.numerics = layout_of(stack), numerics
+        ctx.save_for_backward(x, values, masks.seed, *stack.tensors)  # x, not a copy: other layers save the same one
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
-        x, values, weight, *leaves = ctx.saved_tensors
+    def backward(ctx, *gradients):
+        x, values, seed, *tensors = ctx.saved_tensors
         need_x, _, *needs = ctx.needs_input_grad
-        numerics, projections = ctx.numerics, restore(ctx.layout, [weight], leaves)
-        dys = [as_matrix(dy, numerics.compute)]
-        g, dbs = rank_gradients(dys, values, projections, needs[1::2], need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, g, projections, numerics).view(x.shape) if need_x else None
-        das = ()
-        if g is not None and any(needs[::2]):
-            das = down_gradients(g, as_matrix(x, numerics.compute), projections, numerics)
-        return dx, None, *interleaved(das, dbs, needs)
+        numerics, (stack, _) = ctx.numerics, restored(ctx.layout, tensors)
+        dys = [as_matrix(dy, numerics.compute) for dy in gradients]
+        g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
+        dx = input_gradient(dys, stack, numerics) if need_x else None
+        flat = as_matrix(x, numerics.compute) if any(needs[::2]) else None
+        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)
+        return None if dx is None else dx.view(x.shape), None, *interleaved(das, dbs, needs)
 
 
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = (), *,
     unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute linear(x, weight, bias) + sum of scale * linear(linear(x, a), b), differentiable once in x and adapters.
+    """Compute linear(x, weight, bias) + sum of scale * linear(linear(dropout(x), a), b).
+
+    Differentiable once, in x and adapters.
 
     Under autocast everything is in autocast's dtype, as with F.linear. Otherwise y is in the dtype of x and weight, and
     adapters of a wider dtype keep the precision of their own products and gradients.
@@ -108,18 +98,20 @@ def lora_linear(
         x: (..., K), any floating dtype and strides.
         weight: (O, K), frozen, in x's dtype; any under autocast. With `unpack`, the packed weight that it takes.
         bias: (O,) or None, frozen, like weight.
-        adapters: (a (r, K), b (O, r), scale) each; none: only the linear layer. Ranks and dtypes may differ.
+        adapters: (a (r, K), b (O, r), scale, dropout) each; none: only the linear layer. Ranks and dtypes may differ.
+            dropout is the probability with which the adapter does not see an element of x, and sees the others divided
+            by 1 - dropout. The masks come from a seed that is drawn on x's device from torch's generator.
         unpack: turns a packed weight into the dense (O, K) one, in any dtype. Called in forward and again in backward.
 
     Returns:
         (..., O), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: if shapes don't fit, or a weight or bias requires a gradient.
+        ValueError: if shapes don't fit, a weight or bias requires a gradient, or dropout isn't from 0 to below 1.
     """
     check_dtypes(x=x)
     projection = Projection(weight, bias, tuple(Adapter(*adapter) for adapter in adapters), unpack)
     check_projection("lora_linear", "weight", projection, x.shape[-1])
     if torch.compiler.is_compiling():
         return lora_linear_reference(x, weight, bias, adapters, unpack=unpack)
-    return LoraLinearFunction.apply(x, projection, *tensors_of((projection,))[1])
+    return LoraLinearFunction.apply(x, (projection,), *leaves_of((projection,)))[0]

@@ -17,17 +17,20 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
-from ._low_rank import (
-    Numerics,
-    Projection,
-    as_matrix,
-    check_projection,
-    down_gradients,
+from ._low_rank import Numerics, Projection, as_matrix, check_projection
+from ._projections import (
+    Masks,
+    Stack,
+    a_gradients,
+    adapters_of,
     input_gradient,
+    layout_of,
     project,
     rank_gradients,
+    restored,
+    stacked,
 )  # fmt: skip
-from .lora_linear import interleaved, layout_of, lora_linear_reference, restore, tensors_of
+from .lora_linear import interleaved, leaves_of, lora_linear_reference
 
 
 def lora_mlp_reference(
@@ -47,46 +50,52 @@ class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, down, activation, *leaves):
         """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
-        numerics = Numerics.of(x, [adapter for p in (*first, down) for adapter in p.adapters])
-        flat = as_matrix(x, numerics.compute)
-        hidden, values = project(flat, first, numerics)
+        numerics = Numerics.of(x, adapters_of((*first, down)))
+        flat, masks = as_matrix(x, numerics.compute), Masks.of(x, (*first, down))
+        first, down = stacked([first, [down]], numerics)
+        hidden, values = project(flat, first, masks, numerics)
         gate, up = hidden if len(hidden) == 2 else (hidden[0], None)
         h = forward(*halves(gate, up), activation, numerics.compute)
-        (y,), h_values = project(h, (down,), numerics)
-        ctx.layout, ctx.numerics, ctx.activation = layout_of((*first, down)), numerics, activation
-        ctx.save_for_backward(flat, gate, up, values, h_values, *[p.weight for p in (*first, down)], *leaves)
+        (y,), h_values = project(h, down, masks.after(first), numerics)
+        ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
+        ctx.save_for_backward(flat, gate, up, values, h_values, masks.seed, *first.tensors, *down.tensors)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        flat, gate, up, values, h_values, *tensors = ctx.saved_tensors
+        flat, gate, up, values, h_values, seed, *tensors = ctx.saved_tensors
         need_x, _, _, _, *needs = ctx.needs_input_grad
-        numerics, count = ctx.numerics, len(ctx.layout)
-        *first, down = restore(ctx.layout, tensors[:count], tensors[count:])
-        leaves = 2 * sum(len(p.adapters) for p in first)
-        needs, down_needs = needs[:leaves], needs[leaves:]
-        dys, down_gradient = _through_down(ctx, as_matrix(dy, numerics.compute), gate, up, h_values, down, down_needs)
+        numerics, masks = ctx.numerics, Masks(seed)
+        first, tensors = restored(ctx.layouts[0], tensors)
+        down, _ = restored(ctx.layouts[1], tensors)
+        count = 2 * len(first.adapters)
+        needs, down_needs = needs[:count], needs[count:]
+        dy_rows, h_masks = as_matrix(dy, numerics.compute), masks.after(first)
+        dys, down_gradient = _through_down(ctx, dy_rows, gate, up, h_values, down, h_masks, down_needs)
         g, dbs = rank_gradients(dys, values, first, needs[1::2], need_x or any(needs[::2]), numerics)
-        dx = input_gradient(dys, g, first, numerics).view(*dy.shape[:-1], flat.shape[1]) if need_x else None
-        das = down_gradients(g, flat, first, numerics) if g is not None and any(needs[::2]) else ()
+        dx = input_gradient(dys, first, numerics) if need_x else None
+        das = a_gradients(g, flat if any(needs[::2]) else None, dx, first, masks, numerics)
+        dx = None if dx is None else dx.view(*dy.shape[:-1], flat.shape[1])
         return dx, None, None, None, *interleaved(das, dbs, needs), *down_gradient
 
 
 def _through_down(
-    ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Projection, needs: Sequence[bool]
-) -> tuple[list[Tensor], list[Tensor | None]]:
+    ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Stack, masks: Masks,
+    needs: Sequence[bool],
+) -> tuple[list[Tensor], list[Tensor | None]]:  # fmt: skip
     """Return (gradients of gate(x) and up(x), or one packed; gradients of down's adapters)."""
     numerics = ctx.numerics
-    g, dbs = rank_gradients([dy], values, [down], needs[1::2], True, numerics)
-    dh = input_gradient([dy], g, [down], numerics)
+    g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
+    dh = input_gradient([dy], down, numerics)
+    a_gradients(g, None, dh, down, masks, numerics)
     need_h = any(needs[::2])
     if graph_is_kept():
         dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     else:
         dgate, dup = gate, up
     backward(dh, *halves(gate, up), *halves(dgate, dup), ctx.activation, dh if need_h else None)
-    das = down_gradients(g, dh, [down], numerics) if g is not None and need_h else ()
+    das = a_gradients(g, dh if need_h else None, None, down, masks, numerics)
     return [dgate] if dup is None else [dgate, dup], interleaved(das, dbs, needs)
 
 
@@ -96,7 +105,7 @@ def lora_mlp(
     """Compute down(act(gate(x)) * up(x)), where each is a frozen linear layer, with or without LoRA adapters.
 
     Differentiable once. It equals three lora_linear with the activation between them; on a CPU, and while torch.compile
-    traces, it is computed in that plain form.
+    traces, it is computed in that plain form, with the masks that torch's dropout draws.
 
     Args:
         x: (..., K).
@@ -115,7 +124,7 @@ def lora_mlp(
     _check(x, first, down, activation)
     if runs_plain(x):
         return lora_mlp_reference(x, gate, up, down, activation=activation)
-    return LoraMLPFunction.apply(x, first, down, activation, *tensors_of((*first, down))[1])
+    return LoraMLPFunction.apply(x, first, down, activation, *leaves_of((*first, down)))
 
 
 def _check(x: Tensor, first: Sequence[Projection], down: Projection, activation: str) -> None:

@@ -5,8 +5,9 @@ from ._head import Lora
 from ._labelled_rows import HostCopy, RowSelection, put, take, token_count
 from ._logits import LogitTransform, transform
 from ._low_rank import Adapter, Projection
+from ._vocab_parallel import VocabParallel
 
 __all__ = [
-    "Adapter", "HostCopy", "LogitTransform", "Lora", "Projection", "RowSelection", "put", "stats_dtype", "take",
-    "token_count", "transform",
+    "Adapter", "HostCopy", "LogitTransform", "Lora", "Projection", "RowSelection", "VocabParallel", "put",
+    "stats_dtype", "take", "token_count", "transform",
 ]  # fmt: skip

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from liger_trainer.config.run_config import RunConfig
+from liger_trainer.patching.patcher import base_of
 from liger_trainer.run.metric_rows import DISTILL_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
 from liger_trainer.run.results import print_plan
-from liger_trainer.run.samples import complete_by_each, held_out_prompts, in_other_tokens
+from liger_trainer.run.samples import Writing, complete_by_each, held_out_prompts, in_other_tokens, model_facts
 from liger_trainer.trainers.distill_trainer import LigerDistillTrainer
 
 
@@ -34,10 +35,15 @@ def main(config: RunConfig) -> Path:
     trainer = load_trainer(run, LigerDistillTrainer, args, teacher_model=teacher_model)
     prompts = held_out_prompts(config, run.data, run.student.tokenizer)
 
+    writing, teacher = Writing(), None
     with run.clock("complete_by_teacher"), trainer.teaching.live() as live:
         tokenizer, teacher_prompts = run.student.tokenizer, prompts
         if trainer.teaching.tokenizer is not None:  # a teacher of another vocabulary
             tokenizer = trainer.teaching.tokenizer
             teacher_prompts = in_other_tokens(prompts, config, run.data, tokenizer)
-        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"])
-    return train_and_save(run, trainer, prompts, DISTILL_ROWS, texts)
+        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"], writing)
+        models = list(live.values())
+        if len(models) == 1 and models[0] is not base_of(trainer.model):
+            waits = config["teacher_offload"]  # the speed would be that of the copies
+            teacher = model_facts(models[0], None if waits else writing.tokens_per_second)
+    return train_and_save(run, trainer, prompts, DISTILL_ROWS, texts, teacher)

@@ -11,6 +11,7 @@ import typer
 
 from ..common.console import is_main_process
 from ..errors import ConfigError, DoesNotFitError
+from ._completion import config_names, settings
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -18,12 +19,21 @@ if TYPE_CHECKING:
 # for commands that take settings: whatever typer doesn't know is one
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that `liger-trainer ls` lists.")]
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML file, or a name that `liger-trainer ls` lists.",
+        autocompletion=config_names,
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE | --KEY VALUE | ~KEY",
         help="Settings that go before those of CONFIG; ~KEY takes one out.",
+        autocompletion=settings,
         show_default=False,
     ),
 ]

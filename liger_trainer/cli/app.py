@@ -1,14 +1,17 @@
 """The command line. Each command is a function in `liger_trainer.cli`, registered here with one line."""
 
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..common.console import is_main_process
 from ..errors import ConfigError, Interrupted, LigerTrainerError
 from ..secrets import redacted_output
 from . import (
     cache,
+    chat,
     check,
     configs,
     convert,
@@ -19,31 +22,52 @@ from . import (
     generate,
     init_student,
     merge,
+    new,
     preview,
     report,
     run,
     selfcheck,
 )
+from ._completion import SettingsCommand
 from ._shared import OVERRIDES
 
 app = typer.Typer(
-    help="Fused SFT and knowledge distillation from one YAML file.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"liger-trainer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fused SFT and knowledge distillation from one YAML file."""
+
+
 app.command("ls")(configs.ls)
 app.command("cat")(configs.cat)
 app.command("cp")(configs.cp)
-app.command("validate", context_settings=OVERRIDES)(check.validate)
-app.command("config", context_settings=OVERRIDES)(check.config)
-app.command("preview", context_settings=OVERRIDES)(preview.preview)
-app.command("run", context_settings=OVERRIDES)(run.run)
-app.command("resume", context_settings=OVERRIDES)(run.resume)
-app.command("estimate", context_settings=OVERRIDES)(estimate.estimate)
-app.command("init-student", context_settings=OVERRIDES)(init_student.init_student)
+app.command("new")(new.new)
+app.command("validate", cls=SettingsCommand, context_settings=OVERRIDES)(check.validate)
+app.command("config", cls=SettingsCommand, context_settings=OVERRIDES)(check.config)
+app.command("preview", cls=SettingsCommand, context_settings=OVERRIDES)(preview.preview)
+app.command("run", cls=SettingsCommand, context_settings=OVERRIDES)(run.run)
+app.command("resume", cls=SettingsCommand, context_settings=OVERRIDES)(run.resume)
+app.command("estimate", cls=SettingsCommand, context_settings=OVERRIDES)(estimate.estimate)
+app.command("init-student", cls=SettingsCommand, context_settings=OVERRIDES)(init_student.init_student)
 app.command("generate", context_settings=OVERRIDES)(generate.generate)
 app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)
+app.command("chat")(chat.chat)
 app.command("merge")(merge.merge)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)
@@ -52,7 +76,7 @@ app.command("selfcheck")(selfcheck.selfcheck)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 
-LAUNCHING = ("run", "resume")
+LAUNCHING = ("run", "resume", "cache")
 """Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`."""
 
 
@@ -67,8 +91,8 @@ def _main(arguments: list[str]) -> None:
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:
         if launcher and (not ours or ours[0] not in LAUNCHING):
-            raise ConfigError(f"only {' and '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
-        app(args=ours, obj=launcher, standalone_mode=True)
+            raise ConfigError(f"only {', '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
+        app(args=ours, prog_name="liger-trainer", obj=launcher, standalone_mode=True)
     except LigerTrainerError as error:
         if is_main_process() or not isinstance(error, Interrupted):  # which all processes raise
             print(f"liger-trainer: {error}", file=sys.stderr)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..common.console import is_main_process
+from ..errors import ConfigError
+from ._completion import SettingsCommand
 from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_notices
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ class _CaptureByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["capture", *args]
+        if ctx.obj and args and args[0] != "capture":
+            raise ConfigError(f"cache {args[0]} starts no processes: it takes no arguments after --; got {ctx.obj}.")
         return super().parse_args(ctx, args)
 
 
@@ -38,24 +43,31 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
 
 
-@app.command(context_settings=OVERRIDES)
-def capture(config: Config, overrides: Overrides = None) -> None:
-    """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted."""
+@app.command(cls=SettingsCommand, context_settings=OVERRIDES)
+def capture(context: typer.Context, config: Config, overrides: Overrides = None) -> None:
+    """Capture the teacher of CONFIG into teacher_cache_dir, or continue a capture that was interrupted.
+
+    Arguments after -- go to accelerate launch: its processes share the rows out.
+    """
     from ..config.run_config import load_run_config
+    from ..run.launch import as_rank, launch
     from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().uncorrected
     show_notices(settings)
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
+    if context.obj:
+        launch(context.obj, ["cache", config, *(overrides or [])])
     _quieten()
     try:
-        with out_of_memory(TAKES_LESS):
+        with as_rank(), out_of_memory(TAKES_LESS):
             index = _capture(settings)
     except KeyboardInterrupt:
         typer.echo("liger-trainer: interrupted; what was read is kept, and the same command goes on.", err=True)
         raise typer.Exit(130) from None
-    _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
+    if is_main_process():
+        _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
 
 
 @app.command()

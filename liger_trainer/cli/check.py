@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Overrides, show_notices
@@ -52,6 +51,8 @@ def config(
 
 def _inline(value: Any) -> str:
     """Return a value as YAML on one line."""
+    import yaml
+
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 

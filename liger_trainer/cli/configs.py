@@ -1,9 +1,12 @@
 """`ls`, `cat` and `cp`: the built-in configurations."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +16,22 @@ from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
 UNWRAPPED = 400  # columns, if the output goes into a file or a pipe
+_NAMED = re.compile(r"^model_name_or_path: *(\S+)", re.M)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([bm])(?![a-z])", re.I)
+
+
+class Order(StrEnum):
+    """What `ls` sorts by, before the rest."""
+
+    model = "model"
+    memory = "memory"
+    purpose = "purpose"
+
+
+def billions(model: str) -> float:
+    """Return the parameters that a model's name tells, in billions; 0 where it tells none."""
+    size = _SIZE.search(model.rpartition("/")[2])
+    return 0.0 if size is None else float(size[1]) / (1000 if size[2].lower() == "m" else 1)
 
 
 def ls(
@@ -24,9 +43,14 @@ def ls(
             show_default=False,
         ),
     ] = None,
+    fits: Annotated[
+        float | None,
+        typer.Option("--fits", metavar="GB", min=0, help="Only those that need so much memory a GPU, or less."),
+    ] = None,
+    sort: Annotated[Order, typer.Option(help="What comes first in the order.")] = Order.model,
     as_json: AsJson = False,
 ) -> None:
-    """List the built-in configurations: what each does and what it needs."""
+    """List the built-in configurations, by model, memory and purpose: what each does and what it needs."""
     entries = [_entry(name, resource.read_text(encoding="utf-8")) for name, resource in built_in_configs().items()]
     if group is not None:
         groups = sorted({entry[kind] for entry in entries for kind in ("recipe", "family")})
@@ -34,27 +58,49 @@ def ls(
             hint = did_you_mean(group, groups)
             raise ConfigError(f"ls: expected one of {', '.join(groups)}, got {group!r}.{hint}")
         entries = [entry for entry in entries if group in (entry["recipe"], entry["family"])]
+    entries = sorted(entries, key=_ORDERS[sort])
+    if fits is not None:
+        entries = [entry for entry in entries if entry["memory_gb"] <= fits]
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
+    elif not entries:
+        typer.echo(f"None needs {fits:g} GB or less.")
     else:
-        _print(entries)
+        _print(entries, gaps=sort is Order.model)
 
 
-def _entry(name: str, text: str) -> dict[str, str]:
+def _by_model(entry: dict[str, Any]) -> tuple:
+    return entry["family"], billions(entry["model"]), entry["gpus"], entry["memory_gb"], entry["recipe"]
+
+
+_ORDERS: dict[Order, Callable[[dict[str, Any]], tuple]] = {
+    Order.model: _by_model,
+    Order.memory: lambda entry: (entry["gpus"], entry["memory_gb"], *_by_model(entry)),
+    Order.purpose: lambda entry: (entry["recipe"] == "distill", entry["kind"], *_by_model(entry)),
+}
+
+
+def _entry(name: str, text: str) -> dict[str, Any]:
     """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
+    model, memory, gpus = _NAMED.search(text), re.search(r"(\d+) GB", second), re.search(r"(\d+) GPUs?", second)
+    kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
         "recipe": variant.partition("_")[0],
         "family": family,
+        "kind": kind[1] if kind else "",
+        "model": model[1] if model else "",
+        "gpus": int(gpus[1]) if gpus else 0,
+        "memory_gb": int(memory[1]) if memory else 0,
         "description": first,
         "needs": second.removeprefix("Needs "),
     }
 
 
-def _print(entries: list[dict[str, str]]) -> None:
-    """Print one line per entry, with a gap between families. On a terminal, wrap lines within their columns."""
+def _print(entries: list[dict[str, Any]], gaps: bool) -> None:
+    """Print one line per entry, with gaps between families. On a terminal, wrap lines within their columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -64,7 +110,7 @@ def _print(entries: list[dict[str, str]]) -> None:
     table.add_column("needs")
     terminal, family = sys.stdout.isatty(), None
     for entry in entries:
-        if terminal and family not in (None, entry["family"]):
+        if gaps and terminal and family not in (None, entry["family"]):
             table.add_row()
         family = entry["family"]
         table.add_row(entry["name"], entry["description"], entry["needs"])

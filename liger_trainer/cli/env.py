@@ -1,6 +1,5 @@
 """`env`: the installed versions, the GPU, and what is missing for which purpose."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -50,9 +49,11 @@ def env(as_json: AsJson = False) -> None:
 
 
 def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return version(package)
+    except PackageNotFoundError:
         return None
 
 

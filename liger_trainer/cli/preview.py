@@ -9,6 +9,7 @@ from ._shared import Config, Overrides, show_notices
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..config.run_config import RunConfig
     from ..tools.preview import SeenRow
 
 SUPERVISED, OTHER = "bold green", "dim"
@@ -30,13 +31,20 @@ def preview(
     _quieten()
     from rich.console import Console
 
+    console = Console(highlight=False)
+    stages = settings.on_this_machine().each
+    for number, stage in enumerate(stages, 1):
+        if len(stages) > 1:
+            console.rule(f"{number}: {stage.name}", align="left")
+        _preview(console, stage, rows)
+
+
+def _preview(console: "Console", settings: "RunConfig", rows: int) -> None:
     from ..run.data.datasets import load_run_datasets
     from ..run.models import check_student, open_model
     from ..run.results import print_data, print_rows
     from ..tools.preview import preview as prepare
 
-    console = Console(highlight=False)
-    settings = settings.on_this_machine()
     files = open_model(settings, "model_name_or_path")
     data = load_run_datasets(settings, files.vocab_size)
     check_student(settings, files, data)

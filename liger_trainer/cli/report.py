@@ -31,7 +31,9 @@ def report(
     from ..run.reports.read_run import read_runs
 
     runs = read_runs(run_dirs)
-    target = output.expanduser() if output else runs[0].path / REPORT if len(runs) == 1 else Path(REPORT)
+    target = (
+        output.expanduser() if output else run_dirs[0].expanduser() / REPORT if len(run_dirs) == 1 else Path(REPORT)
+    )
     try:
         with writing_to(target):
             write_report(runs, target)

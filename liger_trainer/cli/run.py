@@ -61,9 +61,10 @@ def start(config: str, overrides: list[str], command: list[str], launcher: list[
 
 
 def _start(config: str, overrides: list[str], command: list[str], launcher: list[str]) -> None:
+    from ..config.engines import is_launched
     from ..config.run_config import load_run_config
     from ..config.trackers import not_installed
-    from ..run.launch import is_launched, launch, launcher_arguments
+    from ..run.launch import launch, launcher_arguments
 
     checked = load_run_config(config, overrides)
     missing = not_installed(checked["report_to"])
@@ -83,7 +84,8 @@ def _run_recipe(config: "RunConfig") -> None:
     words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
-            importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
+            script = "in_stages" if config.stages else config.recipe
+            importlib.import_module(f"liger_trainer.recipes.{script}").main(config.on_this_machine())
     finally:
         sys.argv = words
 

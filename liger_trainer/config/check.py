@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,25 @@ from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed
+from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed, will_shard
 from .overrides import parse_overrides
 from .places import missing_paths, variables_that_run_code
-from .run_options import RECIPES
+from .run_options import RECIPES, TWO_STAGE
 from .schema import Schema
-from .settings import DROPPED, Finding, Setting
+from .settings import DROPPED, Checked, Finding, Setting
+from .stages import (
+    SECOND_STAGE,
+    TEACHER_CORRECTION,
+    joined,
+    misplaced,
+    of_correction,
+    of_second_stage,
+    settings_inside,
+)
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
 RECIPE_DEFAULT = "recipe default"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
-
-    recipe: str
-    schema: Schema
-    values: dict[str, Any]
-    settings: dict[str, Setting]
-    problems: list[Finding]
-    notices: list[Finding]
 
 
 def check(
@@ -53,6 +50,29 @@ def check(
     told: list[Finding] = []
     given = _present_names(given, problems, told)
     recipe = _recipe(given)
+    checked = _check_settings(given, recipe, label, schema, allow_env, paths)
+    parts: dict[str, Checked] = {}
+    for key in (TEACHER_CORRECTION, SECOND_STAGE) if recipe != "sft" else ():
+        if not isinstance(checked.values[key], dict) or (key == SECOND_STAGE and recipe != TWO_STAGE):
+            continue
+        inside = _present_names(settings_inside(given[key]), problems, told)
+        problems += [
+            finding if finding.where else finding._replace(where=given[key].where)
+            for finding in misplaced(key, inside, schema)
+        ]
+        second = key == SECOND_STAGE
+        settings = of_second_stage(given, inside) if second else of_correction(given, inside, schema)
+        parts[key] = _check_settings(settings, "distill" if second else "sft", label, schema, allow_env, paths)
+    if parts:
+        checked = joined(checked, parts.get(TEACHER_CORRECTION), parts.get(SECOND_STAGE))
+    return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
+
+
+def _check_settings(
+    given: Mapping[str, Setting], recipe: str, label: str, schema: Schema, allow_env: bool, paths: bool
+) -> Checked:
+    """Check settings with names of today as one run of `recipe`."""
+    problems: list[Finding] = []
     known = {key: setting for key, setting in given.items() if key in schema.of(recipe).keys}
     keys = schema.of(recipe).keys
     problems += _unknown(given, schema, recipe)
@@ -68,7 +88,7 @@ def check(
     for key, value in _recipe_defaults(values, settings, label):
         values[key], settings[key] = value, Setting(value, RECIPE_DEFAULT)
     options = OptionValues(values, known.keys())
-    if recipe == "distill" and wrong.isdisjoint(FIELDS):
+    if recipe != "sft" and wrong.isdisjoint(FIELDS):
         problems += _no_loss(values, settings, label)
     for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
@@ -78,8 +98,7 @@ def check(
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
     if "report_to" not in wrong:
         problems += _no_trackers(settings)
-    if not problems:
-        told += notices(known, keys, recipe)
+    told = [] if problems else list(notices(known, keys, recipe))
     return Checked(recipe, schema, values, settings, problems, told)
 
 
@@ -178,7 +197,7 @@ def _missing(given: Mapping[str, Setting], recipe: str, label: str) -> Iterator[
     if absent("dataset_name") and absent("datasets"):
         yield Finding(label, "dataset_name", "missing; expected a file, a directory, a hub id or a demo: name.")
     elsewhere = "teacher" in given and given["teacher"].value != "model" or not absent("teachers")
-    if recipe == "distill" and absent("teacher_model_name_or_path") and not elsewhere:
+    if recipe != "sft" and absent("teacher_model_name_or_path") and not elsewhere:
         message = "missing; a distillation needs a teacher (or set recipe: sft)."
         yield Finding(label, "teacher_model_name_or_path", message)
 
@@ -202,5 +221,5 @@ def _recipe_defaults(
         yield "output_dir", str(Path("outputs", Path(label).parent.name, Path(label).stem))
     if values["bf16"] is None and (values["fp16"] or values["use_cpu"]):
         yield "bf16", False
-    if "num_sample_completions" not in settings and is_sharded(values):
+    if "num_sample_completions" not in settings and (is_sharded(values) or will_shard(values)):
         yield "num_sample_completions", 0

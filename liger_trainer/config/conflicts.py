@@ -20,6 +20,7 @@ from ..teachers.config import (
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
 from ..trainers.step_config import StepConfig
+from .engines import launches
 from .run_options import RunOptions
 from .schema import Key
 from .settings import Finding, Setting
@@ -74,12 +75,31 @@ DEFAULT_BETA = "not given: forward KL (0.0). TRL's DistillationTrainer would tak
 _LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _LAUNCHED_SHARDED = Fact((), lambda options: any(os.environ.get(name) == "true" for name in _LAUNCHED))
 SHARDED = on("fsdp") | on("deepspeed") | _LAUNCHED_SHARDED
-_FSDP = on("fsdp") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_FSDP") == "true")
+_LAUNCHES_DEEPSPEED, _LAUNCHES_FSDP = launches("zero0", "zero1", "zero2", "zero3"), launches("fsdp1", "fsdp2")
+_DEEPSPEED = (
+    on("deepspeed")
+    | Fact((), lambda options: os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
+    | _LAUNCHES_DEEPSPEED
+)
+_FSDP = on("fsdp") | Fact((), lambda options: os.environ.get("ACCELERATE_USE_FSDP") == "true") | _LAUNCHES_FSDP
 
 
 def is_sharded(values: Mapping[str, Any]) -> bool:
     """Whether each process holds only a part of the weights, by the settings or by the launcher's environment."""
     return SHARDED.holds(OptionValues(values, ()))
+
+
+def will_shard(values: Mapping[str, Any]) -> bool:
+    """Whether the processes that `accelerate_config` will launch hold only a part of the weights each."""
+    return (_LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED).holds(OptionValues(values, ()))
+
+
+def _names_hidden(options: OptionValues) -> bool:
+    terms = options["losses"] if isinstance(options["losses"], list) else []
+    return any(isinstance(term, Mapping) and str(term.get("type", "")).startswith("hidden_") for term in terms)
+
+
+_HAS_HIDDEN = Fact(("losses",), _names_hidden)
 
 
 def _is_missing_file(key: str) -> Fact:
@@ -194,7 +214,7 @@ _OF_TRL = (
 _OF_A_FILE = (
     Conflict(
         "num_sample_completions",
-        on("num_sample_completions") & SHARDED,
+        on("num_sample_completions") & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
         "expected 0: a sharded model is not sampled from.",
     ),
     Conflict(
@@ -203,9 +223,25 @@ _OF_A_FILE = (
         "self is the student without its adapters; add `use_peft: true` to train adapters.",
     ),
     Conflict(
+        "accelerate_config",
+        launches("zero3"),
+        "ZeRO-3 partitions the output head, which the fused losses do not gather; use fsdp2, which shards as much, or "
+        "zero2.",
+    ),
+    Conflict(
+        "losses",
+        _HAS_HIDDEN & (_DEEPSPEED | launches("fsdp1")),
+        "hidden-state losses do not work with FSDP1 or DeepSpeed; use ddp or fsdp2, or leave them out.",
+    ),
+    Conflict(
         "teacher",
-        SELF & SHARDED,
-        "self does not work with FSDP or DeepSpeed; name the base in teacher_model_name_or_path instead.",
+        SELF & launches("fsdp1"),
+        "self does not work with FSDP1; use fsdp2, or name the base in teacher_model_name_or_path.",
+    ),
+    Conflict(
+        "teacher",
+        SELF & _DEEPSPEED,
+        "self does not work with DeepSpeed; name the base in teacher_model_name_or_path, or use FSDP2.",
     ),
     *(
         Conflict(
@@ -216,15 +252,30 @@ _OF_A_FILE = (
         )
         for key in ("keep_every_nth_layer", "keep_layers")
     ),
+    *(
+        Conflict(key, on(key) & ahead, "teacher_prompt goes before each row alone; set it to false.")
+        for key in ("packing", "eval_packing", "padding_free")
+        for ahead in (on("teacher_prompt") | on("teacher_prompt_column"),)
+    ),
+    Conflict(
+        "teacher_correction",
+        on("teacher_correction") & (equals("teacher", "cache", "self", "server") | on("teachers")),
+        "fine-tunes the one model of `teacher: model`; leave it out, or correct each teacher with `recipe: sft` first.",
+    ),
     without("teacher_cache_dir", CACHE),
     without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),
     *(
         Conflict(
             key,
-            on(key) & SHARDED,
-            "does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.",
+            on(key) & _DEEPSPEED,
+            "does not go with DeepSpeed, which decides where the teacher's weights are.",
         )
         for key in PLACEMENT[1:]
+    ),
+    Conflict(
+        "teacher_offload",
+        on("teacher_offload") & _FSDP,
+        "does not go with FSDP, which shares the teacher's weights out over the processes.",
     ),
     Conflict(
         "cache_bits",

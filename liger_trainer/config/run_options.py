@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.options import given, on, option
+from ..common.options import Fact, equals, given, on, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 
-RECIPES = ("sft", "distill")
+TWO_STAGE = "distill_two_stage"
+RECIPES = ("sft", "distill", TWO_STAGE)
+_STAGES = equals("recipe", TWO_STAGE)
+_FINE_TUNES = Fact(("recipe",), lambda options: options["recipe"] == "sft")
 
 
 @dataclass
@@ -14,7 +17,21 @@ class RunOptions:
     """What a run does beside training."""
 
     recipe: str = option(
-        "sft", "sft, or distill; when absent, distill if a teacher is named and sft otherwise.", choices=RECIPES
+        "sft",
+        "sft, distill, or distill_two_stage; when absent, distill if a teacher is named and sft otherwise.",
+        choices=RECIPES,
+    )
+    second_stage: dict[str, Any] | None = option(
+        None,
+        "The keys that differ in the second stage of distill_two_stage, such as {lmbda: 0.5, learning_rate: 1e-5}.",
+        needs=_STAGES,
+        needed_by=_STAGES,
+    )
+    teacher_correction: dict[str, Any] | None = option(
+        None,
+        "Fine-tune the teacher on the rows before it teaches: {max_steps: 200, learning_rate: 1e-5}, and other keys of "
+        "`recipe: sft` that differ.",
+        conflicts=[(on("teacher_correction") & _FINE_TUNES, "has no effect with `recipe: sft`: nobody teaches.")],
     )
     keep_every_nth_layer: int | None = option(
         None, "Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last.", ge=2
@@ -95,7 +112,7 @@ class LaunchOptions:
     """Options of `accelerate launch`, as TRL takes them from its YAML files: the run is then started through it."""
 
     accelerate_config: str | None = option(
-        None, "single_gpu, multi_gpu, zero1, zero2, zero3, fsdp1 or fsdp2 of TRL, or a file of accelerate's."
+        None, "ddp, fsdp2, zero2 or another of TRL's names, or a file of accelerate's."
     )
     num_processes: int | None = option(None, "Processes in all, one a GPU.", ge=1)
     num_machines: int | None = option(None, "Machines in all.", ge=1)

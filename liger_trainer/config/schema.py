@@ -61,7 +61,7 @@ class Schema:
         return replace(self, keys=keys)
 
     def of(self, recipe: str) -> "Schema":
-        return self if recipe == "distill" else self.sft
+        return self.sft if recipe == "sft" else self
 
     def is_of_installed(self) -> bool:
         """Whether TRL and transformers are installed in the versions that this schema was read from."""

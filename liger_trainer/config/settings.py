@@ -1,9 +1,11 @@
-"""A setting with the place where it was set, and a finding about one."""
+"""A setting with the place where it was set, a finding about one, and the outcome of checking all of them."""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from .schema import Schema
 
 COMMAND_LINE = "command line"
 DROPPED = object()
@@ -52,3 +54,17 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
         return (0, int(line[1])) if line else (1 if finding.where == COMMAND_LINE else 2, 0)
 
     return sorted(findings, key=place)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome: values with defaults, the settings among them, what is wrong and what should be known."""
+
+    recipe: str
+    schema: Schema
+    values: dict[str, Any]
+    settings: dict[str, Setting]
+    problems: list[Finding]
+    notices: list[Finding]
+    stages: tuple["Checked", ...] = ()
+    """where it is several trainings, each of them; see `stages`"""

@@ -14,7 +14,8 @@ def cross_entropy_loss(logits: Logits, targets: BatchTargets, options: LossOptio
     """Return the cross-entropy of logits (batch, length, V)."""
     common = {"label_smoothing": options.label_smoothing, "dft": options.dft, "ignore_index": IGNORE_INDEX}
     if isinstance(logits, DeferredLogits):
-        result = linear_cross_entropy(**logits.operands(), labels=targets.labels, **targets.for_ops(), **common)
+        operands = logits.operands(sharded=True)
+        result = linear_cross_entropy(**operands, labels=targets.labels, **targets.for_ops(), **common)
     else:
         flat = logits.flatten(0, -2)
         result = cross_entropy_reference(flat, targets.labels, num_items=targets.num_items, **common)

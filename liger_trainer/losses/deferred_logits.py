@@ -18,14 +18,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..errors import MaterializedLogitsWarning
+from ..errors import ConfigError, MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
+from .sharded_heads import ShardedHead
 
 
 class Forward:
@@ -62,7 +63,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.head.vocab))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,15 +83,25 @@ class DeferredLogits:
     def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
 
-    def operands(self, prefix: str = "") -> dict[str, Any]:
-        """Return hidden states, head and transform as the fused ops' arguments, one row a position."""
+    def operands(self, prefix: str = "", sharded: bool = False) -> dict[str, Any]:
+        """Return hidden states, head and transform as the fused ops' arguments, one row a position.
+
+        Args:
+            sharded: the op takes `parallel`, so the head's rows may lie on several ranks. Otherwise they are gathered.
+
+        Raises:
+            ConfigError: they cannot be: FSDP2 would not sum the gradient over the ranks.
+        """
+        head = self.head if sharded else self.head.whole()
         values = {
-            "hidden": self.hidden.flatten(0, -2), "weight": self.head.weight, "bias": self.head.bias,
-            "lora": self.head.lora, "scale": self.scale, "softcap": self.softcap,
+            "hidden": self.hidden.flatten(0, -2), "weight": head.weight, "bias": head.bias,
+            "lora": head.lora, "scale": self.scale, "softcap": self.softcap,
         }  # fmt: skip
+        if sharded:
+            values["parallel"] = head.parallel
         return {prefix + name: value for name, value in values.items()}
 
-    def _with(self, **changes: Any) -> "DeferredLogits":
+    def _with(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     def __mul__(self, factor):
@@ -230,7 +241,9 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 
 @contextlib.contextmanager
-def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forward]:
+def deferred_logits(
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits
+) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
@@ -238,9 +251,15 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
     Args:
         outlive: the logits are used after the pass, when FSDP2 may have freed the weights that it gathered. The head
             is then read before the pass, into whole weights of its own, without gradient.
+        make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
-    state, read = Forward(type(model).__name__), reader_of(module)
+    state, shards = Forward(type(model).__name__), ShardedHead.of(module)
+    if shards is not None:
+        with _deferred_on_ranks(shards, state):
+            yield state
+        return
+    read = reader_of(module)
     if isinstance(read, str):
         state.obstacle = read
         yield state
@@ -257,7 +276,7 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
             state.obstacle = head
             return project(hidden, **kwargs)
         if not kwargs:
-            return DeferredLogits(hidden, head, project, state)
+            return make(hidden, head, project, state)
         with_kwargs = functools.partial(project, **kwargs)
         return DeferredLogits(hidden, head, with_kwargs, state).compute(
             f"an output head called with {', '.join(kwargs)}"
@@ -268,6 +287,33 @@ def deferred_logits(model: nn.Module, *, outlive: bool = False) -> Iterator[Forw
         yield state
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
+        state.running = False
+
+
+@contextlib.contextmanager
+def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
+    """Within the context, a head whose rows lie on ranks returns `DeferredLogits` of this rank's rows."""
+    module, replaced = shards.module, vars(shards.module).get("forward")
+    project = replaced or shards.project  # that of tensor parallelism gathers logits itself
+
+    def forward(hidden: Tensor, **kwargs):
+        if kwargs:
+            raise ConfigError(
+                f"{state.model_name} calls its output head with {', '.join(kwargs)}, which a head whose rows stay on "
+                "their ranks does not take. Set vocab_parallel to never."
+            )
+        hidden = shards.inputs(hidden)
+        head = Head(*shards.rows(), parallel=shards.parallel, gather=shards.whole)
+        return DeferredLogits(hidden, head, project, state)
+
+    module.forward = forward
+    try:
+        with shards.without_gathering():
+            yield
+    finally:
+        vars(module).pop("forward")
+        if replaced is not None:
+            module.forward = replaced
         state.running = False
 
 

@@ -39,8 +39,8 @@ class DenseAnswer(TeacherAnswer):
         }  # fmt: skip
         if isinstance(student, DeferredLogits) and isinstance(self.logits, DeferredLogits):
             result = linear_divergence(
-                **student.operands(), **self.logits.operands("teacher_"), vocab_size=how.vocab_size,
-                **targets.for_ops(), **common,
+                **student.operands(sharded=True), **self.logits.operands("teacher_", sharded=True),
+                vocab_size=how.vocab_size, **targets.for_ops(), **common,
             )  # fmt: skip
         else:
             vocab = min(student.shape[-1], self.shape[-1], how.vocab_size or student.shape[-1])

@@ -22,6 +22,7 @@ from .cross_entropy import cross_entropy_loss
 from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
+from .sharded_heads import share_rows
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 from .token_output import TokenLossOutput, token_output
@@ -104,6 +105,7 @@ class FusedLoss:
             # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
         targets = BatchTargets.of(labels, shift_labels, num_items_in_batch)
+        share_rows(model, targets.rows)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))

@@ -19,16 +19,28 @@ from transformers import PreTrainedModel
 
 from ..common.hooks import is_hooked
 from ..errors import ConfigError
-from ..kernels.types import Lora
+from ..kernels.types import Lora, VocabParallel
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear output head as plain, whole tensors: x @ weight.T + bias, and the low-rank terms of its adapters."""
+    """A linear output head as plain tensors: x @ weight.T + bias, and the low-rank terms of its adapters.
+
+    The tensors are whole, or this rank's rows where `parallel` says how the rows lie on the ranks.
+    """
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     lora: tuple[Lora, ...] = ()
+    parallel: VocabParallel | None = None
+    gather: "Callable[[], Head] | None" = None  # makes the whole head of these rows, or raises ConfigError
+
+    def whole(self) -> "Head":
+        return self if self.gather is None else self.gather()
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0] if self.parallel is None else self.parallel.vocab
 
     @classmethod
     def read(cls, module: nn.Module | None) -> "Head | str":

@@ -65,6 +65,7 @@ class CudaRecorder:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the rehearsal has left: nothing else allocates on its stream
 
     def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()

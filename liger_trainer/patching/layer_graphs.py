@@ -142,7 +142,7 @@ class LayerGraph:
         if self.trains:
             self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
             self.run_backward(rehearses=True)
-        self.outputs, self.output_gradients = [], []
+        self.inputs, self.outputs, self.output_gradients = [], [], []
 
     def record_forward(self, recorder: Recorder) -> None:
         self.outputs, self.replay_forward = recorder.record(self.run_forward)

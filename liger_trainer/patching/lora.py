@@ -12,7 +12,7 @@ import functools
 import types
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -24,12 +24,16 @@ from torch import Tensor, nn
 from ..common.hooks import is_called, is_hooked
 from ..common.replacements import Replacements
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
+from ..kernels.lora_linears import lora_linears
 from ..kernels.lora_mlp import lora_mlp
 from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
 from ..modules.gated_mlp import is_plain
 from . import structure
 from .options import PatchOptions, PatchReport
+from .shared_input import SharedInput, layers_of_one_input
+
+GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
 
 
 class _Ineligible(Exception):
@@ -55,6 +59,19 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
             report.leave(
                 f"LoRA on {name.removesuffix('.base_layer').rpartition('.')[2]}", f"PEFT's forward runs: {refused}"
             )
+    for module in model.modules():
+        _share_inputs(module, replacements)
+
+
+def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
+    """Have the LoRA layers that a module calls with one tensor computed by one op."""
+    for names in layers_of_one_input(module):
+        layers = [layer for name in names if _is_ours(layer := module._modules.get(name))]
+        if len(layers) < 2 or len(set(map(id, layers))) < len(layers):
+            continue
+        group = SharedInput(layers)
+        for layer in layers:
+            replacements.set(layer, GROUP, group)
 
 
 def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Tensor | None:
@@ -87,11 +104,30 @@ def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:
 def _lora_linear_forward(module, x, *args, **kwargs):
     if args or kwargs:  # PEFT's own: adapter_names, alora_offsets
         return type(module).forward(module, x, *args, **kwargs)
+    group = vars(module).get(GROUP)
+    if group is not None and not torch.compiler.is_compiling():
+        y = group.output(module, x, functools.partial(_outputs, x))
+        if y is not None:
+            return y
     try:
         p = read(module, x)
     except _Ineligible:
         return type(module).forward(module, x)
     return lora_linear(x, p.weight, p.bias, p.adapters, unpack=p.unpack)
+
+
+def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """Return the outputs of LoRA layers for x, None if one of them has to be called."""
+    try:
+        projections = [_member(layer, x) for layer in layers]
+    except _Ineligible:
+        return None
+    return lora_linears(x, projections)
+
+
+def _is_ours(layer: nn.Module | None) -> TypeGuard[nn.Module]:
+    forward = vars(layer).get("forward") if layer is not None else None
+    return isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
 
 
 def read(module: Any, x: Tensor | None) -> Projection:
@@ -114,11 +150,11 @@ def read(module: Any, x: Tensor | None) -> Projection:
     bias = base.bias
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise _Ineligible("the base layer is trained too")
-    adapters = tuple(_adapter(module, name, x is not None) for name in module.active_adapters if name in module.lora_A)
+    adapters = tuple(_adapter(module, name) for name in module.active_adapters if name in module.lora_A)
     return Projection(weight, bias, adapters, unpack)
 
 
-def _adapter(module: Any, name: str, called: bool) -> Adapter:
+def _adapter(module: Any, name: str) -> Adapter:
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if name in module.lora_variant:
         raise _Ineligible(f"an adapter is {type(module.lora_variant[name]).__name__}, not plain LoRA")
@@ -128,9 +164,18 @@ def _adapter(module: Any, name: str, called: bool) -> Adapter:
         raise _Ineligible("the dropout of an adapter is hooked or has another forward")
     if b.bias is not None:
         raise _Ineligible("an adapter has a bias (lora_bias)")
-    if getattr(dropout, "p", 0.0) > 0 and (dropout.training or not called):
-        raise _Ineligible(f"lora_dropout is {dropout.p}; 0 takes the fused path")
-    return Adapter(a.weight, b.weight, module.scaling[name])
+    return Adapter(a.weight, b.weight, module.scaling[name], _rate(dropout))
+
+
+def _rate(dropout: nn.Module) -> float:
+    """Return the probability with which a dropout of PEFT drops, as it is now."""
+    if type(dropout) is nn.Identity:
+        return 0.0
+    if type(dropout) is not nn.Dropout or dropout.inplace:
+        raise _Ineligible(f"an adapter drops out by {dropout}")
+    if dropout.p >= 1:
+        raise _Ineligible(f"lora_dropout is {dropout.p}, with which nothing is left")
+    return dropout.p if dropout.training else 0.0
 
 
 def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
@@ -184,9 +229,7 @@ def _member(layer: Any, x: Tensor | None) -> Projection:
         return Projection(layer.weight, layer.bias)
     if type(layer) not in _lora_types():
         raise _Ineligible(f"it has a {type(layer).__name__}")
-    forward = vars(layer).get("forward")
-    ours = isinstance(forward, types.MethodType) and forward.__func__ is _lora_linear_forward
-    if (forward is not None and not ours) or is_hooked(layer):
+    if ("forward" in vars(layer) and not _is_ours(layer)) or is_hooked(layer):
         raise _Ineligible("a LoRA layer is hooked or has another forward")
     return read(layer, x)
 
@@ -251,7 +294,7 @@ def _disproof() -> str | None:
             except Exception as error:
                 return f"its forward fails on a miniature: {type(error).__name__}: {error}"
             plain = lora_linear_reference(x, p.weight, p.bias, p.adapters)
-            leaves = [x, *(tensor for a, b, _ in p.adapters for tensor in (a, b))]
+            leaves = [x, *(tensor for adapter in p.adapters for tensor in adapter[:2])]
             refused = structure.difference(plain, theirs) or structure.gradient_difference(plain, theirs, leaves)
         if refused is not None:
             return refused + f" in {dtype}"

@@ -1,7 +1,9 @@
 """`use_liger_kernel=True` of an unmodified `transformers.Trainer`, and of TRL's trainers, served by `patch`.
 
 `enable()` replaces the one function through which Trainer applies the flag, and makes `evaluate` and `predict` apply it
-too, because Trainer itself does so in `train` only. `disable()` puts both back. Patched models stay patched.
+too, because Trainer itself does so in `train` only. Whatever the flag, it also replaces the function that scores labels
+in TRL's fused head (trl_log_probs.py), and two methods of the trainers that have no such head (trl_stored_logits.py).
+`disable()` puts all back. Patched models stay patched.
 """
 
 import functools
@@ -20,6 +22,8 @@ from ..errors import ConfigError
 from ..losses.fused_forward import has_trl_head
 from .options import PatchOptions, canonical
 from .patcher import Patched, base_of, patch, patched_record
+from .trl_log_probs import replace_trl_log_probs
+from .trl_stored_logits import replace_trl_stored_logits
 
 _replacements = Replacements()
 
@@ -27,14 +31,19 @@ _replacements = Replacements()
 def enable() -> None:
     """Serve `use_liger_kernel` and `liger_kernel_config` in this process, whether liger-kernel is installed or not.
 
-    Doing it twice does nothing more. Trainers that keep their own fused head (TRL's SFT, DPO, KTO, GRPO and RLOO pass
-    `fused_linear_cross_entropy=False`) keep it, and get the layers.
+    Doing it twice does nothing more. Trainers that have their own fused head (TRL's SFT, DPO, KTO, GRPO and RLOO pass
+    `fused_linear_cross_entropy=False`) keep it, and get the layers. That head then computes log-probabilities and
+    entropies by `linear_log_probs`, for trained and reference models, with `use_liger_kernel` or without it. TRL's
+    experimental ORPO and CPO trainers no longer store logits. (So this imports them, and takes TRL's notice about its
+    experimental part, once a process, off the user's import.)
     """
     if len(_replacements):
         return
     for module in (transformers.trainer, transformers.integrations.liger):
         _replacements.set(module, "apply_liger_kernel", apply_liger_kernel)
     _replacements.set(Trainer, "evaluation_loop", _patching_first(Trainer.evaluation_loop))
+    replace_trl_log_probs(_replacements)
+    replace_trl_stored_logits(_replacements)
 
 
 def disable() -> None:

@@ -1,24 +1,12 @@
-"""Callbacks of a run: a progress bar, and tokens per second with peak memory in every log."""
+"""Tokens per second and peak memory in every log of a run."""
 
 import time
 
 import torch
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from ..common import limits
 from ..trainers.token_metrics import tokens_before
-
-SHOWN = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "learning_rate")
-
-
-class ProgressBar(ProgressCallback):
-    """Trainer's bar with the latest metrics beside it, instead of a printed dictionary a log."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            shown = {name: f"{logs[name]:.4g}" for name in SHOWN if isinstance(logs.get(name), float)}
-            if shown:
-                self.training_bar.set_postfix(shown)
 
 
 class Pace(TrainerCallback):

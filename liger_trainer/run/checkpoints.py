@@ -6,6 +6,8 @@ from pathlib import Path
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import CONFIG, METRICS
 from ..config.settings import COMMAND_LINE
+from ..config.stages import folders
+from ..config.yaml_reader import read_settings
 from ..errors import ConfigError
 
 BEFORE = "measured_before.json"  # in a checkpoint of a run: its measurement before the first step
@@ -29,6 +31,7 @@ def resumption(
         ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.
         CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
+    run_dir = whole_run(run_dir)
     config = run_dir / CONFIG
     if not config.is_file():
         raise ConfigError(
@@ -40,11 +43,34 @@ def resumption(
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
     settings = [f"output_dir={run_dir}", *overrides]
-    if checkpoint is None and newest_whole(run_dir, contents=False) is None:
-        print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
-        return str(config), settings
-    chosen = "true" if checkpoint is None else _checked(run_dir, checkpoint)
+    at = in_progress(run_dir)
+    if checkpoint is None and newest_whole(at, contents=False) is None:
+        begun = at != [*earlier(run_dir), run_dir][0]
+        part = f"what is trained in {at.name}" if begun else "the run"
+        print(f"liger-trainer: no checkpoint in {at}: {part} starts from the beginning.", file=sys.stderr)
+        return str(config), [*settings, "resume_from_checkpoint=true"] if begun else settings
+    chosen = "true" if checkpoint is None else _checked(at, checkpoint)
     return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
+
+
+def earlier(run_dir: Path) -> list[Path]:
+    """Return the folders of the trainings before the last one of the run in `run_dir`; see `config.stages`."""
+    config = run_dir / CONFIG
+    if not config.is_file():
+        return []
+    settings = read_settings(config.read_text(encoding="utf-8"), str(config)).values
+    return [run_dir / name for name in folders({key: setting.value for key, setting in settings.items()})]
+
+
+def whole_run(run_dir: Path) -> Path:
+    """Return the folder of the run of which `run_dir` is a part, or `run_dir`, if it is the whole."""
+    place = run_dir.expanduser().absolute()
+    return place.parent if place in earlier(place.parent) else run_dir
+
+
+def in_progress(run_dir: Path) -> Path:
+    """Return the folder of the first training that has not finished; of a finished run, `run_dir`."""
+    return next((folder for folder in earlier(run_dir) if not (folder / METRICS).is_file()), run_dir)
 
 
 def _checked(run_dir: Path, name: str) -> Path:

@@ -1,6 +1,5 @@
 """Start a run again through accelerate's launcher, for several processes, and end all of them together."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,12 +16,12 @@ import psutil
 
 from ..common.signals import handling
 from ..common.value_rules import did_you_mean
+from ..config.engines import LAUNCHED, accelerate_file, accelerate_names, is_launched
 from ..errors import ConfigError, Interrupted, LigerTrainerError
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
-LAUNCHED = "LIGER_TRAINER_LAUNCHED"  # id of the launching process, a colon, and the folder of `Ranks`
 EXIT_CODE = "exit_code"
 WATCH_EVERY = 1.0  # seconds
 
@@ -31,7 +30,7 @@ def launcher_arguments(config: "RunConfig") -> list[str]:
     """Return the configuration's arguments for `accelerate launch`: `num_processes: 2` is `--num_processes 2`.
 
     Raises:
-        ConfigError: `accelerate_config` is neither a file nor one of TRL's.
+        ConfigError: `accelerate_config` is neither a file nor a name of one.
     """
     arguments = []
     for key, spec in config.schema.keys.items():
@@ -46,20 +45,12 @@ def launcher_arguments(config: "RunConfig") -> list[str]:
 
 def _accelerate_config(config: "RunConfig") -> Path:
     name = config["accelerate_config"]
-    if Path(name).expanduser().is_file():
-        return Path(name).expanduser()
-    trl = importlib.util.find_spec("trl")  # does not import it
-    folder = Path(trl.origin).parent / "accelerate_configs" if trl and trl.origin else Path()
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in names:
+    file = accelerate_file(name)
+    if file is None:
+        names = sorted(accelerate_names())
         hint = did_you_mean(name, names)
         raise config.error("accelerate_config", f"expected a file or one of {', '.join(names)}, got {name!r}.{hint}")
-    return folder / f"{name}.yaml"
-
-
-def is_launched() -> bool:
-    """Whether this process was started by a launcher: by ours, by torchrun, which sets RANK, or by accelerate."""
-    return any(name in os.environ for name in (LAUNCHED, "RANK", "ACCELERATE_MIXED_PRECISION"))
+    return file
 
 
 def launch(launcher: list[str], arguments: list[str]) -> NoReturn:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from peft import PeftModel
+from peft.utils import CONFIG_NAME as ADAPTER
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
@@ -83,7 +85,10 @@ def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFile
     """
     key = "teacher_model_name_or_path"
     if not config["teachers"]:
-        return {"": (config, open_model(config, key))} if config[key] else {}
+        if not config[key]:
+            return {}
+        teacher, corrected = open_model(config, key), config.corrected_teacher
+        return {"": (config, teacher if corrected is None else replace(teacher, path=str(corrected), revision=None))}
     entries = config["teachers"]
     args = SimpleNamespace(
         **{**config.values, "teachers": json.loads(entries) if isinstance(entries, str) else entries}
@@ -174,8 +179,9 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
         raise config.error("teacher_model_name_or_path", str(error)) from None
 
 
-def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
-    """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out.
+def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | PeftModel:
+    """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out; of a second
+    stage, load what the first one has saved.
 
     Call it after `config.training_args()`, which sets up the devices.
 
@@ -190,10 +196,30 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
                 "takes a measurement, which a run does not make. Make the student with `liger-trainer init-student`, "
                 f"name its directory in model_name_or_path, and take this key out (~{key}).",
             )
+    model, before = load_base(config, files), config.starts_from
+    if before is None or not is_adapter(before):
+        return model
+    return PeftModel.from_pretrained(model, str(before), is_trainable=True)
+
+
+def load_base(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
+    """Load the student without the adapters that a first stage has trained.
+
+    Raises:
+        ConfigError: missing or broken weights, an option that this model or installation does not know.
+    """
+    before = config.starts_from
+    if before is not None and not is_adapter(before):
+        return load_weights(config, replace(files, path=str(before), revision=None))
     model = load_weights(config, files)
     if not config.drops_layers():
         return model
     return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds adapters without their base."""
+    return (folder / ADAPTER).is_file()
 
 
 def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

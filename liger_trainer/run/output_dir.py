@@ -10,7 +10,7 @@ import platform
 import shlex
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,22 +96,32 @@ def start_output(trainer: Trainer, config: "RunConfig") -> None:
     """At the start of training, write config.yaml, which `liger-trainer resume` reads, and remove the run that this one
     overwrites."""
     if trainer.is_world_process_zero():
+        whole = config.whole or config
+        for folder in [*whole.earlier, Path(whole["output_dir"]).expanduser()][config.stage :]:
+            _clear(folder, config)
         output_dir = Path(str(trainer.args.output_dir))
         output_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, REPORT):
-            (output_dir / name).unlink(missing_ok=True)
-        for checkpoint in _earlier_checkpoints(config, output_dir):
-            checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
-        write_atomically(output_dir / CONFIG, config.to_yaml())
+        write_atomically(Path(whole["output_dir"]).expanduser() / CONFIG, whole.to_yaml())
+        if config.goes_on:
+            write_atomically(output_dir / CONFIG, config.to_yaml())
+
+
+def _clear(output_dir: Path, config: "RunConfig") -> None:
+    for name in (METRICS, REPORT):
+        (output_dir / name).unlink(missing_ok=True)
+    for checkpoint in _earlier_checkpoints(config, output_dir):
+        checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
 
 
 def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> None:
     """Save the trained weights and the tokenizer, so that transformers alone can load them.
 
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
-    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on. So is the
+    adapter of a corrected teacher, which is loaded as a model.
     """
-    if isinstance(trainer.model, PeftModel) and config.drops_layers():
+    corrects = config.whole is not None and config.recipe == "sft"
+    if isinstance(trainer.model, PeftModel) and (config.drops_layers() or corrects):
         trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate
@@ -131,7 +141,8 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
         content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
-    trainer.accelerator.end_training()
+    if not config.goes_on:
+        trainer.accelerator.end_training()  # ends the process group too
     nans = [name for name, value in results.after.items() if math.isnan(value)]
     if nans:
         raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
@@ -152,7 +163,10 @@ def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
 def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
     """Write the card of this run in place of the one that TRL and PEFT write; `push_to_hub` writes it once more."""
     from .reports.model_card import NAME, Published, model_card
+    from .reports.read_run import read_run
 
+    if config.starts_from is not None:  # the card is about both stages
+        results = replace(results, before=read_run(config.starts_from).before)
     model = Published(
         adapter=isinstance(trainer.model, PeftModel),
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
@@ -185,12 +199,12 @@ def _report(output_dir: Path) -> None:
         StorageError: the disk is full, read-only or over its quota.
     """
     from .reports.html import write_report
-    from .reports.read_run import read_run
+    from .reports.read_run import read_runs
 
     advice = f"again: liger-trainer report {shlex.quote(str(output_dir))}"
     try:
         with writing_to(output_dir / REPORT, f"All else of the run is saved; {advice}"):
-            write_report([read_run(output_dir)], output_dir / REPORT)
+            write_report(read_runs([output_dir]), output_dir / REPORT)
     except StorageError:
         raise
     except Exception as error:

@@ -5,17 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from peft import PeftModel
 from rich.console import Console
 from trl import get_peft_config
 
 from ..common.storage import writing_to
 from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
+from .ending import print_ending
 from .metric_rows import MetricRow, shown_rows
 from .models import ModelFiles, load_student, open_model
 from .output_dir import again, check_output_dir, finish, save_student
-from .results import RunResults, patch_facts, print_results, print_rows, run_console
-from .samples import Prompt, compare, measure
+from .results import RunResults, patch_facts, print_before, print_results, print_rows, run_console
+from .samples import ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -61,13 +63,14 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
     config = run.config
     loading = run.console.status("Loading weights, tokenizing rows")
     with run.clock("load"), loading, config.refusals(trainer_class.__name__):
+        student = load_student(config, run.student)
         trainer = trainer_class(
-            load_student(config, run.student),
+            student,
             args=args,
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
             processing_class=run.student.tokenizer,
-            peft_config=get_peft_config(config.model_args()),
+            peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
             **teacher,
         )
     print_rows(run.console, trainer.row_facts)
@@ -80,6 +83,7 @@ def train_and_save(
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None = None,
+    teacher: ModelFacts | None = None,
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
@@ -88,6 +92,7 @@ def train_and_save(
     Args:
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
+        teacher: the facts about the teacher, if it is one model and not the student's own base.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
@@ -95,7 +100,7 @@ def train_and_save(
         StorageError: the disk is full, read-only or over its quota.
     """
     with trainer.folder_locked():
-        return _train_and_save(run, trainer, prompts, rows, teacher_texts)
+        return _train_and_save(run, trainer, prompts, rows, teacher_texts, teacher)
 
 
 def _train_and_save(
@@ -104,11 +109,12 @@ def _train_and_save(
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None,
+    teacher: ModelFacts | None,
 ) -> Path:
     config, clock = run.config, run.clock
     measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
     with writing_to(run.output_dir, again(run.output_dir)):
-        before, training = train(trainer, config, measure_now, clock)
+        before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
         with clock("save"):
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
@@ -127,8 +133,17 @@ def _train_and_save(
         training=training,
         seconds=clock.seconds,
         log_history=trainer.state.log_history,
+        models={
+            "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
+            **({"teacher": teacher} if teacher else {}),
+        },
     )
     with writing_to(run.output_dir, again(run.output_dir)):
         finish(trainer, config, run.output_dir, results)
     print_results(run.console, results, shown_rows(rows, [before.metrics]), run.output_dir)
+    print_ending(run.console, config, results, run.output_dir)
     return run.output_dir
+
+
+def _show_before(console: Console, rows: tuple[MetricRow, ...], before: dict[str, float]) -> None:
+    print_before(console, shown_rows(rows, [before]), before)

@@ -1,7 +1,7 @@
 """The results of a run, and what it prints: configuration and data at the start, results at the end."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ from rich.table import Table
 from ..common.console import is_main_process
 from ..patching.patcher import Patched
 from ..trainers.rows import RowFacts
-from .data.datasets import DataFacts
+from .data.datasets import USERS_TOO, DataFacts
 from .metric_rows import MetricRow
-from .samples import Completion, comparison_table, print_completions
+from .samples import Completion, ModelFacts, comparison_table, print_completions
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -59,6 +59,8 @@ class RunResults:
     seconds: dict[str, float]
     """of each part of the run"""
     log_history: list[dict[str, Any]]
+    models: dict[str, ModelFacts] = field(default_factory=dict)
+    """the student and, where one model of its own teaches, the teacher"""
 
 
 def patch_facts(graphs: Mapping[str, str], **models: Patched | None) -> dict[str, Any]:
@@ -84,7 +86,8 @@ def run_console() -> Console:
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
     """Print the settings that differ from the defaults, where each was set, and the facts about the data."""
-    settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
+    part = f", {config.name}" if config.name else ""
+    settings = Table(title=f"{config.recipe}: {config.source}{part}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")
     for key, (value, where) in config.changes().items():
@@ -94,7 +97,7 @@ def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabula
 
 
 def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None) -> None:
-    """Print the facts about the data; counts of repeated rows in yellow."""
+    """Print the facts about the data; repeated rows in yellow. Point out chats whose questions are learned."""
     data = Table(title="data", title_justify="left", show_header=False)
     data.add_column()
     data.add_column(overflow="fold")
@@ -107,6 +110,19 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     if vocabulary:
         data.add_row("vocabulary", vocabulary)
     console.print(data)
+    if facts.learned.startswith(USERS_TOO):
+        console.print(
+            "What the user says is learned too. To learn the answers alone: assistant_only_loss=true; where the chat "
+            "template does not mark them, with supervised_part=content.",
+            style="yellow",
+            highlight=False,
+        )
+
+
+def print_before(console: Console, rows: tuple[MetricRow, ...], before: Mapping[str, float]) -> None:
+    """Print the held-out metrics of the student before training, on one line."""
+    values = (f"{row.title} {before[row.metric]:.{row.digits}f}" for row in rows)
+    console.print(f"Before training, held-out rows: {', '.join(values)}", highlight=False, soft_wrap=True)
 
 
 def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, ...], output_dir: Path) -> None:
@@ -120,7 +136,8 @@ def print_results(console: Console, results: RunResults, rows: tuple[MetricRow, 
         f"({training.peak_memory_of}); {training.device}",
         highlight=False,
     )
-    console.print(f"Model, tokenizer, config.yaml, metrics.json and report.html are in {output_dir}", highlight=False)
+    files = "Model, tokenizer, config.yaml, metrics.json and report.html are in"
+    console.print(f"{files} {output_dir}", highlight=False, soft_wrap=True)
 
 
 def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
@@ -129,7 +146,7 @@ def print_rows(console: Console, rows: dict[str, RowFacts]) -> None:
     table.add_column()
     for split in rows:
         table.add_column(split, justify="right")
-    for name in (field.name for field in fields(RowFacts)):
+    for name in (column.name for column in fields(RowFacts)):
         counts = [getattr(facts, name) for facts in rows.values()]
         lost = name in ("rows_dropped", "rows_truncated", "supervised_tokens_lost") and any(counts)
         table.add_row(name.replace("_", " "), *(f"{count:,}" for count in counts), style="yellow" if lost else None)

@@ -2,8 +2,9 @@
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,10 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
+from ..common.console import is_main_process
 from ..losses.model_parts import device_of
 from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
@@ -21,6 +24,7 @@ from .metric_rows import MetricRow
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
+FEWEST_TOKENS = 32  # for a speed of generation
 TEXT_PROMPT_TOKENS = 32  # a row of plain text or token ids has no prompt, so its start is taken
 
 
@@ -50,6 +54,37 @@ class Measurement:
 
     metrics: dict[str, float]
     texts: list[str]
+    tokens_per_second: float | None = None
+    """of the completions"""
+
+
+@dataclass
+class Writing:
+    """How fast a model writes. The first prompt does not count: kernels are compiled in it."""
+
+    completions: list[tuple[int, float]] = field(default_factory=list)
+    """tokens and seconds of each"""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where fewer than `FEWEST_TOKENS` were written."""
+        tokens = sum(count for count, _ in self.completions[1:])
+        seconds = sum(seconds for _, seconds in self.completions[1:])
+        return round(tokens / seconds, 2) if tokens >= FEWEST_TOKENS else None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model of a run: how many parameters it has, in which dtype, and how fast it writes, where that was measured."""
+
+    parameters: int
+    dtype: str
+    tokens_per_second: float | None
+
+
+def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
+    """Return the facts about a model of transformers or PEFT; weights in 4 bits count as they do unpacked."""
+    return ModelFacts(model.num_parameters(), str(model.dtype).removeprefix("torch."), tokens_per_second)
 
 
 def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
@@ -57,7 +92,9 @@ def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) ->
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     tokenizer = trainer.processing_class
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return Measurement(metrics, complete(trainer.model, tokenizer, prompts, max_new_tokens))
+    writing = Writing()
+    texts = complete(trainer.model, tokenizer, prompts, max_new_tokens, writing)
+    return Measurement(metrics, texts, writing.tokens_per_second)
 
 
 def compare(
@@ -124,12 +161,17 @@ def _text_of(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def complete(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    writing: Writing | None = None,
 ) -> list[str]:
     """Return greedy completions, made one prompt at a time, so that nothing is padded.
 
     Args:
         model: a transformers or PEFT model; it is left in the mode it was in.
+        writing: takes the tokens and the seconds of each completion.
     """
     training = model.training
     stop = model.generation_config.eos_token_id if model.generation_config else None
@@ -140,31 +182,42 @@ def complete(
         eos_token_id=tokenizer.eos_token_id if stop is None else stop,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
+    silent = None if is_main_process() else True  # None: where there is no terminal
     model.eval()
     device = device_of(model)
     texts = []
     try:
         with torch.no_grad():
-            for prompt in prompts:
-                ids = torch.tensor([prompt.input_ids], device=device)
+            for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
+                ids, began = torch.tensor([prompt.input_ids], device=device), time.perf_counter()
                 generated = model.generate(
                     input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
                 )
-                texts.append(_decode(tokenizer, generated[0, ids.shape[1] :]))
+                answer = generated[0, ids.shape[1] :]
+                texts.append(_decode(tokenizer, answer))  # which waits for the device
+                if writing is not None:
+                    writing.completions.append((len(answer), time.perf_counter() - began))
     finally:
         model.train(training)
     return texts
 
 
 def complete_by_each(
-    models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+    models: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    writing: Writing | None = None,
 ) -> list[str] | None:
     """Return the completion of each prompt. Of several models, each has a line that begins with its name.
+
+    Args:
+        writing: as for `complete`.
 
     Returns:
         None without a model.
     """
-    texts = [complete(model, tokenizer, prompts, max_new_tokens) for model in models.values()]
+    texts = [complete(model, tokenizer, prompts, max_new_tokens, writing) for model in models.values()]
     if len(texts) < 2:
         return texts[0] if texts else None
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
@@ -21,9 +21,10 @@ from ..errors import ConfigError
 from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
 from ..trainers.token_metrics import tokens_before
-from .callbacks import Pace, ProgressBar, peak_memory_mib
+from .callbacks import Pace, peak_memory_mib
 from .checkpoints import BEFORE
 from .output_dir import start_output
+from .progress import show_progress
 from .results import TrainingFacts
 from .samples import Measurement
 from .stopping import StopEarly
@@ -60,8 +61,9 @@ class MeasureFirst(TrainerCallback):
         config: "RunConfig",
         measure: Callable[[], Measurement],
         clock: Clock,
+        show: Callable[[dict[str, float]], None],
     ) -> None:
-        self.trainer, self.config, self.measure, self.clock = trainer, config, measure, clock
+        self.trainer, self.config, self.measure, self.clock, self.show = trainer, config, measure, clock, show
         self.result: Measurement | None = None
         self.began_at = self.tokens_before = 0
 
@@ -70,6 +72,7 @@ class MeasureFirst(TrainerCallback):
         self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
             self.result = self._stored() or self.measure()
+        self.show(self.result.metrics)
         self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
         _check_best_metric(self.config, self.result.metrics)
         start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten
@@ -103,8 +106,12 @@ def train(
     config: "RunConfig",
     measure: Callable[[], Measurement],
     clock: Clock,
+    show: Callable[[dict[str, float]], None],
 ) -> tuple[Measurement, TrainingFacts]:
     """Measure the student, then train it to the end. A checkpoint brings its own measurement.
+
+    Args:
+        show: prints the metrics of that measurement.
 
     Raises:
         ConfigError: the optimizer's package is not installed; the checkpoint is at the last step already, or was saved
@@ -112,13 +119,11 @@ def train(
         Interrupted: a signal came, or `max_hours` are over; the checkpoint to go on from is named.
         NonFiniteError: a number in training is NaN or infinite, and steps are not left out for it.
     """
-    stop, first = StopEarly(config["max_hours"], clock.began), MeasureFirst(trainer, config, measure, clock)
+    stop, first = StopEarly(config["max_hours"], clock.began), MeasureFirst(trainer, config, measure, clock, show)
     trainer.callback_handler.callbacks.insert(0, Pace())  # before the trackers, so that they get its values
     trainer.add_callback(stop)
     trainer.add_callback(first)
-    if not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ProgressBar)
+    show_progress(trainer)
     _check_optimizer(trainer, config)
     with handling(stop.receive):
         trainer.train(resume_from_checkpoint=config["resume_from_checkpoint"], force_resume=config["force_resume"])

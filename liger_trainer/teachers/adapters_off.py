@@ -8,6 +8,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
 from ..errors import ConfigError
@@ -30,11 +31,11 @@ class SelfTeacher(Teacher):
         self._accelerator: Any = None
 
     def prepare(self, trainer: DistillHost) -> int:
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
             raise ConfigError(
-                "teacher: self does not work with FSDP or DeepSpeed, whose hooks gather the weights for the student's "
-                "pass alone. Train on each GPU with all weights, or load the base as a teacher of its own: "
-                "teacher: model with teacher_model_name_or_path."
+                "teacher: self does not work with FSDP1 or DeepSpeed, whose hooks gather the weights for the student's "
+                "pass alone. Use FSDP2 or DDP, or load the base as a teacher of its own: teacher: model with "
+                "teacher_model_name_or_path."
             )
         _check_adapters(trainer.student)
         self._student, self._accelerator = trainer.student, trainer.accelerator
@@ -42,8 +43,11 @@ class SelfTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         base = base_of(self._student)
+        # FSDP2 gathers what lies beside the decoder layers in the forward of the model that it was given last
+        sharded = isinstance(self._student, FSDPModule)
+        call: Any = self._student if sharded else base
         with without_adapters(self._student), self._accelerator.autocast():
-            logits = teacher_logits(base, base, **without_labels(inputs))
+            logits = teacher_logits(call, base, **without_labels(inputs))
         if not isinstance(logits, DeferredLogits):
             return logits
         # The logits are computed later, when the head has its adapters again: so use its bare weight.

@@ -67,6 +67,10 @@ class Teacher(ABC):
     reads: int | None = None
     unshared: frozenset[int] = frozenset()
 
+    def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
+        """Look at the rows of a dataset as they came, before they are tokenized with this tokenizer."""
+        return None
+
     def prepare_dataset(
         self, prepare: Callable[[Any, bool], Any], dataset: Any, packing: bool, name: str, *, tokenizer: Any,
         formatting_func: Any,

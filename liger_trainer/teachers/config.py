@@ -67,6 +67,16 @@ def _beside_offload(key: str, why: str) -> tuple[Fact, str]:
     return on("teacher_offload") & on(key), f"does not go with {key}: {why}."
 
 
+def _prompt_conflicts(key: str) -> list[tuple[Fact, str]]:
+    return [
+        (
+            on(key) & (CACHE | SERVER | on("teachers")),
+            "goes with one teacher in this process: `teacher: model` or `teacher: self`.",
+        ),
+        (on(key) & on("seq_kd"), "has no place in completions that the teacher samples; set seq_kd to false."),
+    ]
+
+
 @dataclass
 class TeacherConfig:
     """Teachers of `LigerDistillTrainer`; docs/teachers.md.
@@ -91,6 +101,8 @@ class TeacherConfig:
             8 or 16; MiB of a shard. Training reads them out of the cache.
         teacher_column: the column that names the teacher of each row. Without it every teacher teaches every row, and
             the divergences are added up, each times its weight.
+        teacher_prompt, teacher_prompt_column: what the teacher reads before each row and the student does not, or the
+            column of the rows that has it (docs/teachers.md).
         teacher_tokenizer_name_or_path: where the teacher's tokenizer is, if not beside the teacher.
         teacher_dtype: dtype of the teacher's weights. Default: that of the run.
         teacher_load_in_4bit, teacher_load_in_8bit: quantise its weights with bitsandbytes.
@@ -133,6 +145,17 @@ class TeacherConfig:
         ],
     )
     teacher_column: str | None = option(None, "Column of the rows that names the one of `teachers` that teaches them.")
+    teacher_prompt: str | None = option(
+        None,
+        "Instructions that the teacher reads and the student does not: a system message, or text before plain rows.",
+        conflicts=[
+            *_prompt_conflicts("teacher_prompt"),
+            (on("teacher_prompt") & on("teacher_prompt_column"), "give either the text or its column, not both."),
+        ],
+    )
+    teacher_prompt_column: str | None = option(
+        None, "Column that has the `teacher_prompt` of each row.", conflicts=_prompt_conflicts("teacher_prompt_column")
+    )
     teacher_model_name_or_path: str | None = _of_loading(
         "teacher_model_name_or_path", None, "The teacher: a model directory or hub id."
     )

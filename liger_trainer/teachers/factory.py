@@ -12,6 +12,7 @@ from .config import TeacherConfig
 from .cross_tokenizer import CrossTokenizerTeacher, RowsForReading
 from .ensemble import EnsembleTeacher
 from .model import ModelTeacher
+from .privileged import PrivilegedTeacher
 from .server import ServerTeacher
 
 GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
@@ -41,12 +42,21 @@ def make_teacher(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_read
         return CachedTeacher(args, teacher_model)
     if args.teacher != "model" and teacher_model is not None:
         raise ConfigError(f"teacher={args.teacher!r} takes no model: leave teacher_model and its name in args out.")
+    if args.teacher_prompt or args.teacher_prompt_column:
+        if args.teacher == "server":
+            raise ConfigError("teacher_prompt: the teacher must be in this process, not on a server.")
+        return PrivilegedTeacher(args, _plain(args, teacher_model, rows_for_reading))
+    return _plain(args, teacher_model, rows_for_reading)
+
+
+def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: RowsForReading) -> Teacher:
     if args.teacher == "self":
         return SelfTeacher()
     if args.teacher == "server":
         return ServerTeacher(args)
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
+    assert not isinstance(teacher_model, Mapping)  # which are several
     if args.loss_plan().of("uld"):
         return CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
     return ModelTeacher(args, teacher_model)

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
-from trl.models.utils import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
 from ..losses.model_parts import device_of, embedding_rows
@@ -17,7 +17,7 @@ from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
-from .placement import Carrier, check_alike, check_processes, load_teacher, stays, stream_weights
+from .placement import Carrier, check_alike, check_processes, load_teacher, shard, stays, stream_weights
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
 
@@ -43,12 +43,12 @@ class ModelTeacher(Teacher):
 
     def prepare(self, trainer: DistillHost) -> int:
         self._accelerator = trainer.accelerator
-        sharded = bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        check_processes(self._args, self._accelerator.num_processes, sharded)
+        fsdp, deepspeed = trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled
+        check_processes(self._args, self._accelerator.num_processes, fsdp, deepspeed)
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
-        if sharded:
+        if (fsdp or deepspeed) and not stays(self._args):
             check_alike(self._fingerprints, self._name)
         if self._args.teacher_offload:
             announce(f"{self._name}: its layers are not patched: their weights are streamed.")
@@ -81,8 +81,8 @@ class ModelTeacher(Teacher):
     def _placed(self, teacher: PreTrainedModel, trainer: DistillHost) -> nn.Module:
         if trainer.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self._accelerator)
-        if trainer.is_fsdp_enabled:
-            return cast(nn.Module, prepare_fsdp(teacher, self._accelerator))
+        if trainer.is_fsdp_enabled and not stays(self._args):
+            return shard(teacher, self._accelerator, like=base_of(trainer.student))
         if not stays(self._args):
             return self._accelerator.prepare_model(teacher, evaluation_mode=True)
         if self._args.teacher_offload:

@@ -6,14 +6,19 @@ from typing import Any
 import torch
 from accelerate import cpu_offload
 from accelerate.utils import gather_object, patch_environment
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
+from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module
+from ..losses.sharded_heads import shard_like
 from ..losses.spec import Logits
+from ..patching.patcher import base_of
 from .config import OF_LOADING, TeacherConfig, placed
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -36,12 +41,46 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
             )
         return teacher
     try:
-        # RAM-efficient loading leaves zeros in all ranks but the first (transformers 5.17). accelerate then sends the
-        # student's weights to the others, but nobody sends the teacher's.
-        with patch_environment(**{RAM_EFFICIENT: "false"}):
-            return load_whole(create_model_from_path, teacher, **_load_kwargs(args))
+        return load_frozen(teacher, **_load_kwargs(args))
     except ImportError as error:
         raise ConfigError(f"The teacher {teacher} cannot be loaded as asked for: {error}") from error
+
+
+def load_frozen(name: str, **options: Any) -> PreTrainedModel:
+    """Load a model that nobody trains, with all its weights in every process.
+
+    RAM-efficient loading leaves zeros in all ranks but the first (transformers 5.17). accelerate then sends the
+    student's weights to the others, but nobody sends the teacher's.
+    """
+    with patch_environment(**{RAM_EFFICIENT: "false"}):
+        return load_whole(create_model_from_path, name, **options)
+
+
+def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = None) -> nn.Module:
+    """Share a frozen model's weights out over the ranks, as accelerate's FSDP plugin says.
+
+    By FSDP2 each decoder layer is a unit: TRL's `prepare_fsdp` makes one of the whole model, of which each rank would
+    then hold every weight during a pass. The head is one, too, where that of `like`, the
+    student, is kept sharded.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version == 1:
+        return prepare_fsdp(teacher, accelerator)  # pyright: ignore[reportReturnType]
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    how: dict[str, Any] = {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+    }
+    if like is not None:
+        shard_like(like, base_of(teacher), **how)
+    layers = set(getattr(teacher, "_no_split_modules", None) or ())
+    for module in list(teacher.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, **how)
+    fully_shard(teacher, **how)
+    return teacher.eval()
 
 
 def teacher_dtype(args: TrainingArguments | TeacherConfig) -> str:
@@ -89,13 +128,18 @@ def stays(args: TeacherConfig) -> bool:
     return any(getattr(args, name) for name in STAYS)
 
 
-def check_processes(args: TeacherConfig, processes: int, sharded: bool) -> None:
-    """Raise ConfigError where a place names another device in each process, or FSDP or DeepSpeed decides on it."""
+def check_processes(args: TeacherConfig, processes: int, fsdp: bool, deepspeed: bool) -> None:
+    """Raise ConfigError where a place names another device in each process, or the engine decides on it."""
     if not stays(args):
         return
     name = next(name for name in STAYS if getattr(args, name))
-    if sharded:
-        raise ConfigError(f"{name} does not go with FSDP or DeepSpeed, which decide where the teacher's weights are.")
+    if fsdp and args.teacher_offload:
+        raise ConfigError(
+            "teacher_offload does not go with FSDP, which shares the teacher's weights out over the processes. Leave "
+            "it out, or have FSDP keep all weights in CPU memory: fsdp_offload_params: true for accelerate."
+        )
+    if deepspeed:
+        raise ConfigError(f"{name} does not go with DeepSpeed, which decides where the teacher's weights are.")
     if processes > 1 and args.teacher_device is not None and torch.device(args.teacher_device).index is not None:
         raise ConfigError(
             f"teacher_device={args.teacher_device!r} would be the same for all {processes} processes. Leave it out, "

@@ -30,6 +30,7 @@ from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
     check_student,
+    load_base,
     load_student,
     load_weights,
     open_model,
@@ -90,7 +91,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     """
     path = Path(target).expanduser()
     if not path.is_dir():
-        return Subject(target, load_run_config(target, overrides, exact=True), None)
+        return Subject(target, load_run_config(target, overrides, exact=True).uncorrected, None)
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     if settings is None:
         hint = f"eval CONFIG model_name_or_path={target} evaluates a model on the rows of a configuration."
@@ -98,7 +99,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
         saved = ", ".join(str(p) for p in checkpoints_in(path))
         raise ConfigError(f"{target} holds no weights.{f' There are some in {saved}.' if saved else ''}")
-    return Subject(target, load_run_config(str(settings), overrides, exact=True), path)
+    return Subject(target, load_run_config(str(settings), overrides, exact=True).each[-1], path)
 
 
 def evaluate(subject: Subject) -> Evaluation:
@@ -170,7 +171,7 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
         return load_student(config, base)
     try:
         if (subject.weights / ADAPTER).is_file():
-            return with_adapter(load_student(config, base), subject.weights)
+            return with_adapter(load_base(config, base), subject.weights)
         return load_weights(config, files)
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{subject.weights}: the weights cannot be read: {error}") from None

@@ -19,9 +19,11 @@ from ..kernels.kl_div import kl_div
 from ..kernels.layer_norm import layer_norm
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
+from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
+from ..kernels.lora_linears import lora_linears, lora_linears_reference
 from ..kernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ..kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ..kernels.relu2 import relu2
@@ -155,6 +157,23 @@ def _lora_linear(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, weight, a, b: function(x, weight, None, [Adapter(a, b, 2.0)])
 
 
+def _lora_linears_tensors(draw: Draw) -> dict[str, Tensor]:
+    tensors = {"x": draw(ROWS, HIDDEN)}
+    for name, rows in {"q": HIDDEN, "k": RANK, "v": INNER}.items():
+        tensors[f"{name}w"] = draw(rows, HIDDEN, std=1 / math.sqrt(HIDDEN))
+        tensors[f"{name}a"] = draw(RANK, HIDDEN, std=1 / math.sqrt(HIDDEN))
+        tensors[f"{name}b"] = draw(rows, RANK, std=0.2)
+    return tensors
+
+
+def _lora_linears(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def called(x: Tensor, **factors: Tensor) -> tuple[Tensor, ...]:
+        adapters = {n: (Adapter(factors[f"{n}a"], factors[f"{n}b"], 2.0),) for n in "qkv"}
+        return function(x, [Projection(factors[f"{n}w"], None, adapters[n]) for n in "qkv"])
+
+    return called
+
+
 def _lora_mlp_tensors(draw: Draw) -> dict[str, Tensor]:
     tensors = {"x": draw(ROWS, HIDDEN)}
     for name, (rows, columns) in {"g": (INNER, HIDDEN), "u": (INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
@@ -182,11 +201,16 @@ def _divergence(function: Callable[..., Any], kind: str) -> Callable[..., Output
     return called
 
 
+def _log_probs(function: Callable[..., Any]) -> Callable[..., Outputs]:
+    return lambda **tensors: tuple(function(**tensors)[:2])
+
+
 def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
     return lambda **tensors: function(**tensors, **options).loss
 
 
 HEAD_LEAVES = ("hidden", "weight")
+LORA_LINEARS_LEAVES = ("x", "qa", "qb", "ka", "kb", "va", "vb")
 LORA_MLP_LEAVES = ("x", *(f"{name}{factor}" for name in "gud" for factor in "ab"))
 
 CHECKS: tuple[Check, ...] = (
@@ -222,6 +246,9 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "linear_cross_entropy, recomputed", _loss(linear_cross_entropy, recompute=True), _linear_ce, _head, HEAD_LEAVES
     ),
+    Check(
+        "linear_log_probs", _log_probs(linear_log_probs), _log_probs(linear_log_probs_reference), _head, HEAD_LEAVES
+    ),
     *(
         Check(
             f"linear_divergence, {kind}", _divergence(linear_divergence, kind),
@@ -241,5 +268,9 @@ CHECKS: tuple[Check, ...] = (
         HEAD_LEAVES,
     ),
     Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
+    Check(
+        "lora_linears", _lora_linears(lora_linears), _lora_linears(lora_linears_reference), _lora_linears_tensors,
+        LORA_LINEARS_LEAVES,
+    ),
     Check("lora_mlp", _lora_mlp(lora_mlp), _lora_mlp(lora_mlp_reference), _lora_mlp_tensors, LORA_MLP_LEAVES),
 )  # fmt: skip

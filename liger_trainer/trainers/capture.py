@@ -3,17 +3,23 @@
 Rows are taken in the order of their keys and cut into shards of about one size. A shard depends on its rows alone, so
 a capture that was killed goes on with the first shard that is not in the index, and ends with the same files. What it
 has read of a shard is written down each minute and when the capture is interrupted, and is not read again.
+
+Several processes, each with the whole teacher, read batches of one shard at a time, and the first one writes. A batch
+has the same rows whoever reads it, so any number of processes writes the same files.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -44,6 +50,7 @@ from ..teachers.placement import load_teacher, stays, stream_weights
 from ..teachers.row_keys import documents
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows, prepare_rows
+from .ranks import decided_by_first
 from .token_ids import check_ids
 
 LOCK, MIB = ".lock", 2**20
@@ -112,17 +119,35 @@ def capture(
 
     Raises:
         ConfigError: the directory cannot be written to, holds a finished cache, one with other settings, another
-            capture at work, or other files; several processes; the teacher lacks tokens of the vocabulary.
+            capture at work, or other files; DeepSpeed; the teacher lacks tokens of the vocabulary.
         CorruptError: what an earlier capture left is damaged.
         StorageError: the disk is full, read-only or over its quota; the shards before are kept.
     """
     if args.teacher_cache_dir is None:
         raise ConfigError("teacher_cache_dir says where the cache is written; it is not set.")
-    if args.world_size > 1:
+    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise ConfigError(
-            f"A cache is captured by one process; there are {args.world_size}. Start it without launcher."
+            "Each process that captures a cache holds the whole teacher, which DeepSpeed may partition. Leave "
+            "deepspeed out."
         )
     path = Path(args.teacher_cache_dir).expanduser()
+    first = args.process_index == 0
+    with ExitStack() as stack:
+
+        def begin() -> CacheIndex | None:
+            stack.callback(_locked(path).release)
+            return _earlier(path)
+
+        before = decided_by_first(first, begin)
+        rows = prepare_rows(args, tokenizer, train, test)
+        at_work = _Capture.of(path, teacher, args, rows, before)
+        with writing_to(path, "The same command goes on with the capture."):
+            index = at_work.run(progress if progress and first else lambda *_: None)
+        return decided_by_first(first, lambda: index)
+
+
+def _locked(path: Path) -> FileLock:
+    """Make the directory and return its lock, taken."""
     lock = FileLock(path / LOCK)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -131,14 +156,7 @@ def capture(
         raise ConfigError(f"Another capture is writing {path}. Wait for it, or choose another directory.") from None
     except OSError as error:
         raise ConfigError(f"teacher_cache_dir: {path} cannot be written to: {error.strerror}") from None
-    try:
-        before = _earlier(path)
-        rows = prepare_rows(args, tokenizer, train, test)
-        at_work = _Capture.of(path, teacher, args, rows, before)
-        with writing_to(path, "The same command goes on with the capture."):
-            return at_work.run(progress or (lambda *_: None))
-    finally:
-        lock.release()
+    return lock
 
 
 def _earlier(path: Path) -> CacheIndex | None:
@@ -179,6 +197,8 @@ class _Capture:
     reader: TeacherReader
     index: CacheIndex
     batch_size: int
+    rank: int
+    ranks: int
 
     @classmethod
     def of(
@@ -222,9 +242,13 @@ class _Capture:
             index = before
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         reader = TeacherReader(model, settings.format, settings.temperature, settings.seed or 0, autocast)
-        return cls(path, plan, reader, index, args.per_device_eval_batch_size)
+        return cls(path, plan, reader, index, args.per_device_eval_batch_size, args.process_index, args.world_size)
 
     def run(self, progress: Progress) -> CacheIndex:
+        if self.rank:
+            for number in range(len(self.index.shards), self.plan.shards):
+                self._help_to_read(number)
+            return self.index
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
         for number in range(len(self.index.shards), self.plan.shards):
@@ -235,6 +259,30 @@ class _Capture:
         self._update(finished=True)
         return self.index
 
+    def _help_to_read(self, number: int) -> None:
+        """Read this process's batches of a shard, and hand them to the first one."""
+        for batches in self._batches_left(number, {}):
+            gather_object([self._read(batches)])
+
+    def _batches_left(self, number: int, rows: dict[bytes, Tensor]) -> list[list[np.ndarray]]:
+        """Return the batches of a shard that are not in `rows` of the first process, those that are read at once
+        together: one a process."""
+
+        def missing() -> list[int]:
+            return [i for i, batch in enumerate(batches) if any(self.plan.keys[row] not in rows for row in batch)]
+
+        batches = self.plan.batches(number, self.batch_size)
+        left = decided_by_first(self.rank == 0, missing)
+        return [[batches[i] for i in left[at : at + self.ranks]] for at in range(0, len(left), self.ranks)]
+
+    def _read(self, batches: list[np.ndarray]) -> dict[bytes, Tensor]:
+        """Return the records of this process's batch by their keys; nothing where there are too few batches."""
+        records: dict[bytes, Tensor] = {}
+        for batch in batches[self.rank : self.rank + 1]:
+            keys = [self.plan.keys[i] for i in batch]
+            records.update(zip(keys, self.reader.read(keys, [self.plan.row(i) for i in batch]), strict=True))
+        return records
+
     def _read_shard(self, number: int, progress: Progress) -> dict[bytes, Tensor]:
         """Return the records of a shard's rows by their keys. What parts of it hold is not read again."""
         rows: dict[bytes, Tensor] = {}
@@ -243,11 +291,8 @@ class _Capture:
         done, fresh, written = self.index.tokens_read, dict[bytes, Tensor](), time.monotonic()
         try:
             progress(done, self.index.tokens)
-            for batch in self.plan.batches(number, self.batch_size):
-                keys = [self.plan.keys[i] for i in batch]
-                if all(key in rows for key in keys):
-                    continue
-                read = dict(zip(keys, self.reader.read(keys, [self.plan.row(i) for i in batch]), strict=True))
+            for batches in self._batches_left(number, rows):
+                read = {key: row for each in gather_object([self._read(batches)]) for key, row in each.items()}
                 fresh.update(read)
                 done += sum(len(records) for key, records in read.items() if key not in rows)
                 progress(done, self.index.tokens)

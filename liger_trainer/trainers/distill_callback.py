@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-from trl.trainer.utils import create_model_from_path
 
 from ..common.console import announce
 from ..common.non_finite import STOP, check_policy
 from ..common.replacements import Replacements
-from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
@@ -25,7 +24,8 @@ from ..patching.document_leaks import PackedRows
 from ..patching.packed_attention import KIND
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record
 from ..teachers.base import check_apart, patch_layers, teacher_logits
-from ..teachers.placement import teacher_dtype
+from ..teachers.fingerprints import describe_frozen_model
+from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .evaluation_rows import tokens_that_count
 from .finite_guard import FiniteGuard
@@ -106,7 +106,7 @@ class DistillationCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model: Any = None, processing_class: Any = None, **kwargs) -> None:
         self.undo()  # after a training that was interrupted, or begun anew with a smaller batch
         self._accelerator = Accelerator()  # shares the state of the trainer's
-        refuse(args, self._accelerator.distributed_type)
+        refuse(args, self._accelerator)
         finite = FiniteGuard(self._accelerator, self._on_non_finite)
         finite.on_train_begin(args, state, control, model=model, **kwargs)
         student = base_of(self._accelerator.unwrap_model(model))
@@ -120,6 +120,9 @@ class DistillationCallback(TrainerCallback):
             rows = PackedRows(certain=packs and getattr(args, "packing_strategy", "bfd") != "wrapped")
             record = _patch_until(undo, student, PatchOptions(), "student", rows)
             _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher", rows)
+            if self._accelerator.is_fsdp2 and not isinstance(self.teacher, FSDPModule):
+                check_alike(describe_frozen_model(self.teacher), "teacher")
+                shard(self.teacher, self._accelerator)
             if record is not None and record.fused is not None:
                 undo.enter_context(record.fused.paused())
             options = LossOptions(distillation=self.distillation)
@@ -204,7 +207,7 @@ class DistillationCallback(TrainerCallback):
         if teacher is None:
             assert self._path is not None
             where = {"dtype": teacher_dtype(args), "device_map": {"": student.device}}
-            return load_whole(create_model_from_path, self._path, **{**where, **self._init_kwargs})
+            return load_frozen(self._path, **{**where, **self._init_kwargs})
         check_apart(student, teacher)
         placed = getattr(teacher, "hf_device_map", None) is not None or getattr(teacher, "is_quantized", False)
         return teacher if placed else teacher.to(student.device)
@@ -274,8 +277,9 @@ class _DistillationLoss(FusedLoss):
         self._record("train" if model.training else "eval", loss.token_output(outputs), self._inputs)
 
 
-def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
+def refuse(args: TrainingArguments, accelerator: Accelerator) -> None:
     """Raise ConfigError for training arguments with which a callback would distil wrongly, or not at all."""
+    distributed = accelerator.distributed_type
     use = "Use LigerDistillTrainer"
     parallel = getattr(args, "parallelism_config", None)
     reasons = {
@@ -291,12 +295,13 @@ def refuse(args: TrainingArguments, distributed: DistributedType) -> None:
             args.n_gpu > 1,
             "one process sees several GPUs. Launch one for each with torchrun, for LigerDistillTrainer too",
         ),
-        "DeepSpeed or FSDP": (
-            distributed in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM),
-            f"the teacher would have to be sharded by the trainer's accelerator, out of reach. {use}",
+        "DeepSpeed or FSDP1": (
+            distributed in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+            and not accelerator.is_fsdp2,
+            f"the teacher would have to be sharded by the trainer's engine, out of reach. {use}, or FSDP2",
         ),
         "parallelism_config": (
-            parallel is not None and parallel.total_size != parallel.dp_replicate_size,
+            parallel is not None and parallel.total_size != parallel.dp_replicate_size * parallel.dp_shard_size,
             f"models or sequences that are split over devices are out of reach. {use}, if it is not for sequences",
         ),
         "torch_compile": (args.torch_compile, f"the model is compiled before a callback can patch it. {use}"),

@@ -14,12 +14,15 @@ from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
+from .sft_config import choose_bf16
 from .step_config import StepConfig
 
 
 @dataclass
 class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerDistillTrainer`.
+
+    Where `bf16` is not set, the device decides, as in `LigerConfig`.
 
     Args:
         teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
@@ -44,6 +47,7 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
     disable_dropout: bool = option(False, "Switch the student's dropout off.")
 
     def __post_init__(self):
+        choose_bf16(self)
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")

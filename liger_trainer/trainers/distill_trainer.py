@@ -16,6 +16,7 @@ from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
+from ..teachers.model import ModelTeacher
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .giving_up import save_and_advise
@@ -122,6 +123,13 @@ class LigerDistillTrainer(LigerTrainer):
     def tokenizer(self) -> Any:
         return self._tokenizer
 
+    def why_whole_head(self) -> str | None:
+        if not isinstance(self.teaching, ModelTeacher):
+            return "only a single teacher model in this process is compared with a head whose rows lie on the ranks"
+        if any(term.family in ("uld", "hidden") for term in self.args.loss_plan().terms):
+            return "uld and the losses on hidden states need whole models"
+        return super().why_whole_head()
+
     def teacher_fingerprints(self) -> dict[str, Any]:
         return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
 
@@ -165,6 +173,7 @@ class LigerDistillTrainer(LigerTrainer):
         return kept
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        self.teaching.see(dataset, processing_class, dataset_name)
         if formatting_func is None and has_only_prompts(dataset):
             self.check_chats(dataset, processing_class, dataset_name)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)

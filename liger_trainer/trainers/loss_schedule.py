@@ -184,6 +184,12 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
         losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
+        if trainer.is_fsdp_enabled and any(True for _ in losses.parameters()):
+            raise ConfigError(
+                "These hidden-state losses learn projectors beside the student (the widths differ, or projector is "
+                "set), and an optimizer whose parameters FSDP shards takes no others. Use a teacher of the student's "
+                "width without projector, DDP, or leave them out of losses."
+            )
         optim = updating_in_backward(trainer.args)
         if optim and any(True for _ in losses.parameters()):
             raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")
@@ -191,13 +197,14 @@ class LossProgress(LossSchedule, TrainerCallback):
 
 
 def check_hidden(trainer: Any) -> None:
-    """Raise ConfigError where hidden states are in parts, or projectors would be."""
+    """Raise ConfigError where hidden states are in parts, or out of reach."""
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    split = parallel is not None and parallel.total_size != parallel.dp_replicate_size
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or split:
+    data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
+    fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if fsdp1 or trainer.is_deepspeed_enabled or not data_parallel:
         raise ConfigError(
-            "Hidden-state losses read what blocks return and train projectors beside the student: not with FSDP, "
-            "DeepSpeed or models split over devices. Use DDP, or leave them out of losses."
+            "Hidden-state losses read what blocks return and train projectors beside the student: not with FSDP1, "
+            "DeepSpeed or models split over devices. Use DDP or FSDP2, or leave them out of losses."
         )
 
 

@@ -1,7 +1,9 @@
 """LigerConfig: SFTConfig and what LigerTrainer adds about rows, steps and numbers that are not finite."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from ..common.non_finite import NonFiniteConfig
@@ -10,9 +12,17 @@ from .rows_config import RowsConfig
 from .step_config import StepConfig
 
 
+def choose_bf16(args: Any) -> None:
+    """Set `bf16`, where it is None, to whether the device computes in it: false on a CPU and with fp16."""
+    if args.bf16 is None:
+        args.bf16 = not (args.fp16 or args.use_cpu) and is_torch_bf16_gpu_available()
+
+
 @dataclass
 class LigerConfig(RowsConfig, StepConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
+
+    Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU.
 
     Args:
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
@@ -24,5 +34,6 @@ class LigerConfig(RowsConfig, StepConfig, NonFiniteConfig, SFTConfig):
     """
 
     def __post_init__(self):
+        choose_bf16(self)
         super().__post_init__()
         check_options(self, RowsConfig, StepConfig, NonFiniteConfig)

@@ -25,11 +25,20 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
+from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names
 from .resume_check import ResumeCheck
-from .step_config import AUTO
+from .sft_config import LigerConfig
+from .sharded_head import shard_head
+from .step_config import AUTO, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
+
+
+def _last_name(model: Any) -> str:
+    """Return the last part of a model's name, for the folder of a trainer without arguments."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name.rstrip("/").rpartition("/")[2]
 
 
 class LigerTrainer(CheckpointingTrainer):
@@ -69,7 +78,11 @@ class LigerTrainer(CheckpointingTrainer):
     _tag_names = ["trl", "sft", "liger-trainer"]
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
-        config = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments.get("args")
+        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
+        config = given.get("args")
+        if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
+            config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
+            args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         options = take_liger_options(config)
         with warnings.catch_warnings(), loading_and_adapters(config):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
@@ -89,11 +102,13 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options())
         self.fused = self.patched.fused
+        shard_head(self, getattr(config, "vocab_parallel", NEVER))
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
         self.add_callback(TokenCount(self))
+        widen_notebook_table(self)
         announce(str(self.patched.report))
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
@@ -123,6 +138,12 @@ class LigerTrainer(CheckpointingTrainer):
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+
+    def why_whole_head(self) -> str | None:
+        """Return why the loss needs the output head as a whole, None if its rows may stay on their ranks."""
+        if self.compute_loss_func is not None:
+            return "compute_loss_func reads logits"
+        return "sequences are sharded over the ranks" if self._shards_sequences() else None
 
     def check_rows(self) -> None:
         """Raise DataError where rows have ids that the student does not have."""

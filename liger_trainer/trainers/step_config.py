@@ -1,4 +1,4 @@
-"""The fields of LigerConfig and LigerDistillConfig about how a step is computed: attention, CUDA graphs."""
+"""The fields of LigerConfig and LigerDistillConfig about how a step is computed: attention, CUDA graphs, the head."""
 
 from dataclasses import dataclass
 
@@ -20,6 +20,9 @@ class StepConfig:
         cuda_graphs: whether decoder layers, of student and teacher, are recorded in CUDA graphs and replayed, so that
             the GPU does not wait for the host. "auto": where the layers are small enough to profit and nothing is
             against it. "always": layers of any size; what is against it is an error. "never".
+        vocab_parallel: whether the rows of the output head, of student and teacher, stay on their ranks under FSDP2
+            while the loss is computed. "auto": where that moves fewer numbers than gathering the head, and nothing is
+            against it. "always": what is against it is an error. "never". See docs/vocabulary-parallel.md.
     """
 
     attention: str = option(
@@ -32,5 +35,11 @@ class StepConfig:
         AUTO,
         "Record the decoder layers of student and teacher in CUDA graphs once a shape comes again: auto where they are "
         "small enough that the GPU would wait for the host; always; never.",
+        choices=[AUTO, ALWAYS, NEVER],
+    )
+    vocab_parallel: str = option(
+        NEVER,
+        "Keep the rows of the output head on their ranks under FSDP2, and combine the loss over the ranks: auto where "
+        "that moves less than gathering the head; always; never.",
         choices=[AUTO, ALWAYS, NEVER],
     )

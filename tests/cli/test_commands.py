@@ -72,7 +72,8 @@ assert not heavy, heavy
     commands = [
         ["--help"], ["run", "--help"], ["ls"], ["ls", "sft", "--json"], ["cat", name], ["cp", name, "my.yaml"],
         ["validate", name, "max_steps=3"], ["validate", "wrong.yaml"], ["config", name, "--diff"], ["config", name],
-        ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"],
+        ["schema"], ["convert", "my.yaml", "--from", "trl"], ["resume", "nowhere"], ["--version"],
+        ["new", "n.yaml", "--purpose", "sft", "--model", "m", "--method", "full", "--data", "d"],
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(liger_trainer.__file__).parents[1])}
     done = subprocess.run(
@@ -84,7 +85,7 @@ assert not heavy, heavy
     )
     assert done.returncode == 0, done.stderr
     ends = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"], done.stderr
+    assert ends == ["0"] * 7 + ["2"] + ["0"] * 4 + ["2"] + ["0"] * 2, done.stderr
 
 
 def test_a_file_with_many_mistakes_gets_them_all_with_their_lines(call, tmp_path):
@@ -117,7 +118,7 @@ def test_a_file_with_many_mistakes_gets_them_all_with_their_lines(call, tmp_path
 
 def test_ls_by_recipe_and_family(call):
     every = [entry["name"] for entry in json.loads(call("ls", "--json")[1])]
-    assert every == list(built_in_configs())
+    assert sorted(every) == list(built_in_configs())
     for recipe in ("sft", "distill"):
         names = [entry["name"] for entry in json.loads(call("ls", recipe, "--json")[1])]
         assert {load_run_config(name).recipe for name in names[:3]} == {recipe}
@@ -125,6 +126,27 @@ def test_ls_by_recipe_and_family(call):
     assert json.loads(call("ls", "smollm2", "--json")[1])[0]["family"] == "smollm2"
     code, _, err = call("ls", "distil")
     assert code == 2 and "Did you mean distill?" in err
+
+
+def test_ls_is_sorted_by_model_memory_and_purpose(call):
+    entries = json.loads(call("ls", "--json")[1])
+    llama = [entry for entry in entries if entry["family"] == "llama3"]
+    assert [e["family"] for e in entries] == sorted(e["family"] for e in entries)
+    assert [e["model"].split("-")[3] for e in llama] == sorted(e["model"].split("-")[3] for e in llama)
+    small = [(e["gpus"], e["memory_gb"]) for e in llama if e["model"].split("-")[3] == "1B"]
+    assert small == sorted(small) and small[0] == (1, 7)
+    by_memory = [(e["gpus"], e["memory_gb"]) for e in json.loads(call("ls", "--sort", "memory", "--json")[1])]
+    assert by_memory == sorted(by_memory) and by_memory[0] == (0, 4) and by_memory[-1][0] == 8
+    kinds = [(e["recipe"], e["kind"]) for e in json.loads(call("ls", "--sort", "purpose", "--json")[1])]
+    assert list(dict.fromkeys(kinds)) == [
+        *(("sft", kind) for kind in ("full", "lora", "qlora")),
+        *(("distill", kind) for kind in ("cached", "full", "layerdrop", "lora", "on_policy", "two_stage")),
+    ]
+    fitting = json.loads(call("ls", "qwen3", "--fits", "12", "--json")[1])
+    assert {e["name"] for e in fitting} == {
+        e["name"] for e in entries if e["family"] == "qwen3" and e["memory_gb"] <= 12
+    }
+    assert 0 < len(fitting) and "None needs 1 GB or less." in call("ls", "--fits", "1")[1]
 
 
 def test_cat_and_cp(call, tmp_path):
@@ -223,12 +245,26 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
     assert launched("run", "my.yaml") == ["sft"]
     monkeypatch.delenv("RANK")
 
+    ddp = launched("run", "my.yaml", "accelerate_config=ddp")
+    assert Path(ddp[3]).name == "multi_gpu.yaml" and ddp[4:6] == ["--num_processes", "4"]
+    distil = ["teacher_model_name_or_path=x", "recipe=distill"]
+    for engine, others, message in (
+        ("zero3", [], "accelerate_config: ZeRO-3 partitions the output head"),
+        ("zero2", [*distil, "teacher_load_in_4bit=true"], "teacher_load_in_4bit: does not go with DeepSpeed"),
+        ("zero2", [*distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
+        ("fsdp1", ["recipe=distill", "teacher=self", "use_peft=true"], "teacher: self does not work with FSDP1"),
+        ("fsdp2", [*distil, "teacher_offload=true"], "teacher_offload: does not go with FSDP"),
+        ("fsdp2", [*distil, "lmbda=1.0"], "lmbda: a model that FSDP splits is not sampled from"),
+    ):  # before anything is launched
+        assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
+        assert message in " ".join(capsys.readouterr().err.split()), engine
+    assert launched("run", "my.yaml", "accelerate_config=fsdp2", "recipe=distill", "teacher=self", "use_peft=true")
     assert launched("run", "my.yaml", "accelerate_config=zero9") == []
     assert "accelerate_config: expected a file or one of" in capsys.readouterr().err
     assert launched("run", "my.yaml", "max_stepz=1", "--", "--num_processes", "2") == []  # checked before it is started
     assert "Did you mean max_steps?" in capsys.readouterr().err
     assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
-    assert "only run and resume take arguments for a launcher" in capsys.readouterr().err
+    assert "only run, resume, cache take arguments for a launcher" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

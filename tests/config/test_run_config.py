@@ -166,8 +166,9 @@ def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
 
 def test_a_distillation_needs_a_teacher(load):
     assert "teacher_model_name_or_path: missing" in refused(load, NEEDED + "recipe: distill\n")
-    assert "recipe: expected one of sft, distill, got 'distil' (text). Did you mean distill?" in refused(
-        load, NEEDED, "recipe=distil"
+    assert (
+        "recipe: expected one of sft, distill, distill_two_stage, got 'distil' (text). Did you mean distill?"
+        in refused(load, NEEDED, "recipe=distil")
     )
 
 

@@ -70,6 +70,13 @@ def test_fsdp2_steps_are_those_of_sfttrainer_and_of_one_gpu(models):
         assert_same_steps(two[name], run)
 
 
+def test_steps_with_heads_on_their_ranks_are_those_of_one_gpu(models):
+    two = launched(models, "fsdp2", 2, "liger parallel", "liger lora parallel", "kd parallel")
+    one = launched(models, "single_gpu", 1, "liger", "liger lora", "kd")
+    for name, run in one.items():
+        assert_same_steps(two[f"{name} parallel"], run)
+
+
 def test_fsdp1_steps_are_those_of_sfttrainer(models):
     runs = launched(models, "fsdp1", 2, "sft", "sft tied", "liger", "liger tied")
     assert_same_steps(runs["liger"], runs["sft"])

@@ -6,9 +6,9 @@ import torch
 
 pytest.register_assert_rewrite("kernel_checks")
 
-from kernel_checks import PATHS, Place, set_path  # noqa: E402 (found through the path above)
+from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
 
-from liger_trainer.kernels import _chunking, _head  # noqa: E402
+from liger_trainer.kernels import _chunking, _head, _low_rank  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLES = ("norm", "activation", "divergence", "loss")  # parameters that hold the op that a case is of
@@ -92,6 +92,25 @@ def products(monkeypatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(_head, "addmm_into", spy)
     return shapes
+
+
+@pytest.fixture
+def wide_results(monkeypatch):
+    """bf16 products with fp32 results, and their splitting, where neither a GPU nor the interpreter can do it."""
+
+    def split_plainly(parts, form, out, scale=1.0):
+        value, pieces = parts.sum(1) * scale, {}
+        for name in "hml":
+            pieces[name] = value.to(out.dtype)
+            value = value - pieces[name].float()
+        for slot, name in enumerate(form):
+            out[:, slot] = pieces[name]
+        return out
+
+    monkeypatch.setattr(_low_rank, "_has_wide_results", lambda x: True)
+    if TRITON_DEVICE == "cpu":
+        monkeypatch.setattr(_low_rank, "_wide_product", lambda m, n: m.float() @ n.float())
+        monkeypatch.setattr(_low_rank, "split", split_plainly)
 
 
 @pytest.fixture(autouse=True)

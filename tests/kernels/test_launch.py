@@ -15,6 +15,7 @@ from liger_trainer.kernels.kl_div import kl_div
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rms_norm import rms_norm
@@ -212,7 +213,7 @@ def test_remembered_launches_are_the_same_ones():
 
 NAMES = (
     "swiglu", "rms_norm", "layer_norm", "rope", "qk_norm_rope", "kl_div", "cross_entropy", "linear_cross_entropy",
-    "linear_divergence", "linear_sparse_divergence",
+    "linear_divergence", "linear_sparse_divergence", "linear_log_probs",
 )  # fmt: skip
 
 
@@ -246,6 +247,7 @@ def cases(device: str = "cuda") -> dict:
         "kl_div": (lambda x: kl_div(x, rows, from_logits=True), rows * 2),
         "cross_entropy": (lambda x: cross_entropy(x, labels).loss, rows),
         "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, some, num_items=1).loss, rows / 32, words),
+        "linear_log_probs": (lambda x, w: linear_log_probs(x, w, some)[:2], rows / 32, words),
         "linear_divergence": (
             lambda x, w: linear_divergence(x, w, rows / 32, words, labels=some, num_items=1).loss, rows / 16, words,
         ),

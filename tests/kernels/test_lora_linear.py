@@ -8,6 +8,7 @@ from elementwise_checks import check_op, outputs_and_grads
 from gated_checks import LAYOUTS, normal
 from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error, under_autocast
 from lora_checks import adapters_of, leaves_of, linear, projection
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_trainer.kernels import _low_rank
 from liger_trainer.kernels._low_rank import Numerics, split
@@ -23,25 +24,6 @@ def like(place) -> dict:
 
 def inputs(*shape: int, like: dict, rows: int = 11, ranks=(4,), **options) -> dict:
     return {"x": normal(*shape, like=like, seed=9)} | projection(rows, shape[-1], ranks, like, **options)
-
-
-@pytest.fixture
-def wide_results(monkeypatch):
-    """bf16 products with fp32 results, and their splitting, where neither a GPU nor the interpreter can do it."""
-
-    def split_plainly(parts, form, out, scale=1.0):
-        value, pieces = parts.sum(1) * scale, {}
-        for name in "hml":
-            pieces[name] = value.to(out.dtype)
-            value = value - pieces[name].float()
-        for slot, name in enumerate(form):
-            out[:, slot] = pieces[name]
-        return out
-
-    monkeypatch.setattr(_low_rank, "_has_wide_results", lambda x: True)
-    if TRITON_DEVICE == "cpu":
-        monkeypatch.setattr(_low_rank, "_wide_product", lambda m, n: m.float() @ n.float())
-        monkeypatch.setattr(_low_rank, "split", split_plainly)
 
 
 @pytest.mark.parametrize("ranks", [(4,), (1,), (3, 5), (2, 2, 1), ()], ids=str)
@@ -108,10 +90,10 @@ def test_a_term_of_split_factors_is_rounded_once(wide_results):
     m = normal(40, 37, like={"dtype": torch.bfloat16, "device": TRITON_DEVICE})
     a, b = (normal(37, 6, like={"device": TRITON_DEVICE}), normal(6, 50, like={"device": TRITON_DEVICE}, seed=1))
     values = m.new_empty(40, 4, 6)
-    _low_rank._multiply(m, a, values, 0.7, numerics)
+    _low_rank.multiply(m, a, values, 0.7, numerics)
     y = m.new_zeros(40, 50)
-    _low_rank._add(y, values, b, 1.3, numerics)
-    truth = 0.7 * 1.3 * (m.double() @ a.double()) @ b.double()
+    _low_rank.add(y, values, b, numerics)
+    truth = 0.7 * (m.double() @ a.double()) @ b.double()
     torch.testing.assert_close(y.double(), truth, rtol=2**-7.99, atol=1e-3)
 
 
@@ -157,6 +139,19 @@ def test_autocast(fp32, inside, base):
         assert_within_plain_error(name, got[name].bfloat16(), plain[name].bfloat16(), truth[name], torch.bfloat16)
 
 
+def test_gradients_under_autocast_are_not_rounded(wide_results):
+    """On CUDA: fp32 gradients of fp32 adapters, from products of bf16 matrices, without a cast behind them."""
+    tensors = inputs(
+        5, 37, like={"device": TRITON_DEVICE, "dtype": torch.bfloat16}, adapters=torch.float32, ranks=(4, 2)
+    )
+    got = outputs_and_grads(under_autocast(linear(lora_linear), torch.bfloat16), tensors, ["a1", "b1"], torch.bfloat16)
+    double = {k: x if x is None else x.double() for k, x in tensors.items()}
+    truth = outputs_and_grads(linear(lora_linear_reference), double, ["a1", "b1"], torch.bfloat16)
+    for name in ("d_a1", "d_b1"):
+        assert got[name].dtype == torch.float32 and (got[name] != got[name].bfloat16()).any()
+        torch.testing.assert_close(got[name].double(), truth[name], rtol=0.05, atol=0.1)
+
+
 def saved_by(function) -> list[torch.Tensor]:
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
@@ -164,14 +159,50 @@ def saved_by(function) -> list[torch.Tensor]:
     return saved
 
 
-def test_saves_x_itself_and_a_matrix_of_the_rank(fp32):
-    """x is shared with the other layers that read it; neither y nor the adapter's part of it is kept."""
+def test_saves_x_itself_and_matrices_of_the_rank(fp32):
+    """x is shared with the other layers that read it; neither y nor the adapter's part of it is kept. A is stacked."""
     tensors = inputs(5, 37, like=like(fp32), ranks=(4, 2))
     for name in leaves_of(tensors):
         tensors[name].requires_grad_()
     given = {x.data_ptr() for x in tensors.values()}
     new = [x for x in saved_by(lambda: linear(lora_linear)(**tensors)) if x.data_ptr() not in given]
-    assert [tuple(x.shape) for x in new] == [(5, 1, 6)]
+    assert [tuple(x.shape) for x in new] == [(5, 1, 6), (6, 37)]
+
+
+def test_a_single_adapter_is_not_copied(fp32):
+    tensors = inputs(5, 37, like=like(fp32))
+    for name in leaves_of(tensors):
+        tensors[name].requires_grad_()
+    given = {x.data_ptr() for x in tensors.values()}
+    saved = saved_by(lambda: linear(lora_linear)(**tensors))
+    assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == [(5, 1, 4)]
+
+
+def test_adapters_are_cast_once(fp32):
+    """Under autocast, to one dtype by one operation, in the forward; the backward casts none."""
+    tensors = inputs(5, 37, like=like(fp32), ranks=(4, 2))
+    for name in leaves_of(tensors):
+        tensors[name].requires_grad_()
+    with Operations() as operations, torch.autocast(fp32.device, torch.bfloat16):
+        y = linear(lora_linear)(**tensors)
+    assert operations.seen.count("aten::_foreach_copy_") == 1
+    assert operations.casts == 3  # of x, weight and bias
+    with Operations() as operations:
+        y.sum().backward()
+    assert "aten::_foreach_copy_" not in operations.seen
+
+
+class Operations(TorchDispatchMode):
+    """Notes which operations run, and how many of them change a dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.casts = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function._schema.name)
+        self.casts += function._schema.name == "aten::_to_copy"
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_packed_weight_is_unpacked_twice_and_never_saved(fp32):

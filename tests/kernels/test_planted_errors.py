@@ -70,7 +70,7 @@ FUNCTIONS = {
             "_tile_gradient_torch", "gradient_factor",
         ],
         "_divergence_torch": [
-            "_forward_kl", "_reverse_kl", "_log_ratios", "_jsd", "_skew_kl", "_skew_reverse_kl", "_tvd", "_adaptive_kl",
+            "_forward_kl", "_reverse_kl", "log_ratios", "_jsd", "_skew_kl", "_skew_reverse_kl", "_tvd", "_adaptive_kl",
             "divergence_rows_torch", "write_metrics", "at_temperature", "_divergences", "_cross_entropy",
         ],
         "_divergence_options": ["DivergenceOptions"],

@@ -264,7 +264,10 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="a learning-rate scheduler made before the projectors"):
         trainer.train()
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    with pytest.raises(ConfigError, match="not with FSDP, DeepSpeed or models split over devices. Use DDP"):
+    with pytest.raises(ConfigError, match="not with FSDP1, DeepSpeed or models split over devices. Use DDP or FSDP2"):
+        LossProgress(trainer, trainer.args.loss_plan())
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
+    with pytest.raises(ConfigError, match="learn projectors beside the student .* teacher of the student's width"):
         LossProgress(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(trainer, "is_fsdp_enabled", False)
     monkeypatch.setattr(trainer, "teaching", CachedTeacher.__new__(CachedTeacher))

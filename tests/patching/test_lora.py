@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -13,6 +14,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
+from liger_trainer.kernels import _projections
+from liger_trainer.kernels._dropout import LEVELS, kept
 from liger_trainer.patching import lora as patch_lora
 from liger_trainer.patching.patcher import patch
 
@@ -48,7 +51,7 @@ def calls(monkeypatch) -> Counter[str]:
 
         return run
 
-    for name in ("lora_linear", "lora_mlp"):
+    for name in ("lora_linear", "lora_linears", "lora_mlp"):
         monkeypatch.setattr(patch_lora, name, counting(name, getattr(patch_lora, name)))
     patch_lora._disproof()  # which calls the forward itself
     monkeypatch.setattr(LoraLinear, "forward", counting("peft", LoraLinear.forward))
@@ -57,13 +60,13 @@ def calls(monkeypatch) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_every_layer_on_our_ops(family, calls):
-    """Per layer, four projections of attention and one MLP. Through Triton, where the interpreter has it."""
+    """Per layer, queries, keys and values, the attention's output, and the MLP."""
     plain, model = wrapped(tiny_model(family)), wrapped(tiny_model(family))
     patched = patch(model, LORA_ONLY)
     assert patched.report.swapped["LoRA linear"] == 14 and patched.report.swapped["LoRA MLP"] == 2
     assert not patched.report.left_alone
     loss_and_gradients(model)
-    assert calls == {"lora_linear": 8, "lora_mlp": 2}
+    assert calls == {"lora_linears": 2, "lora_linear": 2, "lora_mlp": 2}
     assert_as_plain(model, plain)
 
 
@@ -91,7 +94,7 @@ def test_patched_again_after_wrapping(calls):
     model = wrapped(model)
     patch(model)
     loss_and_gradients(model)
-    assert calls == {"lora_linear": 8, "lora_mlp": 2}
+    assert calls == {"lora_linears": 2, "lora_linear": 2, "lora_mlp": 2}
 
 
 def test_lora_option_off(calls):
@@ -129,8 +132,8 @@ def no_cast(model, layer):
     layer.cast_input_dtype_enabled = False
 
 
-def dropout(model, layer):
-    layer.lora_dropout["default"] = nn.Dropout(0.5)
+def dropout_of_features(model, layer):
+    layer.lora_dropout["default"] = nn.FeatureAlphaDropout(0.5)
 
 
 def hook_base_backward(model, layer):
@@ -142,7 +145,7 @@ def hook_dropout(model, layer):
 
 
 CHANGES = [
-    merge, train_base, hook, hook_base, hook_base_backward, hook_dropout, another_forward, no_cast, dropout,
+    merge, train_base, hook, hook_base, hook_base_backward, hook_dropout, another_forward, no_cast, dropout_of_features,
 ]  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def test_what_runs_pefts_forward(change, name, calls):
     torch.manual_seed(5)
     loss, gradients = loss_and_gradients(model)
     in_mlp = "mlp" in name
-    assert calls == {"lora_linear": 10 if in_mlp else 7, "lora_mlp": 1 if in_mlp else 2, "peft": 1}
+    assert calls == {"lora_linears": 1 + in_mlp, "lora_linear": 4, "lora_mlp": 2 - in_mlp, "peft": 1}
     torch.manual_seed(5)
     want_loss, want = loss_and_gradients(plain)
     assert loss == pytest.approx(want_loss, rel=1e-6)
@@ -171,7 +174,7 @@ def test_disabled_adapters_are_the_base_model(calls):
         torch.testing.assert_close(model(**masked_batch()).loss, base(**masked_batch()).loss)
     assert calls == {"peft": 14}
     loss_and_gradients(model)
-    assert calls == {"peft": 14, "lora_linear": 8, "lora_mlp": 2}
+    assert calls == {"peft": 14, "lora_linears": 2, "lora_linear": 2, "lora_mlp": 2}
 
 
 @pytest.mark.parametrize(
@@ -191,9 +194,91 @@ def test_hooks_on_an_mlps_children_run(name, kind):
 
 REASONS = {
     "dora": ({"use_dora": True}, "DoraLinearVariant, not plain LoRA"),
-    "dropout": ({"lora_dropout": 0.1}, "lora_dropout is 0.1; 0 takes the fused path"),
+    "everything dropped": ({"lora_dropout": 1.0}, "lora_dropout is 1.0, with which nothing is left"),
     "lora_bias": ({"lora_bias": True}, r"an adapter has a bias \(lora_bias\)"),
 }
+
+
+@pytest.fixture
+def seeds(monkeypatch) -> list[torch.Tensor]:
+    """The seeds that ops draw, in order."""
+    drawn: list[torch.Tensor] = []
+    draw = _projections.draw_seed
+
+    def drawing(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(draw(x))
+        return drawn[-1]
+
+    monkeypatch.setattr(_projections, "draw_seed", drawing)
+    return drawn
+
+
+class Masked(nn.Dropout):
+    """PEFT's dropout with the mask that one of our ops made."""
+
+    def __init__(self, p: float, seed: torch.Tensor, stream: int):
+        super().__init__(p)
+        self.seed, self.stream = seed, stream
+
+    def forward(self, input):
+        threshold = round(self.p * LEVELS)
+        rows = input.flatten(0, -2)
+        mask = kept(self.seed, self.stream, (rows.shape[0], rows.shape[1]), threshold).view(input.shape)
+        return input.where(mask, 0) / (1 - threshold / LEVELS)
+
+
+# The layers that read their dropout from one seed, in the order of their masks.
+OPS = (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
+       ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])  # fmt: skip
+
+
+def test_dropout_is_peft_s_with_other_masks(kernels, seeds, calls):
+    """The loss and gradients of PEFT's own forward with our masks; in eval mode there are none."""
+    plain, model = (wrapped(tiny_model(), lora_dropout=0.3) for _ in range(2))
+    assert not patch(model, LORA_ONLY).report.left_alone
+    got = loss_and_gradients(model)
+    assert calls == {"lora_linears": 2, "lora_linear": 2, "lora_mlp": 2} and len(seeds) == 2 * len(OPS)
+    assert len({int(seed) for seed in seeds}) == len(seeds)
+    places: Any = itertools.product(plain.base_model.model.model.layers, OPS)
+    for seed, (layer, names) in zip(seeds, places, strict=True):
+        for stream, name in enumerate(names):
+            layer.get_submodule(name).lora_dropout["default"] = Masked(0.3, seed, stream).train()
+    want = loss_and_gradients(plain)
+    assert got[0] == pytest.approx(want[0], rel=1e-6)
+    assert_same_gradients(got[1], want[1])
+    for each in (plain, model):
+        for module in each.modules():
+            if isinstance(module, LoraLinear):
+                module.lora_dropout["default"] = nn.Dropout(0.3)
+        each.eval()
+    assert_as_plain(model, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_makes_the_same_masks(kernels, reentrant):
+    """Layers that run a second time in the backward: gradients as without, with torch's seed alone."""
+    losses, gradients = [], []
+    for checkpoints in (False, True):
+        model = wrapped(tiny_model(), lora_dropout=0.3)
+        model.enable_input_require_grads()
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        patch(model, LORA_ONLY)
+        torch.manual_seed(7)
+        loss = model(**masked_batch()).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert_same_gradients(*gradients)
+
+
+def test_dropout_in_place_is_pefts():
+    model = wrapped(tiny_model(), target_modules=["q_proj"], lora_dropout=0.1)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_dropout["default"] = nn.Dropout(0.1, inplace=True)
+    assert "drops out by Dropout(p=0.1, inplace=True)" in patch(model).report.left_alone["LoRA on q_proj"]
 
 
 @pytest.mark.parametrize("case", REASONS)
@@ -306,4 +391,4 @@ def test_qlora(dtype, calls):
     tolerance = 1e-5 if dtype == torch.float32 else 0.1  # between two orders of rounding
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
     assert_same_gradients(got, want, tolerance)
-    assert calls == {"lora_linear": 8, "lora_mlp": 2}
+    assert calls == {"lora_linears": 2, "lora_linear": 2, "lora_mlp": 2}

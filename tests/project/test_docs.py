@@ -9,6 +9,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import io
 import re
 import shlex
 import shutil
@@ -39,6 +40,8 @@ learning_rate: 1e-3
 """
 LORA = "use_peft: true\nlora_target_modules: all-linear\n"
 TEACHER = "teacher_model_name_or_path: demo:smollm2-135m-instruct\n"
+MINE_LAST = ("dataset_name=mine.csv",)  # after those that make a configuration small
+NEW = ("--purpose", "sft", "--model", "some/model", "--method", "lora", "--data", "mine.jsonl")  # instead of questions
 CACHED = f"{TEACHER}teacher: cache\nteacher_cache_dir: outputs/my_cache\n"
 
 
@@ -105,6 +108,11 @@ def model_directory(place: Place) -> None:
     shutil.copytree(model, place.folder / "path/to/model")
 
 
+def mine_csv(place: Place) -> None:
+    rows = "".join(f"What is {i}?,The number {i}.\n" for i in range(20))
+    (place.folder / "mine.csv").write_text("prompt,completion\n" + rows)
+
+
 def foreign(origin: str) -> Callable[[Place], None]:
     return lambda place: (
         shutil.copy(ROOT / f"tests/config/foreign_configs/{origin}.yaml", place.folder / "theirs.yaml") and None
@@ -129,6 +137,7 @@ COMMANDS = {
     "liger-trainer cache smollm2/distill_cached": demo("smollm2/distill_cached"),
     "liger-trainer cache verify outputs/smollm2/teacher_cache": Played(captured),
     "liger-trainer cat smollm2/sft_lora": Played(),
+    "liger-trainer chat outputs/my": Played(trained(), extra=("--max-new-tokens", "3")),
     "liger-trainer config my.yaml --diff": Played(my_yaml()),
     **{f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml": Played(foreign(tool)) for tool in ForeignTool},
     "liger-trainer cp smollm2/sft_lora my.yaml": Played(),
@@ -146,10 +155,14 @@ COMMANDS = {
         my_yaml(), "my.yaml", ("student_num_layers=2",)
     ),
     "liger-trainer ls": Played(),
+    "liger-trainer ls --fits 24": Played(),
+    "liger-trainer new my.yaml": Played(extra=NEW),
     "liger-trainer merge outputs/my merged": Played(trained()),
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml packing=true max_length=2048": Played(my_yaml(), "my.yaml"),
+    "liger-trainer preview smollm2/sft_lora dataset_name=mine.csv": Played(mine_csv, "smollm2/sft_lora", MINE_LAST),
+    "liger-trainer run smollm2/sft_lora dataset_name=mine.csv": Played(mine_csv, "smollm2/sft_lora", MINE_LAST),
     "liger-trainer report outputs/a outputs/b --output ab.html": Played(trained("a", "b")),
     "liger-trainer report outputs/my": Played(trained()),
     "liger-trainer resume outputs/my": Played(interrupted),
@@ -217,6 +230,7 @@ def no_report(monkeypatch):
 @pytest.fixture
 def place(stand_ins, kept, tmp_path, monkeypatch) -> Place:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))  # for chat
     return Place(tmp_path, stand_ins, kept)
 
 

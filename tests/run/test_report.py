@@ -216,20 +216,79 @@ def test_a_report_holds_everything_and_loads_nothing(make):
         "2 training rows have no supervised token left",
     ):  # fmt: skip
         assert told in text, told
-    for chart in ("Loss", "Forward KL (nats/token)", "Agreement@1 with the teacher", "Student's perplexity logarithmic",
+    assert "<figcaption>Loss<small>the same: Distillation loss, Forward KL (nats/token)</small>" in page.source
+    for chart in ("Loss", "Agreement@1 with the teacher", "Student's perplexity logarithmic",
                   "Gradient norm", "Learning rate", "Tokens per second", "odd metric"):  # fmt: skip
         assert f"<figcaption>{chart.replace(' logarithmic', '')}".replace("'", "&#39;") in page.source, chart
-    assert page.source.count("<figcaption>") == page.source.count("<svg") == 9  # and the distillation loss
+    assert page.source.count("<figcaption>") == page.source.count("<svg") == 7
     assert "prefers-color-scheme: dark" in page.source and "@media print" in page.source
 
     pictures = {path.stem: path.read_bytes() for path in (folder / "deeper" / "mine_plots").glob("*.png")}
-    assert {"loss", "kd_loss", "forward_kl", "student_perplexity", "odd_metric"} <= pictures.keys()
+    assert {"loss", "student_perplexity", "odd_metric"} <= pictures.keys()
+    assert not pictures.keys() & {"kd_loss", "forward_kl"}  # which have the points of the loss
     assert not pictures.keys() & {"step", "epoch", "num_tokens", "runtime", "train_loss", "total_flos"}
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values()) and not (folder / "plots").exists()
     for svg in re.findall(r"<svg.*?</svg>", page.source, re.DOTALL):  # colours and font are those of the page
         assert "var(--s1)" in svg and "var(--muted)" in svg and "font-family" not in svg and "http" not in svg
         # black is of shapes that are never painted: the clip paths
         assert set(re.findall(r"(?:fill|stroke): (#\w+)", svg)) <= {"#000000"}
+
+
+def test_the_verdict_and_the_compression_stand_on_top(make, no_curves):
+    models = {"student": {"parameters": 30_000_000, "dtype": "float32", "tokens_per_second": 30.0},
+              "teacher": {"parameters": 120_000_000, "dtype": "float32", "tokens_per_second": 10.0}}  # fmt: skip
+    folder = make("first", metrics={"models": models})
+    assert call(folder) == 0
+    source = (folder / "report.html").read_text()
+    verdict = re.search(r'<p class="verdict good">(.*?)</p>', source)
+    assert verdict is not None and source.index(verdict[0]) < source.index('class="notes"') < source.index(
+        'class="cards"'
+    )
+    assert "forward KL from 1.100 to 0.153" in verdict[1] and "25% of its teacher&#39;s parameters" in verdict[1]
+    assert "writes 30 tokens/s where its teacher writes 10 (3.0 times)" in verdict[1]
+    assert re.search(r"Compression</div><div class=\"value\">4 <small>times.*30 M of the teacher&#39;s 120 M", source)
+
+
+def test_points_show_their_values(make):
+    """Each circle is where the line has the point, and its title says step, tokens, and value."""
+    (drawing,) = [d for d in draw([read_run(make("first"))]) if d.name == "odd_metric"]
+    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+" style="fill: var\(--s1\)"><title>([^<]*)</title>'
+    circles = re.findall(circle, drawing.svg)
+    assert [title for *_, title in circles] == [
+        f"step {step}, {64 * step:,} tokens: training {step / 3:.5g}" for step in range(1, 21)
+    ]
+    (path,) = re.findall(r'<path d="(M [^"]*)"[^>]*stroke: var\(--s1\)', drawing.svg)
+    drawn = [[float(number) for number in point.split()] for point in re.split("[ML]", path)[1:]]
+    for (x, y, _), place in zip(circles, drawn, strict=True):
+        assert [float(x), float(y)] == pytest.approx(place, abs=0.06)
+
+
+def test_metrics_of_the_same_points_share_a_chart(make):
+    logs = [
+        {"step": step, "loss": 2.0 / step, "loss/forward_kl": 1.0 / step, "forward_kl": 1.0 / step,
+         "kd_loss": 1.0 / step, "loss/ce": 0.5 / step, "eval_kd_loss": 3.0}
+        for step in range(1, 9)
+    ]  # fmt: skip
+    drawings = {d.name: (d.title, d.note) for d in draw([read_run(make("run", metrics={"log_history": logs}))])}
+    assert drawings == {
+        "loss": ("Loss", ""),
+        "forward_kl": ("Forward KL (nats/token)", ""),
+        "loss_ce": ("Loss: ce", ""),
+        "kd_loss": ("Distillation loss", ""),  # it has an evaluation too
+    }
+
+
+def test_of_many_points_some_show_their_values(make):
+    logs = [{"step": step, "loss": 1 / step, "num_tokens": step} for step in range(1, 1001)]
+    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
+    titles = re.findall(r"<title>step ([\d,]+),", drawing.svg)
+    assert len(titles) <= 121 and titles[0] == "1" and titles[-1] == "1,000"
+
+
+def test_evaluations_are_points(make):
+    logs = [{"step": step, "eval_loss": 1 / step} for step in range(1, 41)]
+    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
+    assert len(re.findall(r'<use href="#loss-m\w+" x="[^"]*" y="[^"]*" style="fill: var\(--s2\)', drawing.svg)) == 40
 
 
 def label_starts(svg: str) -> dict[str, float]:
@@ -534,7 +593,7 @@ def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
     text = " ".join(page.text.split())
     for told in ("run.yaml:3", "command line", "rows.jsonl", "Time of each part", "Student: llama", "Teacher: llama"):
         assert told in text, told
-    for chart in ("forward_kl", "agreement_at_1", "entropy", "grad_norm", "tokens_per_second", "peak_memory_mib"):
+    for chart in ("loss", "agreement_at_1", "entropy", "grad_norm", "tokens_per_second", "peak_memory_mib"):
         assert (tmp_path / "out" / "plots" / f"{chart}.png").is_file(), chart
 
     told = json.loads((tmp_path / "out" / "metrics.json").read_text())

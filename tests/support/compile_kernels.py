@@ -34,9 +34,16 @@ from liger_trainer.kernels import _triton
 _triton.use_triton = lambda x: True  # before the ops import it
 
 from liger_trainer.kernels import _labelled_rows  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS  # noqa: E402
+from liger_trainer.kernels._cross_entropy_rows import CrossEntropyOptions, Targets, Tile, shard_rows  # noqa: E402
+from liger_trainer.kernels._divergence_options import FIELDS, DivergenceOptions, RowInputs  # noqa: E402
+from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E402
+from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
+from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
+from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
 from liger_trainer.kernels.jsd import jsd  # noqa: E402
@@ -44,6 +51,7 @@ from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
 from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
+from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
 from liger_trainer.kernels.relu2 import relu2  # noqa: E402
@@ -191,9 +199,22 @@ def gated(dtype: torch.dtype) -> None:
 
 
 def low_rank(dtype: torch.dtype) -> None:
-    """What LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
+    """Dropout of adapters, and what LoRA ops do with fp32 adapters over a bf16 base, which takes a GPU."""
+    x, dx, seed = torch.rand(N, 1000).to(dtype), torch.rand(N, 1000).to(dtype), torch.zeros(1, dtype=torch.int64)
+    a, values = torch.rand(768, 1000).to(dtype), torch.rand(N, 768).to(dtype)
+    every = ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1))
+    for slots, rank, count in every if dtype == torch.bfloat16 else every[1:2]:
+        runs = runs_of(((rank, count, 2.0),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
+        part = slots * rank * count
+        values_of_kept(x, a[:part], seed, runs, slots, (values.float() if slots == 3 else values)[:, :part])
+        add_gradients(values[:, :part], a[:part], seed, runs, slots, x, dx)
     if dtype != torch.bfloat16:
         return
+    runs = runs_of(((16, 3277, 2.0),), 0, 1)
+    add_gradients(values[:, :16], a[:16], seed, runs, 1, None, dx)
+    add_gradients(values[:, :16], a[:16], seed, runs, 1, x, None)
+    values_of_kept(x, a[:16].float(), seed, runs, 1, values[:, :16].float())
+    add_gradients(values[:, :16].float(), a[:16].float(), seed, runs, 1, x, dx)
     for count, form in product((1, 3), ("hml", "hmlh", "hhhm")):
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
 
@@ -248,8 +269,12 @@ def heads(dtype: torch.dtype) -> None:
     recompute = dict(recompute=True, workspace_mb=0.5)
     cache = torch.stack([torch.randperm(V)[:50] for _ in range(N)]), torch.full((N, 50), -5.0)
     sparse = partial(step, loss_of(linear_sparse_divergence), hidden, weight, *cache)
+    log_probs = partial(
+        step, lambda *args, **options: sum(linear_log_probs(*args, **options)[:2]), hidden, weight, labels
+    )
     head()
     head(**recompute)
+    log_probs()
     divergence()
     sparse()
     if dtype != torch.bfloat16:
@@ -257,6 +282,7 @@ def heads(dtype: torch.dtype) -> None:
     every = dict(softcap=5.0, scale=1.5, temperature=2.0, label_smoothing=0.1, z_loss=0.1, token_weight=torch.rand(N))
     head(bias=bias, dft=True, **every)
     head(bias=bias, reduction="none", **every, **recompute)
+    log_probs(bias=bias, softcap=5.0, mean_logits=True)
     divergence(kind="reverse_kl", labels=labels, ce_weight=0.5)
     divergence(kind="jsd", logits_dtype=torch.float32)
     for kind in ("skew_kl", "skew_reverse_kl", "tvd", "adaptive_kl"):
@@ -275,6 +301,29 @@ def heads(dtype: torch.dtype) -> None:
         linear_sparse_divergence(hidden, weight, *cache)
 
 
+class OneRank:
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    max_ = sum_
+
+
+def shards(dtype: torch.dtype) -> None:
+    """Rows of a head that lies on several ranks, over this rank's columns."""
+    student, teacher, labels = torch.randn(N, V, dtype=dtype), torch.randn(N, V, dtype=dtype), torch.randint(V, (N,))
+    out, bias, numbers = torch.zeros(len(FIELDS), N), torch.randn(V, dtype=dtype), torch.rand(N)
+    mix = dict.fromkeys(ROW_KINDS, 0.3)
+    every = DivergenceOptions(mix, 0.3, 0.2, 0.5, 0.5, 2.0, 0.1, 0.1, True, LogitTransform(1.5, 5.0))
+    for options in (DivergenceOptions({"forward_kl": 1.0}), DivergenceOptions({"adaptive_kl": 1.0}), every):
+        biases = (bias, bias) if options is every else (None, None)
+        rows = RowInputs(student, teacher, *biases, labels, numbers if options is every else None)
+        divergence_shard(rows, 32, 2 * V, out, student, options, OneRank())
+    rows = RowInputs(student.float(), teacher.float(), None, None, None, None)
+    divergence_shard(rows, 32, 2 * V, out, student, DivergenceOptions({"jsd": 1.0}), OneRank())
+    values = torch.zeros(len(CE_FIELDS), N)
+    shard_rows(Tile(student, None, 32, 2 * V), Targets(labels), values, student, CrossEntropyOptions(), OneRank())
+
+
 def loss_of(op: Callable) -> Callable:
     return lambda *args, **options: op(*args, **options).loss
 
@@ -286,7 +335,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         compiler.dtype = name
-        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads):
+        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads, shards):
             group(getattr(torch, name))
 
 

@@ -62,6 +62,15 @@ def mlp(op: Callable) -> Callable[..., Tensor]:
     return run
 
 
+def linears(op: Callable) -> Callable[..., tuple[Tensor, ...]]:
+    """`op` as a function of x, q_weight, q_bias, q_a0, ..., v_b0."""
+
+    def run(x: Tensor, **tensors: Any) -> tuple[Tensor, ...]:
+        return op(x, [projection_of(tensors, name) for name in "qkv" if f"{name}_weight" in tensors])
+
+    return run
+
+
 def leaves_of(tensors: dict[str, Any]) -> list[str]:
     """x and the adapters."""
     return ["x", *(name for name in tensors if name[-2:-1] in ("a", "b") and name[-1].isdigit())]

@@ -1,12 +1,18 @@
 """One training step on the same eight rows, however they are split. Run as a script, one of two processes does it."""
 
+import contextlib
+import functools
 import os
 import sys
 import tempfile
+from pathlib import Path
+from unittest import mock
 
 import torch
+from caches import files_of
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,6 +21,8 @@ from trl import SFTConfig, SFTTrainer
 
 import liger_trainer
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.common.files import sha256
+from liger_trainer.trainers import capture as capturing
 
 LENGTHS = [(2, 1), (3, 9), (1, 2), (5, 4), (4, 12), (2, 3), (6, 7), (3, 5)]  # words of prompt and completion
 ROWS = [
@@ -27,10 +35,12 @@ OBJECTIVES = {
     "mix": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "hidden": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3, "layers": [[0, 1], [1, 0]]},
                {"type": "hidden_cosine", "layers": "last"}],
+    "hidden, one width": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3}],
     "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "self": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # the student without its adapters
     "lora": None,
     "stock flag": None,
+    "cached": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
     "callback": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "lora kd": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
 }  # fmt: skip
@@ -75,27 +85,80 @@ def student_of(objective, family):
 
 def saved(model):
     """The name by which trainers load a model."""
-    directory = [tempfile.mkdtemp()]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(directory)
-    model.save_pretrained(directory[0])  # in the first process
+    directory = shared(tempfile.mkdtemp())
+    model.save_pretrained(directory)  # in the first process
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    return directory[0]
+    return directory
 
 
-def one_step(objective, batch, accumulation, evaluated=False, family="llama", named=False):
-    """evaluated: before training too, which must change nothing. named: models are given by their names."""
+def shared(value):
+    """What the first process has."""
+    values = [value]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(values)
+    return values[0]
+
+
+@contextlib.contextmanager
+def by_peft(model):
+    """Count, within the context, the calls of PEFT's own forward of a LoRA layer in train mode."""
+    forward, layers, calls = LoraLinear.forward, set(model.modules()), []
+
+    @functools.wraps(forward)  # the head's is recognised by its name
+    def counted(self, *args, **kwargs):
+        if self in layers and self.training:
+            calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    with mock.patch.object(LoraLinear, "forward", counted):
+        yield calls
+
+
+def shared_out(model):
+    """How many decoder layers are units of FSDP2."""
+    modules = () if model is None else model.modules()
+    return sum(isinstance(module, FSDPModule) and "DecoderLayer" in type(module).__name__ for module in modules)
+
+
+def capture_of(teacher, losses):
+    """Capture the rows in several shards and batches; return where, and what is there."""
+    directory = shared(tempfile.mkdtemp())
+    options = {
+        "teacher": "cache",
+        "teacher_cache_dir": directory,
+        "cache_tail_draws": 0,
+        "cache_entries": 8,
+        "cache_shard_mb": 1,
+    }
+    args = train_args(
+        LigerDistillConfig, losses=losses, beta=0.4, temperature=2.0, per_device_eval_batch_size=1, **options
+    )
+    with mock.patch.object(capturing, "MIB", 256):
+        index = capturing.capture(teacher, args, tiny_tokenizer(), Dataset.from_list(ROWS))
+    assert index.finished and len(index.shards) > 2
+    return options, {name: sha256(content) for name, content in files_of(Path(directory)).items()}
+
+
+def one_step(objective, batch, accumulation, evaluated=False, family="llama", named=False, **changes):
+    """evaluated: before training too, which must change nothing. named: models are given by their names. changes: of
+    the options."""
     options = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
         "optim": "sgd", "learning_rate": 0.0,
     }  # fmt: skip
     common = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tiny_tokenizer()}
     student, losses = student_of(objective, family), OBJECTIVES[objective]
-    teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=48)
+    width = 32 if objective == "hidden, one width" else 48
+    teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=width)
     if named:
         student, teacher = saved(student), teacher and saved(teacher)
         options["model_init_kwargs"] = {"dtype": "float32"}
+    options.update(changes)
+    files = None
+    if objective == "cached":
+        (cache, files), teacher = capture_of(teacher, losses), None
+        options.update(cache)
     if objective == "stock flag":
         liger_trainer.enable()
         trainer = SFTTrainer(student, args=train_args(SFTConfig, use_liger_kernel=True, **options), **common)
@@ -111,11 +174,14 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
     gradients = capture_gradients(trainer)
     if evaluated:
         trainer.evaluate(trainer.train_dataset)
-    trainer.train()
+    with by_peft(trainer.model) as calls:
+        trainer.train()
     liger_trainer.disable()
     logs = next(log for log in trainer.state.log_history if "loss" in log)
+    teacher = callback.teacher if objective == "callback" else getattr(trainer, "teacher", None)
     return {
-        "sharded": isinstance(trainer.model, FSDPModule), "loss": logs["loss"], "gradients": gradients,
+        "layers": shared_out(trainer.model), "teacher_layers": shared_out(teacher), "by_peft": len(calls),
+        "files": files, "loss": logs["loss"], "gradients": gradients,
         "logs": {name: value for name, value in logs.items() if name not in NOT_COMPARED},
     }  # fmt: skip
 

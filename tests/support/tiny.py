@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
+from liger_trainer.kernels.linear_log_probs import linear_log_probs
 
 VOCAB = 64
 SPECIAL = ["<unk>", "<pad>", "<eos>", "<user>", "<assistant>"]
@@ -187,6 +188,9 @@ def train_args(cls: type, **options) -> Any:
     return cls(**{**defaults, **options})
 
 
+_VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "expand", "view")}
+
+
 class _VocabularyTensors(TorchDispatchMode):
     """The most rows of any tensor with VOCAB columns that an operation returns."""
 
@@ -196,7 +200,7 @@ class _VocabularyTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.t.default, torch.ops.aten.transpose.int):  # of the head's weight
+        if func.overloadpacket in _VIEWS:  # of the head's weight
             return result
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] == VOCAB:
@@ -209,6 +213,7 @@ def largest_vocabulary_tensor(monkeypatch, rows: int) -> Iterator[_VocabularyTen
     """Watch for logits, with a workspace of so few rows that a batch does not fit into it."""
     megabytes = rows * VOCAB * 4 / 2**20
     monkeypatch.setitem(linear_cross_entropy.__kwdefaults__, "workspace_mb", megabytes)
+    monkeypatch.setitem(linear_log_probs.__kwdefaults__, "workspace_mb", megabytes)
     monkeypatch.setitem(linear_divergence.__kwdefaults__, "workspace_mb", 2 * megabytes)
     with _VocabularyTensors() as seen:
         yield seen

@@ -179,5 +179,5 @@ def test_a_model_beside_it_is_refused():
 def test_sharded_students_are_refused(name):
     trainer = make(student())
     setattr(trainer, name, True)
-    with pytest.raises(ConfigError, match="teacher: self does not work with FSDP or DeepSpeed"):
+    with pytest.raises(ConfigError, match="teacher: self does not work with FSDP1 or DeepSpeed"):
         SelfTeacher().prepare(trainer)

@@ -205,8 +205,11 @@ def test_several_processes_and_sharding():
         return train_args(LigerDistillConfig, **options)
 
     with pytest.raises(ConfigError, match="teacher_device='cuda:1' would be the same for all 2 processes"):
-        check_processes(args(teacher_device="cuda:1"), 2, sharded=False)
-    with pytest.raises(ConfigError, match="teacher_load_in_8bit does not go with FSDP or DeepSpeed"):
-        check_processes(args(teacher_load_in_8bit=True), 1, sharded=True)
-    check_processes(args(teacher_device="cpu"), 2, sharded=False)
-    check_processes(args(teacher_dtype="bfloat16"), 2, sharded=True)
+        check_processes(args(teacher_device="cuda:1"), 2, fsdp=False, deepspeed=False)
+    with pytest.raises(ConfigError, match="teacher_load_in_8bit does not go with DeepSpeed"):
+        check_processes(args(teacher_load_in_8bit=True), 1, fsdp=False, deepspeed=True)
+    with pytest.raises(ConfigError, match="teacher_offload does not go with FSDP"):
+        check_processes(args(teacher_offload=True), 1, fsdp=True, deepspeed=False)
+    for options in ({"teacher_device": "cpu"}, {"teacher_load_in_8bit": True}):
+        check_processes(args(**options), 2, fsdp=True, deepspeed=False)
+    check_processes(args(teacher_dtype="bfloat16"), 2, fsdp=False, deepspeed=True)

@@ -3,6 +3,7 @@
 import copy
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -342,18 +343,23 @@ USUAL = {
 }  # fmt: skip
 
 
+def engine(kind, is_fsdp2=False) -> Any:
+    return SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2)
+
+
 def test_arguments_it_cannot_serve_and_those_it_can():
     for changes in ({}, {"parallelism_config": ParallelismConfig(dp_replicate_size=2)}):
-        refuse(SimpleNamespace(**{**USUAL, **changes}), DistributedType.MULTI_GPU)
+        refuse(SimpleNamespace(**{**USUAL, **changes}), engine(DistributedType.MULTI_GPU))
+    refuse(SimpleNamespace(**USUAL), engine(DistributedType.FSDP, is_fsdp2=True))
     for key, value in (
         ("label_smoothing_factor", 0.1), ("n_gpu", 2), ("parallelism_config", ParallelismConfig(tp_size=2)),
         ("parallelism_config", ParallelismConfig(cp_size=2)), ("torch_compile", True), ("loss_type", "dft"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{key.replace('n_gpu', 'DataParallel')}.*LigerDistillTrainer"):
-            refuse(SimpleNamespace(**{**USUAL, key: value}), DistributedType.NO)
+            refuse(SimpleNamespace(**{**USUAL, key: value}), engine(DistributedType.NO))
     for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         with pytest.raises(ConfigError, match="sharded.*LigerDistillTrainer"):
-            refuse(SimpleNamespace(**USUAL), kind)
+            refuse(SimpleNamespace(**USUAL), engine(kind))
 
 
 @pytest.mark.parametrize(

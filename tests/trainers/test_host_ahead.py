@@ -286,9 +286,12 @@ def test_packed_rows_in_graphs_train_as_those_without(bf16):
 
 
 @pytest.mark.gpu
-def test_dropout_in_graphs_differs_from_step_to_step():
-    model = tiny_model("llama", attention_dropout=0.5)
-    trainer = sft(model, fixed_rows(2), cuda_graphs="always", **{**ON_GPU, "learning_rate": 0.0})
+@pytest.mark.parametrize("where", ["attention", "adapters"])
+def test_dropout_in_graphs_differs_from_step_to_step(where):
+    model = tiny_model("llama", attention_dropout=0.5 if where == "attention" else 0.0)
+    adapters = LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    options = {**ON_GPU, "learning_rate": 0.0, "peft_config": adapters if where == "adapters" else None}
+    trainer = sft(model, fixed_rows(2), cuda_graphs="always", **options)
     trainer.train()
     assert "2x16x32" in trainer.graph_reports["student"]
     replayed = [log["loss"] for log in trainer.state.log_history if "loss" in log][3:]

@@ -84,6 +84,20 @@ def assert_same_logs(ours, trls, compared=COMPARED):
     assert steps == STEPS
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_dropout_of_adapters(options):
+    """Masks that torch's seed decides, with and without layers that run a second time in the backward."""
+    runs = []
+    for dropout, checkpoints in ((0.3, False), (0.3, True), (0.0, False)):
+        adapters = LoraConfig(target_modules="all-linear", r=4, lora_dropout=dropout)
+        model = tiny_model("llama")
+        trainer = train(LigerTrainer, model, texts(), None, adapters, gradient_checkpointing=checkpoints, **options)
+        assert not [name for name in trainer.patched.report.left_alone if "LoRA" in name]
+        runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    assert len(runs[2]) == STEPS and runs[0] != pytest.approx(runs[2], rel=1e-6)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_the_same_logs_as_sfttrainer(run):
     family, dataset, options = RUNS[run]

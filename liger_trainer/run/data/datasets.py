@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
 from ...trainers.chat_rows import in_messages, split_last
+from ...trainers.rows import NO_PROMPT
 from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, row_problem
 from .sources import LoadedDataset, Place, load_source
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from ...config.run_config import RunConfig
+
+
+EVERY = "every token"
+USERS_TOO = "every message, the user's too"
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class DataFacts:
     sha256: str
     """over the used rows as JSON lines with sorted keys, train before test"""
     licence: str | None
+    learned: str
+    """what of a row is supervised, in words"""
     test_rows_seen_in_training: int
     """held-out rows that equal a training row"""
     train_rows_repeated: int = 0
@@ -104,6 +111,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         held_out=held_out,
         sha256=digest.hexdigest(),
         licence=source.licence,
+        learned=_learned(config, form, train),
         test_rows_seen_in_training=sum(row in seen for row in hashes),
         train_rows_repeated=len(train) - len(seen),
         test_rows_repeated=len(hashes) - len(set(hashes)),
@@ -170,7 +178,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     have, text = train.column_names, config["dataset_text_field"]
     if "image" in have or "images" in have:
         raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
-    read = form_of(have, text, config.given("dataset_text_field"), config.recipe == "distill")
+    read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:
         form, needed = read
         _check_mask_options(config, train, form)
@@ -190,13 +198,36 @@ def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> Non
     if config["completion_only_loss"] and form not in ("prompt-completion", "alpaca", "input_ids"):
         raise config.error("completion_only_loss", f"needs prompt and completion columns; the rows have {form}.")
     chat = form in CHAT_FORMS or isinstance(train[0].get("prompt"), list)
+    masks = ("assistant_only_loss", "supervised_part", "last_turn_only")
+    whole_rows = form == "text" or (form in CHAT_FORMS and not any(config[key] for key in masks))
+    if whole_rows and config.recipe != "sft" and (config["lmbda"] or config["seq_kd"]):
+        raise DataError(NO_PROMPT)
     if config.given("alpaca_prompt") and form != "alpaca":
         raise config.error("alpaca_prompt", f"needs the columns instruction and output; the rows have {form}.")
     if config["alpaca_prompt"] == "stanford_text":
         chat = False
-    for key in ("assistant_only_loss", "supervised_part", "last_turn_only"):
+    for key in masks:
         if config[key] and not chat:
             raise config.error(key, f"needs rows of chat messages; the rows have plain {form}.")
+
+
+def _learned(config: "RunConfig", form: str, train: "Dataset") -> str:
+    """Say what of a row is supervised, for rows in the form that the trainer reads."""
+    part = {"content": " without their headers", "message": " with their headers"}.get(
+        config["supervised_part"] or "", ""
+    )
+    if config["assistant_only_loss"]:
+        return f"the answers of each chat{part}"
+    if form == "prompt":
+        return "completions that are sampled"
+    if form == "input_ids":
+        masked = {"labels", "completion_mask", "assistant_masks"} & set(train.column_names)
+        return f"what {' and '.join(sorted(masked))} say" if masked else EVERY
+    if form == "prompt-completion" and config["completion_only_loss"] is not False:
+        return "the completions"
+    if form == "messages":
+        return f"{USERS_TOO}{part}"
+    return EVERY
 
 
 def _as_the_trainer_reads(

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from ...config.run_config import RunConfig
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+_FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
 Place = Callable[[str, int], tuple[str, int]]
@@ -181,9 +182,10 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
         return rows, [n for n, _ in kept], len(numbered) - len(kept)
-    if path.suffix not in (".csv", ".parquet"):
+    readers = {".csv": datasets.Dataset.from_csv, ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow}
+    read = readers.get(path.suffix)
+    if read is None:
         raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
-    read = datasets.Dataset.from_csv if path.suffix == ".csv" else datasets.Dataset.from_parquet
     try:
         loaded = read(str(path))
     except Exception as error:  # pyarrow, pandas and datasets each have their own
@@ -193,10 +195,24 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     return loaded, None, 0
 
 
+def _read_arrow(path: str) -> "Dataset":
+    """Read an IPC stream, as `save_to_disk` writes it, or an IPC file, which is Feather."""
+    import datasets
+    import pyarrow
+    from datasets.table import InMemoryTable
+
+    with Path(path).open("rb") as file:
+        is_stream = file.read(len(_FILE_OF_ARROW)) != _FILE_OF_ARROW
+    if is_stream:
+        return datasets.Dataset.from_file(path)
+    with pyarrow.memory_map(path) as source:
+        return datasets.Dataset(InMemoryTable(pyarrow.ipc.open_file(source).read_all()))
+
+
 def _problem_in(
     config: "RunConfig", vocabulary: int | None, columns: Sequence[str]
 ) -> Callable[[dict], str | None] | None:
     """Return the check of rows with these columns, as they are in the file; None where they have no form."""
     text = config["dataset_text_field"]
-    read = form_of(columns, text, config.given("dataset_text_field"), config.recipe == "distill")
+    read = form_of(columns, text, config.given("dataset_text_field"), config.recipe != "sft")
     return None if read is None else partial(row_problem, form=read[0], text=text, vocabulary=vocabulary)

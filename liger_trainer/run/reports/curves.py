@@ -25,6 +25,7 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for
 SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
 TICKS = 7  # intervals of an axis: a fixed number, since its length depends on the labels
 NICE = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
+HOVERED = 120  # points of a line that show their values, at most
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
 
@@ -79,6 +80,8 @@ class Line:
     color: str
     steps: list[float]
     values: list[float]
+    tokens: list[float | None]
+    """trained on until then, where the logs say so"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,8 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()
                 label = labels[index] if labels else run.name
             steps, values = points(run, metric)
             if steps:
-                lines.append(Line(label, kind, color, steps, values))
+                tokens = dict(zip(*points(run, "num_tokens"), strict=True))
+                lines.append(Line(label, kind, color, steps, values, [tokens.get(step) for step in steps]))
     return lines
 
 
@@ -145,6 +149,28 @@ def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "teacher", f"eval_{chart.teacher}" if on_held_out else chart.teacher
 
 
+def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[Chart, list[Chart]]]:
+    """Return the charts that differ, each with the others of the same points: a loss of one term is drawn once. A term
+    that is a metric too is left out beside it."""
+    kept: dict[tuple, list[Chart]] = {}
+    for chart in charts:
+        lines = tuple(
+            (line.kind, tuple(line.steps), tuple(f"{value:.5g}" for value in line.values))
+            for line in lines_of(chart, runs)
+        )
+        kept.setdefault(lines, []).append(chart)
+    shown = []
+    for group in kept.values():
+        names = {chart.metric for chart in group}
+        first, *others = [
+            chart
+            for chart in group
+            if chart.metric.removeprefix(TERM) == chart.metric or chart.metric.removeprefix(TERM) not in names
+        ]
+        shown.append((first, others))
+    return shown
+
+
 def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]:
     """Draw every chart of these runs, several runs overlaid. Imports matplotlib."""
     import matplotlib
@@ -153,11 +179,14 @@ def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]
 
     drawn = []
     with matplotlib.rc_context(_STYLE):
-        for chart in charts_of(runs):
+        for chart, same in different(charts_of(runs), runs):
             lines = lines_of(chart, runs, labels)
             figure = Figure(figsize=SIZE, layout="constrained")
             note = _plot(figure.add_subplot(), chart, lines, len(runs) > 1)
-            svg, png = _svg(figure, chart), io.BytesIO()
+            note = ", ".join(
+                filter(None, (note, f"the same: {', '.join(other.title for other in same)}" if same else ""))
+            )
+            svg, png = _svg(figure, chart, lines), io.BytesIO()
             figure.axes[0].set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
             figure.savefig(png, format="png", dpi=160, facecolor="white")
             drawn.append(Drawing(chart.name, chart.title, note, svg, png.getvalue()))
@@ -221,9 +250,8 @@ def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
 def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
     """Join the points. Of many, draw the running mean, and the points faintly behind it."""
     style: dict[str, Any] = {"color": line.color, "linewidth": 1.6, "label": line.label}
-    few = len(line.steps) <= 30
     if line.kind == "eval":
-        style |= {"linestyle": (0, (4, 2)), "marker": "o" if few else None, "markersize": 3.6}
+        style |= {"linestyle": (0, (4, 2)), "marker": "o", "markersize": 3.6 if len(line.steps) <= 30 else 2.2}
     elif line.kind == "teacher":
         style |= {"linestyle": (0, (1, 1.6)), "linewidth": 1.4}
     elif len(line.steps) == 1:
@@ -259,8 +287,9 @@ def _running_mean(values: list[float], half: int) -> list[float]:
     return means
 
 
-def _svg(figure: "Figure", chart: Chart) -> str:
-    """Write the figure as an element of the page, with the page's colours and font and ids of its own."""
+def _svg(figure: "Figure", chart: Chart, lines: Sequence[Line]) -> str:
+    """Write the figure as an element of the page, with the page's colours and font and ids of its own. Points show
+    their values when the pointer is over them: SVG titles, which need no script."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -271,8 +300,26 @@ def _svg(figure: "Figure", chart: Chart) -> str:
     svg = re.sub(r"url\(#", f"url(#{chart.name}-", svg)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
+    svg = svg.replace("</svg>", f"{_hover(figure, lines)}</svg>")
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     box, label = f"0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}", html.escape(f"{chart.title} over steps")
     opening = f'<svg viewBox="{box}" role="img" aria-label="{label}">'
     return re.sub(r"\s*\n\s*", " ", re.sub(r"^<svg[^>]*>", opening, svg))
+
+
+def _hover(figure: "Figure", lines: Sequence[Line]) -> str:
+    """Return a circle over each point, which is seen when the pointer is over it, with the point's values as title."""
+    axes, scale = figure.axes[0], 72 / figure.dpi
+    circles = []
+    for line in lines:
+        every = -(-len(line.steps) // HOVERED)
+        shown = sorted({*range(0, len(line.steps), every), len(line.steps) - 1})
+        places = axes.transData.transform([(line.steps[i], line.values[i]) for i in shown]) * scale
+        for i, (x, y) in zip(shown, places, strict=True):
+            tokens = line.tokens[i]
+            place = f"step {line.steps[i]:,.0f}" + ("" if tokens is None else f", {tokens:,.0f} tokens")
+            title = html.escape(f"{place}: {line.label} {line.values[i]:.5g}")
+            center = f'cx="{x:.1f}" cy="{SIZE[1] * 72 - y:.1f}"'
+            circles.append(f'<circle {center} r="4.5" style="fill: {line.color}"><title>{title}</title></circle>')
+    return f'<g class="points">{"".join(circles)}</g>'

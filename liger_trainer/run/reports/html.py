@@ -32,6 +32,7 @@ from .tables import (
     tone,
     training_facts,
 )
+from .verdict import Verdict, verdict
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         notes=_notes(runs, labels),
+        verdict=_verdict(runs[0]) if len(runs) == 1 else None,
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
         samples=samples,
@@ -149,6 +151,11 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
             yield f"{count(dropped)} {name} rows have no supervised token left and were left out."
 
 
+def _verdict(run: RunRecord) -> Verdict | None:
+    """Return the verdict of a finished run."""
+    return verdict(run.recipe, run.before, run.after, run.models) if run.finished else None
+
+
 def _cards(run: RunRecord) -> Iterator[dict[str, str]]:
     after, step = latest(run)
     for row in [row for row in rows_of([run]) if row.better and row.metric in after][:4]:
@@ -186,6 +193,11 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if "parameters" in facts:
         trained = facts.get("trainable_parameters", 0)
         yield card("Parameters", parameters(facts["parameters"]), f"{trained:,} trained")
+    student, teacher = run.models.get("student"), run.models.get("teacher")
+    small, large = (facts["parameters"] if facts else 0 for facts in (student, teacher))
+    if small and large:
+        sizes = f"{parameters(small)} of the teacher's {parameters(large)}"
+        yield card("Compression", f"{large / small:.3g} times", sizes)
 
 
 def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:

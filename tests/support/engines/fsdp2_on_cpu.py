@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
@@ -26,6 +26,7 @@ def fsdp2(**options) -> Iterator[None]:
         init(self, *args, **kwargs)
         if fresh:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             if self._mixed_precision != "no":
                 plugin.set_mixed_precision(self._mixed_precision)
 
@@ -41,6 +42,6 @@ def fsdp2(**options) -> Iterator[None]:
 
 def forget() -> None:
     """Let the next Accelerator of this process choose its engine anew."""
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

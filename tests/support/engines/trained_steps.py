@@ -1,5 +1,6 @@
-"""One training step through the trainers, by accelerate's FSDP2, in one of two processes; see splits.py."""
+"""One training step through the trainers, by accelerate's engines, in one of two processes; see splits.py."""
 
+import contextlib
 import sys
 
 import pytest
@@ -12,19 +13,29 @@ from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError
 
 ENGINES = {
+    "ddp": contextlib.nullcontext,
     "fsdp2": fsdp2,
     "fsdp2, kept gathered": lambda: fsdp2(reshard_after_forward=False),
     "fsdp2, loaded by rank 0": lambda: fsdp2(cpu_ram_efficient_loading=True),
 }
 OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
-    "stock flag": "llama",
+    "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "callback": "llama",
+    "cached": "llama",
 }  # fmt: skip
-# DDP is in splits.py. The head is what FSDP2 treats differently, so its variants take tied and adapted heads.
+OPTIONS = {
+    "": {},
+    "recomputed": {"gradient_checkpointing": True},
+    "whole teacher": {"teacher_device": "cpu"},
+}
+# The other objectives by DDP are in splits.py. The head is what FSDP2 treats differently, so its variants take tied and
+# adapted heads.
 STEPS = [
-    *(("fsdp2", objective) for objective in OBJECTIVES),
-    ("fsdp2, kept gathered", "tied ce"), ("fsdp2, kept gathered", "lora kd"), ("fsdp2, loaded by rank 0", "tied kd"),
-    ("fsdp2, loaded by rank 0", "lora kd"),
+    *(("fsdp2", objective, "") for objective in OBJECTIVES),
+    ("fsdp2, kept gathered", "tied ce", ""), ("fsdp2, kept gathered", "lora kd", ""),
+    ("fsdp2, loaded by rank 0", "tied kd", ""), ("fsdp2, loaded by rank 0", "lora kd", ""),
+    ("fsdp2", "lora", "recomputed"), ("fsdp2", "tied self", "recomputed"), ("fsdp2", "tied kd", "whole teacher"),
+    ("ddp", "tied kd", "whole teacher"), ("ddp", "lora", "recomputed"),
 ]  # fmt: skip
 
 
@@ -45,10 +56,10 @@ def refusal():
 
 def main(path):
     results = {}
-    for engine, objective in STEPS:
+    for engine, objective, variant in STEPS:
         with ENGINES[engine]():
-            named = "rank 0" in engine and "lora" not in objective
-            results[engine, objective] = step(objective, 2, 2, named=named)
+            named = ("rank 0" in engine and "lora" not in objective) or "teacher" in variant
+            results[engine, objective, variant] = step(objective, 2, 2, named=named, **OPTIONS[variant])
     results["teachers that differ"] = refusal()
     if torch.distributed.get_rank() == 0:
         torch.save(results, path)

@@ -3,7 +3,7 @@
     accelerate launch --config_file fsdp2.yaml tests/support/engines/twenty_steps.py DIRECTORY NAME ARM...
 
 DIRECTORY holds what `save_models` puts there, and gets the logs of each arm in NAME.json. An arm is "sft", "liger" or
-"kd"; "lora" behind it is for adapters, "tied" for tied embeddings.
+"kd"; "lora" behind it is for adapters, "tied" for tied embeddings, "parallel" for heads that stay on their ranks.
 """
 
 import json
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.trainers.sft_config import LigerConfig
 
 ROWS, LENGTH, STEPS, VOCAB = 8, 512, 20, 32_000
 
@@ -62,9 +63,12 @@ def run(directory, arm):
     common = {"train_dataset": rows(), "processing_class": tokenizer()}
     if "lora" in how:
         common["peft_config"] = LoraConfig(r=16, target_modules="all-linear")
+    heads = {"vocab_parallel": "always"} if "parallel" in how else {}
     if name == "kd":
-        args = LigerDistillConfig(**options, losses=[{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}])
+        args = LigerDistillConfig(**options, **heads, losses=[{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}])
         trainer = LigerDistillTrainer(student, teacher_model=str(directory / "teacher"), args=args, **common)
+    elif heads:
+        trainer = LigerTrainer(student, args=LigerConfig(**options, **heads), **common)
     else:
         trainer = (SFTTrainer if name == "sft" else LigerTrainer)(student, args=SFTConfig(**options), **common)
     trainer.train()

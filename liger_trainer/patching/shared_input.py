@@ -1,0 +1,109 @@
+"""Layers that read one tensor, computed together: an attention's projections to queries, keys and values.
+
+The attention calls them one after the other. The first call computes all of them, and the others take what is waiting
+for them. Which layers have one input is read from the source of the forward that calls them; whether they have it in
+this call is checked by the tensor's identity.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# Statements and expressions that may not run, or more than once.
+_CONDITIONAL = (
+    ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.IfExp,
+    ast.BoolOp, ast.comprehension, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Compare,
+)  # fmt: skip
+
+
+class SharedInput:
+    """Layers that are called with one tensor in each pass, in the order of their calls."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = list(layers)
+        self._x: Tensor | None = None
+        self._version = 0
+        self._waiting: dict[int, Tensor] = {}  # by index of the layer
+
+    def output(self, layer: nn.Module, x: Tensor, compute: Callable[[Sequence[nn.Module]], Any]) -> Tensor | None:
+        """Return a layer's output, or None if it has to be computed alone.
+
+        Args:
+            layer: which is called.
+            compute: returns the outputs of layers for x, or None.
+        """
+        index = next((i for i, each in enumerate(self.layers) if each is layer), -1)
+        if index == 0:
+            self._forget()  # what an earlier pass has left
+            outputs = compute(self.layers)
+            if outputs is None:
+                return None
+            self._waiting = dict(enumerate(outputs))
+            self._x, self._version = x, x._version
+        if self._x is not x or self._version != x._version:
+            return None
+        output = self._waiting.pop(index, None)
+        if not self._waiting:
+            self._forget()
+        return output
+
+    def _forget(self) -> None:
+        self._x, self._waiting = None, {}
+
+
+def layers_of_one_input(module: nn.Module) -> list[list[str]]:
+    """Return the names of children that a module's class calls with one of its arguments, in the order of the calls.
+
+    Each call is made once in every pass that gets there, and the argument is the caller's own throughout.
+    """
+    return [list(names) for names in _calls_with_one_argument(type(module))]
+
+
+@functools.cache
+def _calls_with_one_argument(kind: type) -> tuple[tuple[str, ...], ...]:
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportFunctionMemberAccess]
+        (function,) = ast.parse(textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # no source, or not that of one function
+        return ()
+    if not isinstance(function, ast.FunctionDef):
+        return ()
+    arguments = {a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    arguments -= {
+        n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))
+    }
+    every = [call for node in ast.walk(function) for call in _call_of_child(node)]
+    groups: dict[str, list[str]] = {}
+    for child, argument in (call for node in _always_evaluated(function) for call in _call_of_child(node)):
+        if argument in arguments and [name for name, _ in every].count(child) == 1:
+            groups.setdefault(argument, []).append(child)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _always_evaluated(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function's body in the order of evaluation, as far as calls are concerned."""
+    for statement in function.body:
+        yield from _inner_first(statement)
+
+
+def _inner_first(node: ast.AST) -> Iterator[ast.AST]:
+    if not isinstance(node, _CONDITIONAL):
+        for child in ast.iter_child_nodes(node):
+            yield from _inner_first(child)
+        yield node
+
+
+def _call_of_child(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (child, argument) of a call self.child(argument)."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="self"), attr=child), args=[ast.Name(id=argument)], keywords=[]
+        ):
+            yield child, argument
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=child)):
+            yield child, ""

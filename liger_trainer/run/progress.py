@@ -1,0 +1,109 @@
+"""What is seen of a run while it goes: a line a log and a line an evaluation, which stay, and bars on a terminal."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer_utils import has_length
+
+from .reports.format import duration
+
+IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")
+HELD_OUT = ("loss", "forward_kl", "reverse_kl", "agreement_at_1", "perplexity", "mean_token_accuracy")
+"""Metrics of a line. Terms of a loss follow the loss; accuracy is shown where there is no agreement."""
+SHORT = {"agreement_at_1": "agreement", "mean_token_accuracy": "accuracy"}
+TERM = "loss/"
+BEFORE, BETWEEN, AFTER = "measuring before", "evaluating", "measuring after"
+
+
+class RunProgress(ProgressCallback):
+    """Prints a line for each log and each evaluation on stdout. On a terminal, bars on stderr say what is going on.
+
+    Args:
+        bars: False: no bars; None: where stderr is a terminal.
+    """
+
+    def __init__(self, bars: bool | None) -> None:
+        super().__init__()
+        self.disable = None if bars is None else not bars
+        self.phase = BEFORE
+        self.began, self.began_at = 0.0, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.phase, self.current_step = BETWEEN, state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = self._bar("training", state.max_steps, state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if not self.began:
+            self.began, self.began_at = time.perf_counter(), state.global_step
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if not state.is_world_process_zero or not has_length(eval_dataloader):
+            return
+        if self.prediction_bar is None:
+            self.prediction_bar = self._bar(self.phase, len(eval_dataloader))
+            if self.prediction_bar.disable and self.phase != BETWEEN:
+                print(f"{self.phase}: held-out rows, batches: {len(eval_dataloader)}", flush=True)
+        self.prediction_bar.update(1)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        super().on_evaluate(args, state, control, **kwargs)
+        if state.is_world_process_zero and self.phase == BETWEEN:
+            held_out = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+            took = duration(held_out.get("runtime"))
+            self._print(state, ["held out:", *_figures(held_out, HELD_OUT), f"in {took}" if took else ""])
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
+            return
+        facts = _figures(logs, IN_TRAINING)
+        if "learning_rate" in logs:
+            facts.append(f"lr {logs['learning_rate']:.3g}")
+        if "tokens_per_second" in logs:
+            facts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+        self._print(state, [*facts, self._left(state)])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self.phase = AFTER
+
+    def _left(self, state: Any) -> str:
+        done = state.global_step - self.began_at
+        if not self.began or done < 1 or state.global_step >= state.max_steps:
+            return ""
+        return f"ETA {duration((time.perf_counter() - self.began) / done * (state.max_steps - state.global_step))}"
+
+    def _print(self, state: Any, facts: list[str]) -> None:
+        width = len(str(state.max_steps))
+        line = "  ".join([f"step {state.global_step:>{width}}/{state.max_steps}", *filter(None, facts)])
+        tqdm.write(line, file=sys.stdout)  # above the bars
+        sys.stdout.flush()
+
+    def _bar(self, name: str, total: int, done: int = 0) -> tqdm:
+        return tqdm(desc=name, total=total, initial=done, disable=self.disable, leave=False, dynamic_ncols=True)
+
+
+def _figures(metrics: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Return names with values, the terms of the loss behind the loss."""
+    terms = [name for name in metrics if name.startswith(TERM)]
+    order = [*names[:1], *terms, *(name for name in names[1:] if f"{TERM}{name}" not in terms)]
+    if "agreement_at_1" in metrics:
+        order = [name for name in order if name != "mean_token_accuracy"]
+    shown = [(name, metrics[name]) for name in order if isinstance(metrics.get(name), (int, float))]
+    return [f"{SHORT.get(name, name.removeprefix(TERM))} {value:.4g}" for name, value in shown]
+
+
+def show_progress(trainer: Trainer) -> None:
+    """Show the progress of a run in place of transformers' bars and dictionaries; in a notebook its table stays.
+
+    Call it after the callback that measures the student was added: the bar of training comes below that of measuring.
+    """
+    shown = [type(callback) for callback in trainer.callback_handler.callbacks]
+    for usual in (ProgressCallback, PrinterCallback):
+        if usual in shown:
+            trainer.remove_callback(usual)
+            trainer.add_callback(RunProgress(False if usual is PrinterCallback else None))

@@ -1,0 +1,76 @@
+"""Heads whose rows lie on several ranks: loss, gradients and per-token values are those of one rank with all tokens."""
+
+import math
+
+import pytest
+import torch
+from engines.vocabulary_shards import cases
+from processes import run_on
+
+from liger_trainer.kernels._chunking import Execution
+from liger_trainer.kernels._vocab_parallel import VocabParallel, check_parallel, chunk_rows
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("shards") / "results.pt"
+    run_on(request.param, "engines/vocabulary_shards.py", path)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("part", ["loss", "values", "gradients"])
+@pytest.mark.parametrize("name", [name for name, *_ in cases()], ids=" ".join)
+def test_shards_give_what_one_rank_gives(results, name, part):
+    errors = results[name]
+    assert errors[torch.float64, "shards", part] < 1e-10
+    assert errors[torch.float32, "shards", part] <= 2 * errors[torch.float32, "alone", part] + 2e-6
+
+
+def test_ranks_may_divide_by_different_numbers_of_items(results):
+    assert max(results["own means"].values()) < 1e-10
+
+
+@pytest.mark.parametrize("what", ["upstream", "label"])
+def test_what_cannot_be_computed_is_nan(results, what):
+    assert results["checks"][what] == 0
+
+
+class Ranks(VocabParallel):
+    """Ranks without processes."""
+
+    size, rank = 4, 1
+
+
+def test_a_chunk_fits_the_workspace():
+    ranks = Ranks(None, 0, 256_000)
+    rows = chunk_rows(ranks, 2, 4096 * 8, Execution(workspace_mb=512))
+    assert rows % 256 == 0
+    assert rows * (64_000 * 2 + 4096 * 8) <= 512 * 2**20 < (rows + 256) * (64_000 * 2 + 4096 * 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": "shared"}, "replicated, sharded"),
+        ({"tokens": "replicated", "average": True}, "average is for sharded tokens"),
+    ],
+)
+def test_impossible_descriptions_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        VocabParallel(None, 0, 8, **change)
+
+
+def test_a_shard_beyond_the_head_is_refused():
+    with pytest.raises(ValueError, match="rows 6 to 10 of a head of 8 rows"):
+        check_parallel(Ranks(None, 6, 8), torch.zeros(4, 2), False)
+
+
+def test_overwrite_hidden_is_refused():
+    with pytest.raises(ValueError, match="overwrite_hidden has no place"):
+        check_parallel(Ranks(None, 0, 8), torch.zeros(4, 2), True)
+
+
+def test_columns_of_a_shared_vocabulary():
+    held = [Ranks(None, first, 10).columns(7, 3) for first in (0, 3, 6, 9)]
+    assert held == [3, 3, 1, 0]
+    assert math.ceil(10 / 4) == Ranks(None, 0, 10).widest

@@ -1,0 +1,378 @@
+"""Dropout of LoRA ops: the masks that they make, the numbers under these masks, and what they depend on."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from elementwise_checks import check_op, outputs_and_grads
+from gated_checks import normal
+from kernel_checks import CUDA, PATHS, TRITON_DEVICE
+from lora_checks import SCALES, leaves_of, named, projection
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.kernels import _dropout, _gated, _projections
+from liger_trainer.kernels._dropout import LEVELS, add_gradients, draw_seed, kept, philox, runs_of, values_of_kept
+from liger_trainer.kernels._gated import gated_reference
+from liger_trainer.kernels._low_rank import Adapter, Numerics, Projection
+from liger_trainer.kernels.lora_linear import lora_linear
+from liger_trainer.kernels.lora_mlp import lora_mlp
+
+SEED = 0x299F31D0A4093822
+on_triton = pytest.mark.skipif("triton" not in PATHS, reason="Triton is not here, or cannot run on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several programs and several turns of each loop."""
+    monkeypatch.setattr(_dropout, "FORWARD_TILE", 512)
+    monkeypatch.setattr(_dropout, "BACKWARD_COLUMNS", 16)
+    monkeypatch.setattr(_dropout, "BACKWARD_PROGRAMS", (6, 6))
+
+
+@pytest.fixture
+def same_seed(monkeypatch):
+    """Every op draws the same seed, so that a reference knows its masks."""
+    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+
+
+def dropped(x: Tensor, p: float, stream: int) -> Tensor:
+    """dropout(x) with the mask of an adapter under `same_seed`."""
+    flat = x.reshape(-1, x.shape[-1])
+    threshold = round(p * LEVELS)
+    mask = kept(torch.tensor([SEED], device=x.device), stream, tuple(flat.shape), threshold).view(x.shape)
+    return x.where(mask, 0) / (1 - threshold / LEVELS)
+
+
+def adapters_of(tensors, rates, prefix="") -> list[Adapter]:
+    pairs = [(tensors[f"{prefix}a{i}"], tensors[f"{prefix}b{i}"]) for i in range(len(rates))]
+    return [Adapter(a, b, scale, p) for (a, b), scale, p in zip(pairs, SCALES, rates, strict=False)]
+
+
+def layer(x: Tensor, weight: Tensor, bias: Tensor | None, adapters, stream: int = 0) -> Tensor:
+    """A layer in plain torch, whose adapters see x through the masks from `stream` on."""
+    y = torch.nn.functional.linear(x, weight, bias)
+    for i, (a, b, scale, p) in enumerate(adapters):
+        y = y + (dropped(x.to(a.dtype), p, stream + i) @ a.t() @ b.t() * scale).to(y.dtype)
+    return y
+
+
+def linear_with(rates, op=lora_linear):
+    return lambda x, weight, bias, **tensors: op(x, weight, bias, adapters_of(tensors, rates))
+
+
+def mlp_with(rates, op):
+    def run(x, activation="silu", **tensors):
+        names = [name for name in ("gate", "up", "down") if f"{name}_weight" in tensors]
+        layers = [
+            Projection(
+                tensors[f"{name}_weight"], tensors[f"{name}_bias"], tuple(adapters_of(tensors, rates[name], f"{name}_"))
+            )
+            for name in names
+        ]
+        return op(x, layers[0], layers[1] if len(layers) == 3 else None, layers[-1], activation=activation)
+
+    return run
+
+
+def mlp_of_layers(x, gate, up, down, *, activation):
+    """The MLP in plain torch: the adapters are numbered through its layers."""
+    counts = [0, *itertools.accumulate(len(p.adapters) for p in (gate, up) if p is not None)]
+    hidden = [layer(x, p.weight, p.bias, p.adapters, n) for p, n in zip((gate, up), counts, strict=False) if p]
+    h = gated_reference(hidden[0], hidden[1] if up is not None else None, activation)
+    return layer(h, down.weight, down.bias, down.adapters, counts[-1])
+
+
+def like(place) -> dict:
+    return {"dtype": place.dtype, "device": place.device}
+
+
+def inputs(*shape: int, like: dict, ranks=(4,), **options) -> dict:
+    return {"x": normal(*shape, like=like, seed=9)} | projection(11, shape[-1], ranks, like, **options)
+
+
+def mlp_inputs(*shape: int, like: dict, ranks, packed: bool = False, inner: int = 21) -> dict:
+    tensors = {"x": normal(*shape, like=like, seed=9)}
+    rows = {"gate": 2 * inner, "down": shape[-1]} if packed else {"gate": inner, "up": inner, "down": shape[-1]}
+    for seed, (name, count) in enumerate(rows.items()):
+        columns = inner if name == "down" else shape[-1]
+        tensors |= named(name, projection(count, columns, ranks[name], like, seed=20 * seed))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("seed", "counter", "want"),
+    [
+        (0, [0] * 4, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (-1, [0xFFFFFFFF] * 4, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+        (SEED, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]),
+    ],
+)
+def test_philox(seed, counter, want):
+    """The known answers for seven rounds that its authors publish."""
+    numbers = philox(torch.tensor([seed]), [torch.tensor([c]) for c in counter])
+    assert [int(x) for x in numbers] == want
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+def test_masks_are_independent_of_each_other(p):
+    """The rate, in all and in each row and column, and no correlation with neighbours, other adapters or seeds."""
+    shape, threshold = (1500, 800), round(p * LEVELS)
+    seeds = torch.tensor([SEED]), torch.tensor([SEED + 1]), torch.tensor([SEED + (1 << 32)])
+    drops = [~kept(seed, stream, shape, threshold) for seed, stream in [*((s, 0) for s in seeds), (seeds[0], 1)]]
+    spread = (p * (1 - p)) ** 0.5
+    first = (drops[0].double() - p) / spread
+    for each in drops:
+        standard = (each.double() - p) / spread
+        assert standard.mean().abs() < 4.5 / standard.numel() ** 0.5
+        for dim in (0, 1):  # means of columns and rows, in units of their own spread
+            means = standard.mean(dim) * shape[dim] ** 0.5
+            assert means.abs().max() < 5.5 and means.std().item() == pytest.approx(1, abs=0.12)
+    others = [(each.double() - p) / spread for each in drops[1:]]
+    shifted = [first.roll(step, dim) for dim in (0, 1) for step in (1, 2, 4, 8)]
+    for other in (*others, *shifted):
+        assert (first * other).mean().abs() < 4.5 / first.numel() ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_the_effective_mask(fp32, p):
+    """Read through an identity: elements are 0 or divided by 1 - p, the same in forward and backward."""
+    width = 40
+    eye, zero = torch.eye(width, device=fp32.device), torch.zeros(width, width, device=fp32.device)
+    x = (normal(300, width, like=like(fp32)).abs() + 0.1).requires_grad_()
+    y = lora_linear(x, zero, None, [Adapter(eye, eye, 1.0, p)])
+    ratio = y / x
+    scale = 1 / (1 - round(p * LEVELS) / LEVELS)
+    assert scale == pytest.approx(1 / (1 - p), rel=2e-5)
+    torch.testing.assert_close(ratio, (ratio > 0) * scale)
+    assert (ratio == 0).float().mean().item() == pytest.approx(p, abs=4 * (p * (1 - p) / x.numel()) ** 0.5)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(dx, ratio.detach())
+
+
+@pytest.mark.parametrize("packing", ["one", "three", "several ranks", "several rates", "high rank", "some do not"])
+def test_lora_linear(place, same_seed, packing):
+    """Every output and gradient under the masks of `kept`, which plain torch makes."""
+    ranks, rates = {
+        "one": ((4,), (0.3,)),
+        "three": ((4, 4, 4), (0.2, 0.2, 0.2)),
+        "several ranks": ((2, 5, 5), (0.3, 0.3, 0.3)),
+        "several rates": ((3, 3), (0.1, 0.6)),
+        "high rank": ((150, 22), (0.3, 0.3)),
+        "some do not": ((3, 3, 3), (0.0, 0.4, 0.0)),
+    }[packing]
+    tensors = inputs(45, 37, like=like(place), ranks=ranks)
+    check_op(linear_with(rates), linear_with(rates, layer), tensors, leaves_of(tensors))
+
+
+@pytest.mark.parametrize("shape", [(1, 33), (19,), (2, 3, 16), (2, 2, 3, 18), (0, 16), (3, 1)], ids=str)
+def test_shapes(fp32, same_seed, shape):
+    tensors = inputs(*shape, like=like(fp32))
+    check_op(linear_with((0.3,)), linear_with((0.3,), layer), tensors, leaves_of(tensors))
+
+
+@pytest.mark.parametrize("x", ["rows of a wider tensor", "transposed"])
+def test_layouts(fp32, same_seed, x):
+    wide = normal(40, 50, like=like(fp32), seed=9)
+    tensors = inputs(40, 24, like=like(fp32)) | {"x": wide[:, 3:27] if x[0] == "r" else wide[:24, :40].t()}
+    check_op(linear_with((0.3,)), linear_with((0.3,), layer), tensors, leaves_of(tensors))
+
+
+@pytest.mark.parametrize("leaves", [["x"], ["a0"], ["b1"], ["x", "b0"], ["a0", "a1"], ["x", "a1", "b1"]], ids="-".join)
+def test_frozen(fp32, same_seed, leaves):
+    rates = (0.3, 0.3)
+    check_op(linear_with(rates), linear_with(rates, layer), inputs(45, 37, like=like(fp32), ranks=(3, 3)), leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adapters_wider_than_the_base(same_seed, dtype):
+    tensors = inputs(45, 37, like={"dtype": dtype, "device": TRITON_DEVICE}, ranks=(3, 4), adapters=torch.float32)
+    got = check_op(linear_with((0.3, 0.1)), linear_with((0.3, 0.1), layer), tensors, leaves_of(tensors))
+    assert got["d_a0"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
+def test_lora_mlp(place, same_seed, monkeypatch, packed):
+    """gate, up and down have masks of their own. (In plain torch, where the op is three layers, they are torch's.)"""
+    if place.path == "torch":
+        monkeypatch.setattr(_gated, "use_triton", lambda x: True)
+        monkeypatch.setattr("liger_trainer.kernels.lora_mlp.forward", plain_forward)
+        monkeypatch.setattr("liger_trainer.kernels.lora_mlp.backward", plain_backward)
+        if place.dtype == torch.float64:
+            pytest.skip("the op is three layers")
+    ranks = {"gate": (4, 2), "up": (4,), "down": (5,)}
+    rates = {"gate": (0.3, 0.0), "up": (0.3,), "down": (0.5,)}
+    tensors = mlp_inputs(45, 16, like=like(place), ranks=ranks, packed=packed)
+    check_op(mlp_with(rates, lora_mlp), mlp_with(rates, mlp_of_layers), tensors, leaves_of(tensors))
+
+
+def plain_forward(gate, up, activation, dtype):
+    return gated_reference(gate, up, activation).to(dtype)
+
+
+def plain_backward(dh, gate, up, dgate, dup, activation, h=None):
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in (gate, up)]
+        product = gated_reference(leaves[0], leaves[1], activation)
+    for out, gradient in zip((dgate, dup), torch.autograd.grad(product, leaves, dh), strict=True):
+        out.copy_(gradient)
+    if h is not None:
+        h.copy_(product)
+
+
+@on_triton
+@pytest.mark.parametrize("slots", [1, 4])
+def test_slots(slots):
+    """Adapters whose matrices are sums of several, slot after slot of all of them: what split factors take."""
+    rows, columns, adapters = 70, 100, ((5, 3277, 0.7), (5, 3277, 0.7), (7, 30000, 0.7), (40, 30000, 2.0))
+    seed, total = draw_seed(torch.zeros(1, device=TRITON_DEVICE)), sum(rank for rank, *_ in adapters)
+    x, dx = (normal(rows, columns, like={"device": TRITON_DEVICE}, seed=i) for i in (0, 1))
+    a, g = (normal(n, m, like={"device": TRITON_DEVICE}) for n, m in ((slots * total, columns), (rows, slots * total)))
+    values, want_dx = torch.full_like(g, torch.nan), dx.double()
+    values_of_kept(x, a, seed, runs_of(adapters, 2, slots), slots, values)
+    parts = add_gradients(g, a, seed, runs_of(adapters, 2, slots), slots, x, dx)
+    assert parts is not None
+    da, start = parts.sum(0), 0
+    assert_close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-4)  # of entries of about 100
+    for i, (rank, threshold, factor) in enumerate(adapters):
+        mask = kept(seed, 2 + i, (rows, columns), threshold)
+        at = torch.cat([torch.arange(rank) + slot * total + start for slot in range(slots)]).to(x.device)
+        assert_close(values[:, at].double(), factor * (x * mask).double() @ a[at].double().t())
+        assert_close(da[at].double(), g[:, at].double().t() @ (x * mask).double())
+        want_dx += mask * (g[:, at].double() @ a[at].double())
+        start += rank
+    assert_close(dx.double(), want_dx)
+
+
+def test_split_factors(same_seed, wide_results):
+    """fp32 adapters over bf16: the precision of fp32 in the gradients."""
+    tensors = inputs(
+        45, 37, like={"dtype": torch.bfloat16, "device": TRITON_DEVICE}, ranks=(4, 4), adapters=torch.float32
+    )
+    assert Numerics.of(tensors["x"], adapters_of(tensors, (0.3, 0.3))).split
+    check_op(linear_with((0.3, 0.3)), linear_with((0.3, 0.3), layer), tensors, leaves_of(tensors))
+
+
+def results_of(tensors, seed: int | None = None, run=None, rates=(0.4, 0.4)) -> dict[str, Tensor]:
+    if seed is not None:
+        torch.manual_seed(seed)
+    return outputs_and_grads(run or linear_with(rates), tensors, leaves_of(tensors), torch.float32)
+
+
+def test_torch_s_seed_reproduces_the_masks(fp32):
+    tensors = inputs(8, 37, like=like(fp32), ranks=(4, 4))
+    first, second, other, next_one = (results_of(tensors, seed) for seed in (3, 3, 4, None))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    for each in (other, next_one):
+        assert all((each[name] != first[name]).any() for name in first)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_makes_the_same_masks(fp32, reentrant):
+    tensors, linear = inputs(8, 37, like=like(fp32), ranks=(4, 4)), linear_with((0.4, 0.4))
+    leaves, gradients = [tensors[name].requires_grad_() for name in leaves_of(tensors)], []
+
+    def run(*values):
+        return linear(**dict(zip(tensors, values, strict=True)))
+
+    for call in (run, functools.partial(checkpoint, run, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        call(*tensors.values()).square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_retained_graph_has_the_same_masks(fp32):
+    tensors = inputs(8, 37, like=like(fp32))
+    leaves = [tensors[name].requires_grad_() for name in leaves_of(tensors)]
+    y = linear_with((0.4,))(**tensors)
+    first = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, torch.ones_like(y)), first, rtol=0, atol=0)
+
+
+def test_no_mask_and_no_dropped_x_are_kept(fp32):
+    tensors, saved = inputs(45, 37, like=like(fp32), ranks=(4, 2)), []
+    for name in leaves_of(tensors):
+        tensors[name].requires_grad_()
+    given = {x.data_ptr() for x in tensors.values()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+        linear_with((0.3, 0.3))(**tensors)
+    assert [tuple(x.shape) for x in saved if x.data_ptr() not in given] == [(45, 1, 6), (1,), (6, 37)]
+
+
+def test_compiles_whole(fp32):
+    """torch.compile draws its own masks: at a rate so low that none drops anything, the numbers are those without."""
+    tensors = inputs(5, 37, like=like(fp32))
+    compiled = torch.compile(linear_with((1e-9,)), fullgraph=True, backend="aot_eager")
+    check_op(compiled, linear_with((0.0,)), tensors, leaves_of(tensors))
+    compiled = torch.compile(linear_with((0.5,)), fullgraph=True, backend="aot_eager")
+    assert (compiled(**tensors) != linear_with((0.0,))(**tensors)).all()
+
+
+@pytest.mark.parametrize("p", [1.0, -0.1, 2])
+def test_rates_that_are_refused(p):
+    with pytest.raises(ValueError, match=rf"dropout of an adapter of weight must be from 0 to below 1, got {p}"):
+        linear_with((p,))(**inputs(5, 37, like={}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, columns", [(2048, 1024), (1000, 3072), (77, 1000)], ids=str)
+def test_sizes_on_gpu(monkeypatch, same_seed, adapters, rows, columns):
+    monkeypatch.undo()
+    monkeypatch.setattr(_projections, "draw_seed", lambda x: torch.tensor([SEED], device=x.device))
+    tensors = inputs(
+        rows, columns, like={"dtype": torch.bfloat16, "device": "cuda"}, ranks=(16, 16, 8), adapters=adapters
+    )
+    rates = (0.05, 0.05, 0.05)
+    check_op(linear_with(rates), linear_with(rates, layer), tensors, leaves_of(tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("large")
+def test_offsets_beyond_32_bits_on_gpu(monkeypatch):
+    """The last rows of x, dx and values have the numbers of a call with their masks."""
+    monkeypatch.undo()
+    rows, columns, tail = (1 << 19) + 8, 4200, 16
+    x = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
+    a, g = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((16, columns), (rows, 16)))
+    seed, runs = draw_seed(x), runs_of(((16, 6554, 1.0),), 0, 1)
+    values, dx = g.new_empty(rows, 16), torch.zeros_like(x)
+    values_of_kept(x, a, seed, runs, 1, values)
+    add_gradients(g, a, seed, runs, 1, x, dx)
+    at = torch.arange(rows - tail, rows, device="cuda").view(-1, 1).expand(tail, -(-columns // 8))
+    counter = [at, torch.arange(at.shape[1], device="cuda").expand_as(at), torch.zeros_like(at), torch.zeros_like(at)]
+    words = torch.stack(philox(seed, counter), -1)
+    mask = (torch.stack((words & 0xFFFF, words >> 16), -1).view(tail, -1) >= 6554)[:, :columns]
+    torch.testing.assert_close(values[-tail:].float(), (x[-tail:] * mask).float() @ a.float().t(), rtol=2e-2, atol=2)
+    torch.testing.assert_close(dx[-tail:].float(), mask * (g[-tail:].float() @ a.float()), rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph_draw_new_masks_on_gpu(monkeypatch):
+    """Forward and backward in one CUDA graph: other masks at each replay, the same in both directions."""
+    monkeypatch.undo()
+    torch.use_deterministic_algorithms(False)
+    eye, zero = torch.eye(64, device="cuda"), torch.zeros(64, 64, device="cuda")
+    x = torch.ones(256, 64, device="cuda", requires_grad=True)
+
+    def step():
+        y = lora_linear(x, zero, None, [Adapter(eye, eye, 1.0, 0.5)])
+        return y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(y, dx)
+        seen.append(y.clone())
+    assert all((one != other).any() for one, other in itertools.combinations(seen, 2))
+    assert CUDA and seen[0].count_nonzero() == pytest.approx(x.numel() / 2, rel=0.05)

@@ -1,0 +1,151 @@
+"""What is seen of a run: lines that stay, bars on a terminal; at its end a verdict and next commands."""
+
+import contextlib
+import io
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+from commands import call, save_models, settings, texts, write_rows
+from transformers import AutoModelForCausalLM
+
+from liger_trainer.run import samples
+from liger_trainer.run.ending import next_commands
+from liger_trainer.run.progress import RunProgress
+from liger_trainer.run.reports.verdict import verdict
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A distillation with two evaluations in between: stdout, stderr and metrics.json."""
+    folder = tmp_path_factory.mktemp("progress")
+    save_models(folder, "student", "teacher")
+    write_rows(folder / "rows.jsonl", texts(30))
+    changes = {"max_steps": STEPS, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "disable_tqdm": False}
+    more = {"teacher_model_name_or_path": "teacher", "keep_layers": [0], "num_sample_completions": 3}
+    (folder / "my.yaml").write_text(settings(**changes, **more, max_new_tokens=20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+        capture = SimpleNamespace(readouterr=lambda: SimpleNamespace(out="", err=""))
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert call(capture, "run", "my.yaml")[0] == 0, err.getvalue()
+    return SimpleNamespace(
+        folder=folder,
+        out=out.getvalue(),
+        err=err.getvalue(),
+        metrics=json.loads((folder / "out/metrics.json").read_text()),
+    )
+
+
+def test_a_line_for_each_log(run):
+    lines = re.findall(r"^step (\d)/6  loss (\S+)  forward_kl (\S+)  (.*)$", run.out, re.M)
+    logs = [log for log in run.metrics["log_history"] if "loss" in log]
+    assert [int(step) for step, *_ in lines] == [2, 4, 6] == [log["step"] for log in logs]
+    for (_, loss, kl, rest), log in zip(lines, logs, strict=True):
+        assert math.isclose(float(loss), log["loss"], rel_tol=1e-3)
+        assert math.isclose(float(kl), log["forward_kl"], rel_tol=1e-3)
+        assert f"{log['tokens_per_second']:,.0f} tokens/s" in rest and f"lr {log['learning_rate']:.3g}" in rest
+    assert ["ETA" in rest for *_, rest in lines] == [True, True, False]
+
+
+def test_a_line_for_each_evaluation_and_what_is_measured(run):
+    held_out = re.findall(r"^step (\d)/6  held out:  loss (\S+) ", run.out, re.M)
+    logs = [log for log in run.metrics["log_history"] if "eval_loss" in log and 0 < log["step"]]
+    between = {log["step"]: log["eval_loss"] for log in logs}
+    assert [int(step) for step, _ in held_out] == [3, 6]
+    assert all(math.isclose(float(loss), between[int(step)], rel_tol=1e-3) for step, loss in held_out)
+    order = (
+        "measuring before:",
+        "Before training, held-out rows: forward KL",
+        "step 2/6",
+        "step 6/6",
+        "measuring after:",
+    )
+    places = [run.out.index(text) for text in order]
+    assert places == sorted(places)
+    assert f"forward KL (nats/token) {run.metrics['before']['forward_kl']:.3f}" in run.out
+    assert "it/s" not in run.err and "it/s" not in run.out  # no bars where there is no terminal
+
+
+def test_the_end_of_a_run(run):
+    models = run.metrics["models"]
+    saved = {name: AutoModelForCausalLM.from_pretrained(run.folder / name) for name in ("out", "teacher")}
+    assert models["student"]["parameters"] == saved["out"].num_parameters()
+    assert models["teacher"]["parameters"] == saved["teacher"].num_parameters() > models["student"]["parameters"]
+    share = models["student"]["parameters"] / models["teacher"]["parameters"]
+    assert f"It has {share:.0%} of its teacher's parameters" in run.out
+    *_, title, first, second, third = run.out.rstrip().splitlines()
+    assert title == "Next:"
+    assert "liger-trainer chat out" in first and "liger-trainer eval out" in second
+    assert "liger-trainer run out/config.yaml output_dir=out-2" in third
+
+
+def test_bars_say_what_they_are(capsys, monkeypatch):
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=0)
+    progress, loader = RunProgress(True), [0] * 3
+    progress.on_prediction_step(None, state, None, eval_dataloader=loader)
+    progress.on_evaluate(None, state, None, metrics={})
+    progress.on_train_begin(None, state, None)
+    state.global_step = 2
+    progress.on_step_end(None, state, None)
+    progress.on_prediction_step(None, state, None, eval_dataloader=loader)
+    progress.on_evaluate(None, state, None, metrics={"eval_loss": 2.5, "eval_runtime": 1.0})
+    progress.on_train_end(None, state, None)
+    progress.on_prediction_step(None, state, None, eval_dataloader=loader)
+    progress.on_evaluate(None, state, None, metrics={})
+    printed = capsys.readouterr()
+    names = [
+        name for name in ("measuring before:", "training:", "evaluating:", "measuring after:") if name in printed.err
+    ]
+    assert names == ["measuring before:", "training:", "evaluating:", "measuring after:"]
+    assert printed.out == "step 2/4  held out:  loss 2.5  in 1.0 s\n"
+
+
+def test_the_speed_of_generation_leaves_the_first_prompt_out():
+    writing = samples.Writing([(64, 100.0), (40, 1.0), (20, 0.5)])
+    assert writing.tokens_per_second == 40.0
+    assert samples.Writing([(64, 1.0)]).tokens_per_second is None
+    assert samples.Writing([(64, 1.0), (31, 1.0)]).tokens_per_second is None  # too few to say
+
+
+@pytest.mark.parametrize(
+    ("recipe", "before", "after", "tone", "text"),
+    [
+        ("sft", {"loss": 2.0}, {"loss": 1.5}, "good", "got better on rows that it was not trained on: loss from"),
+        ("sft", {"loss": 2.0}, {"loss": 2.1}, "bad", "got worse"),
+        ("sft", {"loss": 2.0}, {"loss": 1.995}, "", "hardly changed"),
+        ("sft", {"loss": 2.0}, {"loss": math.nan}, "bad", "is NaN"),
+        ("distill", {"forward_kl": 1.0, "loss": 1.0}, {"forward_kl": 0.5, "loss": 9.0}, "good", "0.500 (−50.0%)"),
+        ("distill", {"agreement_at_1": 0.5}, {"agreement_at_1": 0.4}, "bad", "agreement@1 from 0.500 to 0.400"),
+    ],
+)  # fmt: skip
+def test_the_verdict(recipe, before, after, tone, text):
+    found = verdict(recipe, before, after, {})
+    assert found is not None and found.tone == tone and text in found.text
+    assert verdict(recipe, {}, after, {}) is None
+
+
+def test_speeds_are_compared_in_the_same_dtype_alone():
+    facts = {"parameters": 50, "dtype": "float32", "tokens_per_second": 30.0}
+    teacher = {"parameters": 100, "dtype": "float32", "tokens_per_second": 20.0}
+
+    def text(teacher: dict) -> str:
+        judged = verdict("sft", {"loss": 2.0}, {"loss": 1.0}, {"student": facts, "teacher": teacher})
+        assert judged is not None
+        return judged.text
+
+    assert "50% of its teacher's parameters (50 of 100)" in text(teacher)
+    assert "writes 30 tokens/s where its teacher writes 20 (1.5 times)" in text(teacher)
+    assert "tokens/s" not in text({**teacher, "dtype": "bfloat16"})
+    assert "tokens/s" not in text({**teacher, "tokens_per_second": None})
+    assert "teacher" not in text({**teacher, "parameters": 0})  # ZeRO-3 leaves empty tensors in each process
+
+
+def test_adapters_are_merged_next(tmp_path):
+    assert f"liger-trainer merge {tmp_path}/a {tmp_path}/a-merged" in next_commands(tmp_path / "a", adapter=True)

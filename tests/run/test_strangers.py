@@ -1,0 +1,108 @@
+"""Rows as people have them, in seven kinds of files: each is previewed and trained on by one line of the command."""
+
+import json
+import re
+
+import datasets
+import pyarrow
+import pytest
+from commands import call, save_models, settings
+from tiny import WORDS
+
+QUESTIONS = [" ".join(WORDS[i : i + 3]) for i in range(30)]
+ANSWERS = [" ".join(WORDS[i + 3 : i + 6]) for i in range(30)]
+PAIRS = list(zip(QUESTIONS, ANSWERS, strict=True))
+CHATS = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in PAIRS]
+EACH = "every message, the user's too"
+
+
+def lines(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strangers")
+    save_models(folder, "student")
+    (folder / "my.yaml").write_text(settings(max_steps=1, bf16=False))
+    sharegpt = [
+        {"id": str(i), "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
+        for i, (q, a) in enumerate(PAIRS)
+    ]
+    (folder / "sharegpt.json").write_text(json.dumps(sharegpt))
+    (folder / "alpaca.json").write_text(json.dumps([{"instruction": q, "input": "", "output": a} for q, a in PAIRS]))
+    (folder / "openai.jsonl").write_text(lines(CHATS))
+    table = datasets.Dataset.from_list(CHATS)
+    table.to_parquet(str(folder / "chats.parquet"))
+    table.save_to_disk(str(folder / "saved"))
+    next((folder / "saved").glob("*.arrow")).rename(folder / "stream.arrow")
+    with pyarrow.OSFile(str(folder / "feather.arrow"), "wb") as file:
+        rows = table.data.table
+        with pyarrow.ipc.new_file(file, rows.schema) as writer:
+            writer.write_table(rows)
+    (folder / "pairs.csv").write_text("prompt,completion\n" + "".join(f"{q} ,{a}\n" for q, a in PAIRS))
+    (folder / "notes.txt").write_text("\n".join(f"{q} {a}" for q, a in PAIRS))
+    return folder
+
+
+def seen(question: str, answer: str, kind: str) -> str:
+    """The row as `preview` prints it, what is learned between marks. The first token of a row is never learned."""
+    first, rest = question.split(" ", 1)
+    return {
+        EACH: f"<user>⟦ {question} <assistant> {answer} <eos>⟧",
+        "answers": f"<user> {question} <assistant>⟦ {answer} <eos>⟧",
+        "the completions": f"<user> {question} <assistant>⟦ {answer} <eos>⟧",
+        "pairs": f"{question}⟦ {answer} <eos>⟧",
+        "every token": f"{first}⟦ {rest} {answer} <eos>⟧",
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("file", "learned", "kind"),
+    [
+        ("sharegpt.json", EACH, EACH), ("alpaca.json", "the completions", "the completions"),
+        ("openai.jsonl", EACH, EACH), ("chats.parquet", EACH, EACH), ("stream.arrow", EACH, EACH),
+        ("feather.arrow", EACH, EACH), ("pairs.csv", "the completions", "pairs"),
+        ("notes.txt", "every token", "every token"),
+    ],
+)  # fmt: skip
+def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    code, out, err = call(capsys, "preview", "my.yaml", f"dataset_name={file}", "--rows", "1")
+    assert code == 0, err
+    found = re.search(r"── .*?(?:row |:)(\d+): .*\n(.*)", out)
+    assert found is not None
+    index = int(found[1]) - (not file.endswith((".json", ".csv", ".parquet", ".arrow")))
+    assert " ".join(found[2].split()) == seen(*PAIRS[index], kind)
+    assert re.search(rf"│ learned +│ {learned} +│", out)
+    assert ("What the user says is learned too" in out) == (learned == EACH)
+    code, out, err = call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}")
+    assert code == 0, err
+    assert json.loads((folder / f"out-{file}" / "metrics.json").read_text())["data"]["learned"] == learned
+
+
+@pytest.mark.parametrize(
+    ("changes", "learned"),
+    [
+        (["assistant_only_loss=true", "supervised_part=content"], "the answers of each chat without their headers"),
+        (["last_turn_only=true"], "the completions"),
+        (["supervised_part=content"], "every message, the user's too without their headers"),
+    ],
+)
+def test_what_is_learned_follows_the_settings(folder, monkeypatch, capsys, changes, learned):
+    monkeypatch.chdir(folder)
+    code, out, err = call(capsys, "preview", "my.yaml", "dataset_name=openai.jsonl", "--rows", "1", *changes)
+    assert code == 0, err
+    assert re.search(rf"│ learned +│ {learned[:40]}", out)
+    assert ("What the user says" in out) == ("user" in learned)
+    if "answers" in learned:
+        assert seen(*PAIRS[0], "answers") in " ".join(out.split())
+
+
+def test_a_damaged_arrow_file_is_named(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for source in ("stream", "feather"):
+        (folder / "cut.arrow").write_bytes((folder / f"{source}.arrow").read_bytes()[:200])
+        code, _, err = call(capsys, "preview", "my.yaml", "dataset_name=cut.arrow")
+        assert code == 4 and "cut.arrow: cannot be read as arrow" in err

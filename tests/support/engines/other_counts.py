@@ -1,0 +1,68 @@
+"""Train on two processes, and go on from their checkpoint on another number of them.
+
+Run as a script it is one of the processes: with a folder alone it trains four steps of eight rows and saves after the
+second; with "resume" it goes on from copies of these checkpoints. The first process writes the losses.
+"""
+
+import contextlib
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from engines.fsdp2_on_cpu import fsdp2
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig
+
+from liger_trainer import LigerTrainer
+
+ENGINES = {
+    "ddp": contextlib.nullcontext,
+    "fsdp2": lambda: fsdp2(state_dict_type="FULL_STATE_DICT"),
+    "fsdp2, sharded checkpoints": lambda: fsdp2(state_dict_type="SHARDED_STATE_DICT"),
+}
+SAVED, STEPS, ROWS = 2, 4, 8
+
+
+def trained(output_dir: Path, resume: bool) -> dict:
+    """The losses by step, and how far the saved model is from the trained one."""
+    args = train_args(
+        SFTConfig, output_dir=str(output_dir), per_device_train_batch_size=ROWS // torch.distributed.get_world_size(),
+        max_steps=STEPS, save_strategy="steps", save_steps=SAVED, learning_rate=1e-2, weight_decay=0.1,
+    )  # fmt: skip
+    trainer = LigerTrainer(
+        tiny_model("llama_tied"), args, train_dataset=completions(), processing_class=tiny_tokenizer()
+    )
+    trainer.train(resume_from_checkpoint=str(output_dir / f"checkpoint-{SAVED}") if resume else None)
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    trainer.save_model(str(output_dir / "saved"))
+    losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+    result = {"losses": losses, "files": sorted(p.name for p in (output_dir / f"checkpoint-{SAVED}").iterdir())}
+    if trainer.is_world_process_zero() and (output_dir / "saved" / "model.safetensors").is_file():
+        loaded = AutoModelForCausalLM.from_pretrained(output_dir / "saved", dtype="float32").state_dict()
+        result["saved"] = max((loaded[name] - weight).abs().max().item() for name, weight in state.items())
+    return result
+
+
+def main(folder: str, *resumes: str) -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")  # accelerate makes none for one process
+    first, size = torch.distributed.get_rank() == 0, torch.distributed.get_world_size()
+    results = {}
+    for engine, within in ENGINES.items():
+        output_dir = Path(folder, engine)
+        if resumes:
+            output_dir = Path(folder, f"{engine} on {size}")
+            if first:
+                shutil.copytree(Path(folder, engine, f"checkpoint-{SAVED}"), output_dir / f"checkpoint-{SAVED}")
+            torch.distributed.barrier()
+        with within():
+            results[engine] = trained(output_dir, bool(resumes))
+    if first:
+        torch.save(results, Path(folder, f"{'resumed' if resumes else 'begun'}-{size}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
