@@ -15,6 +15,7 @@ import torch
 from served import served
 from tiny import WORDS, tiny_model, tiny_tokenizer
 
+import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError, DataError
 from liger_trainer.tools.generate import run as generation
@@ -41,7 +42,7 @@ def teacher(tmp_path_factory) -> str:
 def prompts(tmp_path) -> str:
     rng = random.Random(os.urandom(4))
     path = tmp_path / "prompts.jsonl"
-    texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(10)]
+    texts = [" ".join([word, *rng.choices(WORDS, k=rng.randint(0, 8))]) for word in rng.sample(WORDS, 10)]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return str(path)
 
@@ -63,7 +64,8 @@ def test_greedy_completions_are_those_of_the_model(teacher, prompts, tmp_path):
     for line in Path(prompts).read_text().splitlines():
         messages = [{"role": "user", "content": json.loads(line)["prompt"]}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        out = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=1)[0, len(ids) :]
+        alone = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        out = model.generate(**alone, max_new_tokens=24, do_sample=False)[0, len(ids) :]
         want[messages[0]["content"]] = tokenizer.decode(out, skip_special_tokens=True).strip()
     got = {row["prompt"][0]["content"]: row["completion"][0]["content"] for row in rows_in(tmp_path / "out")}
     assert got.items() <= want.items() and generated.rows == len(got)
@@ -119,9 +121,8 @@ def mortal(function):
     return call
 from liger_trainer.tools.generate import store
 store.PARTS_OF_A_SHARD = 2
-fork = os.fork
-for moment in range(number, 60, 7):
-    child = fork()
+for moment in range(number, 60, 11):
+    child = os.fork()
     if child == 0:
         number = moment
         os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
@@ -173,8 +174,10 @@ def command(*words: str) -> int:
 
 
 def test_a_run_reads_the_rows(teacher, prompts, tmp_path, capsys):
-    folder = tmp_path / "out"
-    made(teacher, folder, prompts=prompts, keep_unfinished=True)
+    folder, counts = tmp_path / "out", []
+    options = GenerateOptions(**SMALL, prompts=prompts, keep_unfinished=True)
+    generated = liger_trainer.generate_dataset(teacher, str(folder), options, lambda *rows: counts.append(rows))
+    assert counts[-1] == (generated.rows, None) and len(counts) == 4  # nothing stored, then three batches
     (tmp_path / "my.yaml").write_text(f"model_name_or_path: {teacher}\ndataset_name: {folder}\nuse_cpu: true\n")
     assert command("preview", str(tmp_path / "my.yaml"), "--rows", "1") == 0
     assert "<assistant>" in capsys.readouterr().out
@@ -220,6 +223,12 @@ def test_wrong_options_are_named(words, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("options", [{"top_p": 2}, {"num_rows": 2.5}, {"held_out_ngram": 5}, {"dtype": "int8"}])
+def test_wrong_options_are_named_in_python(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        GenerateOptions(**options)
+
+
 def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path):
     def answered(request):
         return {"choices": [{"text": " w1 w2 \udc00", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
@@ -245,9 +254,9 @@ def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path)
     }
 
 
-def sieved(samples: list[Sample], held_out=(), **options) -> list[str | None]:
+def sieved(samples: list[Sample], held_out_rows=(), **options) -> list[str | None]:
     chosen = GenerateOptions(**options)
-    sieve = Sieve(chosen, grams_of(held_out, chosen.held_out_ngram))
+    sieve = Sieve(chosen, grams_of(held_out_rows, chosen.held_out_ngram))
     reasons = [sieve.judge(sample) for sample in samples]
     assert Counter(r for r in reasons if r) == sieve.dropped and sieve.rows == reasons.count(None)
     assert sieve.examples.keys() == sieve.dropped.keys()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...common.options import HTTP, OptionValues, clashes, conflicts_of, given, limits_of, option
+from ...common.options import HTTP, OptionValues, check_options, clashes, conflicts_of, given, limits_of, option
 from ...common.value_rules import Rule, complaints, did_you_mean, read
 from ...config.overrides import parse_overrides
 from ...config.settings import DROPPED
@@ -19,7 +19,11 @@ _SERVER, _PROMPTS, _HELD_OUT = given("teacher_server_base_url"), given("prompts"
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How data is sampled from a teacher alone, and which of it is kept. See docs/generate.md."""
+    """How data is sampled from a teacher alone, and which of it is kept. See docs/generate.md.
+
+    Raises:
+        ValueError: a value is beyond its limits, or does nothing beside the others.
+    """
 
     prompts: str | None = option(
         None,
@@ -85,6 +89,9 @@ class GenerateOptions:
         5, "Further attempts after a failure that may pass.", ge=0, le=100, needs=_SERVER
     )
     teacher_server_concurrency: int = option(16, "Requests to the server at a time.", ge=1, le=256, needs=_SERVER)
+
+    def __post_init__(self) -> None:
+        check_options(self, GenerateOptions)
 
     def deciding(self) -> dict[str, Any]:
         """Return what decides the rows: all but where the server is and how patient its client is."""

@@ -58,12 +58,18 @@ class Generated:
 
 
 def generate(
-    teacher: str, output_dir: Path, options: GenerateOptions, progress: Progress = lambda rows, asked: None
+    teacher: str,
+    output_dir: str | Path,
+    options: GenerateOptions | None = None,
+    progress: Progress = lambda rows, asked: None,
 ) -> Generated:
     """Write `train.jsonl` and its card to a directory, or go on with samples that an earlier process left there.
 
     Args:
         teacher: directory, hub id or demo: name of a causal LM; with a server, of its tokenizer.
+        output_dir: a new or empty directory, or one that this function wrote with the same options.
+        options: None: all defaults, with prompts that the teacher draws.
+        progress: called after each batch with the rows kept so far and those asked for, None where that is not known.
 
     Raises:
         ConfigError: the teacher, the prompts or the held-out rows cannot be loaded; the directory holds other files or
@@ -73,8 +79,9 @@ def generate(
         StorageError: the disk is full, read-only or over its quota.
         TeacherServerError: the server cannot be reached.
     """
-    with _alone(output_dir), writing_to(output_dir, "The same command goes on."):
-        return _Generation.of(teacher, output_dir, options).run(progress)
+    path = Path(output_dir).expanduser()
+    with _alone(path), writing_to(path, "The same command goes on."):
+        return _Generation.of(teacher, path, options or GenerateOptions()).run(progress)
 
 
 @contextlib.contextmanager
