@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, __version__
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from ..common.replacements import Replacements
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..trainers.distill_trainer import LigerDistillTrainer
 
 Tokens = list[int]
+_WINDOWS = ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -219,12 +221,30 @@ def _written(
     return tokens, time.perf_counter() - began
 
 
+def _why_none(model: Any) -> str | None:
+    """Return why a model cannot forget tokens that were rejected; None if it can."""
+    name, kinds = model.config.model_type, getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if getattr(model, "_is_stateful", False):
+        return f"{name} keeps a state from which rejected tokens cannot be taken back."
+    if any(kind in _WINDOWS for kind in kinds) and not _windows_are_taken_back():
+        return f"transformers {__version__} masks drafts for the windows of {name} wrongly; 5.23 does not."
+    return None
+
+
+def _windows_are_taken_back() -> bool:
+    """Whether a mask is as long as the keys in a window's cache that waits to be cropped: not so in transformers 5.17,
+    which fails there with an error about sizes."""
+    layer, state = DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 1, 1)
+    layer.activate_past_recording()
+    return all(layer.get_mask_sizes(1)[0] == layer.update(state, state)[0].shape[-2] for _ in range(5))
+
+
 class Drafts:
     """Measures the student of a distillation as its teacher's draft, on held-out prompts.
 
     Raises:
-        ConfigError: a teacher with another tokenizer; a model whose state cannot be taken back by some tokens, as that
-            of Mamba; sampled drafts of models whose heads have different numbers of rows.
+        ConfigError: a teacher with another tokenizer; a model that cannot forget rejected tokens, as Mamba, and in some
+            versions of transformers those with windows; sampled drafts of heads with different numbers of rows.
     """
 
     def __init__(self, trainer: "LigerDistillTrainer", config: "RunConfig", prompts: Sequence[Tokens]):
@@ -239,10 +259,8 @@ class Drafts:
         teacher, student = trainer.teacher, base_of(trainer.student)
         if trainer.teaching.tokenizer is not None:
             raise config.error("num_draft_prompts", "the teacher has another tokenizer, so nothing can be drafted.")
-        stateful = [model.config.model_type for model in (teacher, student) if getattr(model, "_is_stateful", False)]
-        if stateful:
-            message = f"{stateful[0]} keeps a state from which rejected tokens cannot be taken back."
-            raise config.error("num_draft_prompts", message)
+        for reason in filter(None, map(_why_none, (teacher, student))):
+            raise config.error("num_draft_prompts", reason)
         rows = head_rows(student), head_rows(teacher)
         if config["draft_temperature"] and rows[0] != rows[1]:
             message = "the heads have {:,} and {:,} rows; only greedy drafts are possible: leave it at 0.".format(*rows)
