@@ -157,9 +157,9 @@ def _settings(
 def _as_assistant(student: Any, teacher: Any, tokens: int) -> Iterator[None]:
     """Have the student write so many tokens each time.
 
-    By itself transformers writes more of them after success, and stops where the draft is not sure; how many are
-    accepted would then say little about the student. Where heads are padded differently, it takes the tokenizers for
-    different ones, and would translate by way of text.
+    By itself transformers ends a draft where the student is not sure, and a student's generation_config may have drafts
+    grow and shrink; how many are accepted would then say little about the student. Where heads are padded differently,
+    transformers takes the tokenizers for different ones, and would translate by way of text.
     """
     changes = Replacements()
     chosen = copy.deepcopy(student.generation_config) or GenerationConfig()
