@@ -38,7 +38,7 @@ def some_prompts(n: int, vocab: int = VOCAB - 5) -> list[list[int]]:
 
 def likeliest(model, ids: list[int], shared: int = VOCAB) -> int:
     with torch.no_grad():
-        return int(model(torch.tensor([ids])).logits[0, -1, :shared].argmax())
+        return int(model(torch.tensor([ids], device=model.device)).logits[0, -1, :shared].argmax())
 
 
 def by_loops(teacher, student, prompt: list[int], tokens: int, most: int, end: int) -> DraftCounts:
@@ -194,3 +194,13 @@ def test_sampled_drafts_need_heads_of_one_size(folder, capsys):
     Path("run.yaml").write_text(settings(**DRAFTS, draft_temperature=1.0))
     code, _, error = call(capsys, "run", "run.yaml")
     assert code == 2 and "draft_temperature: the heads have 72 and 64 rows" in error
+
+
+@pytest.mark.gpu
+def test_counts_on_a_gpu_are_those_of_plain_loops():
+    teacher = tiny_model(seed=1)
+    student, prompts = near(teacher, 0.2).cuda(), some_prompts(6)
+    teacher = teacher.cuda()
+    counts = measure_drafts(teacher, student, tiny_tokenizer(), prompts, DraftOptions(4, max_new_tokens=14))
+    each = [by_loops(teacher, student, prompt, 4, 14, VOCAB - 3) for prompt in prompts]
+    assert counts.passes == sum(one.passes for one in each) and counts.same == len(prompts)
