@@ -56,6 +56,7 @@ MATRIX = {  # what: by DDP, by FSDP2
     "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", "")),
     "losses between hidden states": (("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", "")),
     "... with projectors": (("ddp", "hidden", 2), PROJECTORS),
+    "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", "")),
     "completions sampled in training": (("ddp", "on_policy", 2), SAMPLED),
     "resuming on one and on four": (("resumed", "ddp"), ("resumed", "fsdp2")),
     "... from sharded checkpoints": (None, ("resumed", "fsdp2, sharded checkpoints")),

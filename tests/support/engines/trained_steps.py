@@ -21,7 +21,7 @@ ENGINES = {
 OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
     "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "callback": "llama",
-    "cached": "llama",
+    "cached": "llama", "weighted": "llama",
 }  # fmt: skip
 OPTIONS = {
     "": {},
