@@ -212,10 +212,13 @@ _OF_TRL = (
 )
 # Conflicts of our keys that do not hold in Python, where a teacher may be a model in memory.
 _OF_A_FILE = (
-    Conflict(
-        "num_sample_completions",
-        on("num_sample_completions") & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
-        "expected 0: a sharded model is not sampled from.",
+    *(
+        Conflict(
+            key,
+            on(key) & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
+            "expected 0: a sharded model is not sampled from.",
+        )
+        for key in ("num_sample_completions", "num_draft_prompts")
     ),
     Conflict(
         "teacher",

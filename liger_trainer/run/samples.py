@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,13 @@ class Measurement:
     texts: list[str]
     tokens_per_second: float | None = None
     """of the completions"""
+    drafts: dict[str, float] = field(default_factory=dict)
+    """the student as its teacher's draft, where that is measured"""
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """All of it that is a number by name."""
+        return {**self.metrics, **self.drafts}
 
 
 @dataclass
@@ -87,14 +94,20 @@ def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
     return ModelFacts(model.num_parameters(), str(model.dtype).removeprefix("torch."), tokens_per_second)
 
 
-def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
-    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now."""
+def measure(
+    trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int, drafts: Callable[[], dict[str, float]] = dict
+) -> Measurement:
+    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now.
+
+    Args:
+        drafts: measures the student as its teacher's draft.
+    """
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     tokenizer = trainer.processing_class
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     writing = Writing()
     texts = complete(trainer.model, tokenizer, prompts, max_new_tokens, writing)
-    return Measurement(metrics, texts, writing.tokens_per_second)
+    return Measurement(metrics, texts, writing.tokens_per_second, drafts())
 
 
 def compare(
@@ -107,12 +120,14 @@ def compare(
     ]
 
 
-def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return `num_sample_completions` prompts, from rows spread evenly over the held-out rows.
+def held_out_prompts(
+    config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase, key: str = "num_sample_completions"
+) -> list[Prompt]:
+    """Return as many prompts as `key` says, from rows spread evenly over the held-out rows.
 
     Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
-    count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
+    count, form = min(config[key], len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
     prompts = [_prompt(row, form, tokenizer, config["dataset_text_field"]) for row in rows]
     limit = config["max_length"]

@@ -22,7 +22,7 @@ from .from_trl_args import moved
 from .giving_up import save_and_advise
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
-from .prepare_rows import kept_length, rows_for_reading
+from .prepare_rows import cut_of, rows_for_reading
 from .rows import check_prompts, has_only_prompts, prepare_prompts
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
@@ -167,8 +167,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def learnable_rows(self, tokenized, args, packing, dataset_name):
         kept = super().learnable_rows(tokenized, args, packing, dataset_name)
-        length, mode = kept_length(args, packing)
-        part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+        part = cut_of(args, packing)
         self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
         return kept
 

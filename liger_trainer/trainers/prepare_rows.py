@@ -147,6 +147,12 @@ def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
     return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
 
 
+def cut_of(args: Any, packing: bool) -> slice:
+    """Return which tokens of a row are kept."""
+    length, mode = kept_length(args, packing)
+    return slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+
+
 @dataclass(frozen=True)
 class PreparedRows:
     """Datasets as the trainer prepares them, and the tokenizer as it leaves it."""

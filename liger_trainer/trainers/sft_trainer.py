@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
-from ..losses.spec import LossOptions
+from ..losses.spec import LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
@@ -26,8 +26,9 @@ from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .notebook_table import widen_notebook_table
-from .prepare_rows import check_names
+from .prepare_rows import check_names, cut_of
 from .resume_check import ResumeCheck
+from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -63,6 +64,7 @@ class LigerTrainer(CheckpointingTrainer):
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
+        row_weights: the weights of the rows; None without `args.weight_column`.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
@@ -84,11 +86,14 @@ class LigerTrainer(CheckpointingTrainer):
             config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
             args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         options = take_liger_options(config)
+        column: str | None = getattr(config, "weight_column", None)
+        self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
         with warnings.catch_warnings(), loading_and_adapters(config):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
         self.check_rows()
+        self._weigh_rows()
         self._resume_check = ResumeCheck(self)
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
@@ -110,6 +115,25 @@ class LigerTrainer(CheckpointingTrainer):
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         announce(str(self.patched.report))
+
+    def learnable_rows(self, tokenized, args, packing, dataset_name):
+        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
+        if self.row_weights is not None:
+            self.row_weights.read(kept, dataset_name, cut_of(args, packing))
+        return kept
+
+    def _weigh_rows(self) -> None:
+        """Have the collator give each token the weight of its row."""
+        if self.row_weights is None:
+            return
+        if self.compute_loss_func is not None or self._shards_sequences():
+            raise ConfigError(
+                "weight_column: compute_loss_func and sequence parallelism know no weights. Leave it out."
+            )
+        if not isinstance(self.data_collator, DataCollatorForLanguageModeling):
+            raise ConfigError("data_collator: rows with weights are batched by TRL's own. Leave it out.")
+        self.row_weights.check(self.train_dataset)
+        self.data_collator = WeightCollator(self.data_collator, self.row_weights)
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
         """Return what is known of rows that hold several documents; None: the model's own attention reads them all.
@@ -176,7 +200,7 @@ class LigerTrainer(CheckpointingTrainer):
             undo_evaluation_wrap(self.model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self._padding_tokens = inputs.pop(PADDING, 0)
+        self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
         if self._shards_sequences() or (self.compute_loss_func is not None and self.model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.use_own_loss()
@@ -187,9 +211,11 @@ class LigerTrainer(CheckpointingTrainer):
             return self._evaluate_user_loss(model, inputs, return_outputs, num_items_in_batch)
         by_lengths = self.packed_rows is not None and self.packed_rows.by_lengths and "cu_seq_lens_q" in inputs
         with padded_on_the_right(self._pads_on_the_right()), documents_come_along(by_lengths):
-            teacher_inputs = self.teacher_inputs(inputs)
+            more = self.teacher_inputs(inputs)
+            if weights is not None and self.model.training:
+                more["token_weights"] = TokenWeights(weights)
             outputs = model(
-                **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
+                **inputs, **more, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
                 num_processes=self._averaged_ranks(),
             )  # fmt: skip
         if getattr(outputs, "token_loss", None) is None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 
+OF_TRAINING = "weight_column"
+NAMING = ("teacher_column", "teacher_prompt_column", OF_TRAINING)
+"""Keys that name a column of the rows, the last one of the training rows alone."""
 EVERY = "every token"
 USERS_TOO = "every message, the user's too"
 
@@ -42,7 +45,7 @@ class DataFacts:
     held_out: str
     """how the test rows were chosen"""
     sha256: str
-    """over the used rows as JSON lines with sorted keys, train before test"""
+    """over the used rows as JSON lines with sorted keys, train before test, without columns that settings name"""
     licence: str | None
     learned: str
     """what of a row is supervised, in words"""
@@ -84,10 +87,12 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     bad.check()
     form, used = _form(_pick(config, source, "dataset_train_split"), config)
     train, test, held_out, at = _split(config, source)
-    columns = tuple(train.column_names)
-    missing = [c for c in used if c not in test.column_names]
+    columns, named = tuple(train.column_names), _named_columns(config, train)
+    missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
     if missing:
         raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
+    more = [c for c in dict.fromkeys(named.values()) if c not in used]
+    whole = [rows.select_columns([*used, *(c for c in more if c in rows.column_names)]) for rows in (train, test)]
     train, test = train.select_columns(list(used)), test.select_columns(list(used))
     digest = hashlib.sha256()
     problem_of = partial(row_problem, form=form, text=config["dataset_text_field"], vocabulary=vocabulary)
@@ -97,6 +102,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     }
     bad.check(even_if_skipped=not all(good.values()))
     kept, hashes = {split: list(rows) for split, rows in good.items()}, list(good["test"].values())
+    train, test = whole
     if len(bad):
         train, test = train.select(kept["train"]), test.select(kept["test"])
     seen = set(good["train"].values())
@@ -105,7 +111,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         name=config["dataset_name"] or "mixture of " + ", ".join(d["path"] for d in config["datasets"]),
         form=form,
         columns=columns,
-        columns_used=used,
+        columns_used=(*used, *more),
         train_rows=len(train),
         test_rows=len(test),
         held_out=held_out,
@@ -189,6 +195,16 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         "or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; the rows have: "
         f"{', '.join(have)}."
     )
+
+
+def _named_columns(config: "RunConfig", train: "Dataset") -> dict[str, str]:
+    """Return the columns that settings name, by their keys."""
+    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
+    for key, column in named.items():
+        if column not in train.column_names:
+            have = ", ".join(train.column_names)
+            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
+    return named
 
 
 def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> None:
