@@ -94,8 +94,8 @@ class ModelTeacher(Teacher):
             return
         if not reads_images(base_of(teacher)):
             raise ConfigError(
-                f"The rows have images, and the {self._name}, a {type(base_of(teacher)).__name__}, takes none: it would "
-                "read placeholders in their place. Take a vision-language teacher."
+                f"The rows have images, and the {self._name}, a {type(base_of(teacher)).__name__}, takes none: it "
+                "would read placeholders in their place. Take a vision-language teacher."
             )
         theirs, ours = placeholder_ids(base_of(teacher)), placeholder_ids(base_of(student))
         if theirs != ours and not self._draws:

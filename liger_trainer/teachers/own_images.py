@@ -138,6 +138,6 @@ def own_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
 
 
 def moved(logits: Any, places: Tensor) -> Any:
-    """Return the teacher's logits at the student's positions (batch, length); only those before learned tokens count."""
+    """Return the teacher's logits at the student's positions (batch, length); those before learned tokens count."""
     rows = torch.arange(len(places), device=places.device)[:, None]
     return logits[rows, places]
