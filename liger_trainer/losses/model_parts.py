@@ -222,9 +222,9 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
 
-def placeholder_ids(model: Any) -> tuple[int, ...]:
+def placeholder_ids(config: Any) -> tuple[int, ...]:
     """Return the ids of the tokens in whose place a model puts features of images, videos and sound."""
-    ids = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
+    ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 

@@ -39,7 +39,7 @@ class ModelTeacher(Teacher):
         self._vocabulary: Vocabulary | None = None
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
-        self._sees_images = self._draws = False
+        self._sees_images = False
 
     def collator(self, collator: Any) -> Any:
         """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""
@@ -55,7 +55,7 @@ class ModelTeacher(Teacher):
                 "stand at other positions. Leave the losses on hidden states out."
             )
         announce(f"{self._name}: its own processor draws the images.")
-        self._draws = True
+        self.draws_by = own
         return OwnImages.around(collator, own)
 
     def processor_beside(self) -> Any:
@@ -97,8 +97,8 @@ class ModelTeacher(Teacher):
                 f"The rows have images, and the {self._name}, a {type(base_of(teacher)).__name__}, takes none: it "
                 "would read placeholders in their place. Take a vision-language teacher."
             )
-        theirs, ours = placeholder_ids(base_of(teacher)), placeholder_ids(base_of(student))
-        if theirs != ours and not self._draws:
+        theirs, ours = placeholder_ids(base_of(teacher).config), placeholder_ids(base_of(student).config)
+        if theirs != ours and self.draws_by is None:
             raise ConfigError(
                 f"Student and {self._name} put images in the place of other tokens ({ours} and {theirs}), and the "
                 "teacher's processor is not known. Pass it as teacher_processor, or name it in "

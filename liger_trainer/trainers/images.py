@@ -136,7 +136,7 @@ def wrapped(trainer: Any, learned: bool) -> Any:
         return collator
     if not reads_images(model):
         raise ConfigError(f"The rows have images, and {type(model).__name__} takes none. Load a vision-language model.")
-    placeholders, token = placeholder_ids(model), placeholder_of(collator.processor)
+    placeholders, token = placeholder_ids(model.config), placeholder_of(collator.processor)
     if token not in placeholders:
         raise ConfigError(
             f"The processor writes token {token} where an image is, and {type(model).__name__} puts images in the "
