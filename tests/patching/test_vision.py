@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
+from recorders import RunsAgain
 from tiny import assert_same_gradients, named_gradients, train_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainingArguments
@@ -17,6 +18,8 @@ import liger_trainer
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
 from liger_trainer.patching import rotary
+from liger_trainer.patching.call_structure import NotCapturable
+from liger_trainer.patching.cuda_graphs import GraphedLayers
 from liger_trainer.patching.patcher import patched_record
 
 QUICK = ("qwen3_vl", "gemma3")
@@ -43,7 +46,7 @@ def batch_of(family):
 
 
 def step(model, family):
-    loss = model(**batch_of(family)).loss
+    loss = model(**batch_of(family), use_cache=False).loss
     return loss.item(), named_gradients(model, loss)
 
 
@@ -149,3 +152,29 @@ def test_the_function_of_a_family():
     model = vision_model("llava")
     assert liger_trainer.apply_liger_kernel_to_llava(model=model).report.swapped["SwiGLU"] == 2
     assert isinstance(model, transformers.LlavaForConditionalGeneration)
+
+
+@families
+def test_decoder_layers_in_graphs(family):
+    """What a graph replays takes what the model does between layers, such as Qwen3-VL's deep features of images."""
+    plain, graphed = (vision_model(family).train() for _ in range(2))
+    for model in (plain, graphed):
+        patch(model)
+    try:
+        layers = GraphedLayers(graphed, recorder=RunsAgain)
+    except NotCapturable as reason:
+        pytest.fail(str(reason))
+    replays = RunsAgain.replays
+    for _ in range(4):
+        for model in (plain, graphed):
+            step(model, family)
+            with torch.no_grad():  # other values in each pass
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+        want, got = step(plain, family), step(graphed, family)
+        assert got[0] == pytest.approx(want[0], rel=1e-5)
+        assert_same_gradients(got[1], want[1])
+    recorded = family != "gemma4"  # whose layers write keys and values into a dictionary
+    assert layers.report.startswith("CUDA graphs: 2 layers") == recorded, layers.report
+    assert (RunsAgain.replays > replays) == recorded
+    layers.undo()

@@ -12,7 +12,7 @@ from tiny import assert_same_gradients, divergence_by_hand, gradients, spread_we
 from trl import SFTConfig, SFTTrainer
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
 
-from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.losses.model_parts import placeholder_ids
 from liger_trainer.trainers.images import vision_tower
@@ -309,3 +309,16 @@ def test_models_that_cannot_see():
         trainer_of(LigerTrainer, LigerConfig, "gemma3", picture_answers(4), model=text)
     with pytest.raises(ConfigError, match="Pass the processor that belongs to the model"):
         trainer_of(LigerTrainer, LigerConfig, "gemma3", picture_answers(4), model=vision_model("internvl"))
+
+
+@families
+def test_the_callback_of_an_unmodified_trainer(family):
+    """It learns what TRL's labels say, from a teacher that sees the same images."""
+    rows, teacher = picture_answers(6), vision_model(family, seed=1)
+    ours = distiller(family, rows, copy.deepcopy(teacher), max_steps=2)
+    callback = DistillationCallback(copy.deepcopy(teacher))
+    stock = trainer_of(SFTTrainer, SFTConfig, family, rows, arguments={"callbacks": [callback]}, max_steps=2)
+    for trainer in (ours, stock):
+        trainer.train()
+    logs = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, stock)]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5) and len(logs[0]) == 2
