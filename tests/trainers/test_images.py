@@ -322,3 +322,27 @@ def test_the_callback_of_an_unmodified_trainer(family):
         trainer.train()
     logs = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, stock)]
     assert logs[0] == pytest.approx(logs[1], rel=1e-5) and len(logs[0]) == 2
+
+
+def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
+    """The teacher's own processor is noticed; a checkpoint is resumed, with its processor beside it."""
+    student, (teacher, processor) = vision_model("gemma3"), larger_images()
+    student.save_pretrained(tmp_path / "student"), vision_processor("gemma3").save_pretrained(tmp_path / "student")
+    teacher.save_pretrained(tmp_path / "teacher"), processor.save_pretrained(tmp_path / "teacher")
+    options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1, "max_length": None}
+
+    def trainer(steps):
+        return LigerDistillTrainer(
+            str(tmp_path / "student"), teacher_model=str(tmp_path / "teacher"), train_dataset=picture_answers(8),
+            args=train_args(LigerDistillConfig, max_steps=steps, per_device_train_batch_size=2, **options),
+        )  # fmt: skip
+
+    whole = trainer(2)
+    assert type(whole.data_collator).__name__ == "OwnImages"
+    whole.train()
+    resumed = trainer(2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 2
+    beside = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
+    assert beside.image_processor.size["height"] == 32
