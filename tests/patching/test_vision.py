@@ -117,7 +117,7 @@ def test_a_function_that_is_no_such_rotation_is_left_alone():
     assert "no rotation" in rotary.prove_rotary(scaled, frozenset())
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_stock_flag(family):
     """use_liger_kernel of TRL's and of transformers' trainer, unmodified."""
     rows, processor = picture_chats(4), vision_processor(family)

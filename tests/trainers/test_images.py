@@ -20,9 +20,24 @@ from liger_trainer.trainers.images import vision_tower
 MARKS = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="TRL wants 5.18 for assistant_only_loss with images"
 )
-QUICK = ("qwen2_5_vl", "gemma3")
-families = pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
+
+
+def families(*quick):
+    """All of them; the default run has those that are named."""
+    names = [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
+    return pytest.mark.parametrize("family", names)
+
+
+_QUICK = {("qwen2_5_vl", picture_chats), ("gemma3", picture_answers)}
+families_and_rows = pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        pytest.param(
+            family, rows, id=f"{family}, {rows.__name__}", marks=[] if (family, rows) in _QUICK else pytest.mark.slow
+        )
+        for family in VISION_FAMILIES
+        for rows in (picture_chats, picture_answers)
+    ],
 )
 
 
@@ -45,8 +60,7 @@ def first_step(trainer, count=2):
     return loss.item(), gradients(trainer.model), batch
 
 
-@families
-@pytest.mark.parametrize("rows", [picture_chats, picture_answers], ids=["chats", "answers"])
+@families_and_rows
 def test_loss_and_gradients_are_those_of_trl(family, rows):
     """Also the weights and losses after steps, by the optimizer, and the evaluation."""
     data = rows(6)
@@ -69,7 +83,7 @@ def _eval_loss(trainer):
     return trainer.evaluate()["eval_loss"]
 
 
-@families
+@families("gemma3")
 def test_image_tokens_are_learned_only_if_asked(family):
     data = picture_chats(4)
     ours = trainer_of(LigerTrainer, LigerConfig, family, data)
@@ -157,7 +171,7 @@ def test_a_frozen_tower_gets_no_gradients_and_the_rest_what_it_got():
     assert any("projector" in name and g.abs().sum() > 0 for name, g in got.items())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@families("qwen2_5_vl")
 def test_adapters_pass_a_frozen_tower_over_and_it_keeps_nothing_for_a_backward(family):
     """Although gradient checkpointing has the embeddings of patches require gradients."""
     data, lora = picture_chats(4), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -208,8 +222,7 @@ def by_hand(model, teacher, batch, kind="forward_kl", teacher_batch=None):
     return loss.item(), gradients(model)
 
 
-@families
-@pytest.mark.parametrize("rows", [picture_chats, picture_answers], ids=["chats", "answers"])
+@families_and_rows
 def test_a_teacher_that_sees_the_same_images(family, rows):
     """No image token is compared: the divergence is over learned tokens, which leave placeholders out."""
     teacher = vision_model(family, seed=1, num_hidden_layers=3)
@@ -311,7 +324,7 @@ def test_models_that_cannot_see():
         trainer_of(LigerTrainer, LigerConfig, "gemma3", picture_answers(4), model=vision_model("internvl"))
 
 
-@families
+@families("qwen2_5_vl")
 def test_the_callback_of_an_unmodified_trainer(family):
     """It learns what TRL's labels say, from a teacher that sees the same images."""
     rows, teacher = picture_answers(6), vision_model(family, seed=1)
