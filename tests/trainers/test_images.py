@@ -8,7 +8,16 @@ import transformers
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
-from tiny import assert_same_gradients, divergence_by_hand, gradients, spread_weights, tiny_model, train_args
+from tiny import (
+    assert_same_gradients,
+    completions,
+    divergence_by_hand,
+    gradients,
+    named_gradients,
+    spread_weights,
+    tiny_model,
+    train_args,
+)
 from trl import SFTConfig, SFTTrainer
 from vision import VISION_FAMILIES, picture_answers, picture_chats, vision_model, vision_processor
 
@@ -359,3 +368,18 @@ def test_models_by_their_names_with_the_processors_beside_them(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 2
     beside = transformers.AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-2")
     assert beside.image_processor.size["height"] == 32
+
+
+@families("qwen2_5_vl")
+def test_packed_rows_of_text_are_documents_one_by_one(family):
+    """Stock Qwen2.5-VL lets packed documents see one another."""
+    trainer = trainer_of(LigerTrainer, LigerConfig, family, completions(12), packing=True, max_length=32)
+    got, grads, batch = first_step(trainer)
+    model, ends, losses = vision_model(family).train(), batch["cu_seq_lens_q"].tolist(), []
+    for start, end in zip(ends, ends[1:], strict=False):
+        ids, labels = batch["input_ids"][:, start:end], batch["labels"][:, start + 1 : end]
+        logits = model(input_ids=ids).logits[:, :-1][labels != -100]
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[labels != -100], reduction="none"))
+    loss = torch.cat(losses).mean()
+    assert len(losses) > 3 and got == pytest.approx(loss.item(), rel=1e-5)
+    assert_same_gradients(grads, named_gradients(model, loss))
