@@ -14,7 +14,9 @@ twice as much as stock transformers, else no time is reported. Then rounds in wh
 untimed step and STEPS timed ones: forward, backward, fused AdamW.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -186,6 +188,14 @@ class VisionWorker(Worker):
             return {**inputs, "pixel_values": pixels, "token_type_ids": kinds}
         grid = torch.tensor([[1, self.sizes["grid"], self.sizes["grid"]]] * len(ids), device=ids.device)
         return {**inputs, "pixel_values": pixels.flatten(0, 1), "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+    @contextlib.contextmanager
+    def prepared(self, case: Any) -> Iterator[None]:
+        """Leave the room of the optimizer's moments to the other providers afterwards."""
+        try:
+            yield
+        finally:
+            self.optimizer.state.clear()
 
     def in_fp32(self, shape: str) -> None:
         self.model.float()
