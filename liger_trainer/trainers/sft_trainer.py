@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
-from ..patching.document_mask import padded_on_the_right
+from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
@@ -200,7 +200,8 @@ class LigerTrainer(CheckpointingTrainer):
             inputs["output_router_logits"] = True
         if self.compute_loss_func is not None:
             return self._evaluate_user_loss(model, inputs, return_outputs, num_items_in_batch)
-        with padded_on_the_right(self._pads_on_the_right()):
+        by_lengths = self.packed_rows is not None and self.packed_rows.by_lengths and "cu_seq_lens_q" in inputs
+        with padded_on_the_right(self._pads_on_the_right()), documents_come_along(by_lengths):
             teacher_inputs = self.teacher_inputs(inputs)
             outputs = model(
                 **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
@@ -393,4 +394,5 @@ def _num_tokens(inputs: dict[str, Any]) -> Tensor:
     """Count the tokens of the micro-batch without padding. Padding-free batches carry no attention mask."""
     if "attention_mask" in inputs:
         return _count(inputs["attention_mask"])
-    return torch.tensor(inputs["input_ids"].numel(), dtype=torch.float64, device=inputs["input_ids"].device)
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)  # torch.tensor would wait for the device

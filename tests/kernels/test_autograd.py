@@ -12,6 +12,7 @@ from kernel_checks import PATHS, TRITON_DEVICE, random_inputs, set_path
 from liger_trainer.kernels._low_rank import Adapter
 from liger_trainer.kernels.gated_linear import gated_linear
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linears import linears
 from liger_trainer.kernels.lora_linear import lora_linear
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.relu2 import relu2
@@ -75,6 +76,7 @@ OPS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "swiglu": (swiglu, (5, 8)),
     "relu2": (relu2, (5, 8)),
     "gated_linear": (lambda x: gated_linear(x, None, leaf_of(6, 4)), (5, 8)),
+    "linears": (lambda x: linears(x, [leaf_of(6, 8), leaf_of(4, 8)])[1], (5, 8)),
     "lora_linear": (lambda x: lora_linear(x, leaf_of(6, 8).detach(), None, adapter()), (5, 8)),
     "rope": (lambda q: rope(q, q, *angles())[0], (1, 2, 5, 8)),
     "qk_norm_rope": (lambda q: qk_norm_rope(q, q, leaf_of(8), leaf_of(8), *angles())[0], (1, 5, 2, 8)),

@@ -110,7 +110,7 @@ def test_every_family_that_can_be_built():
 OPTION_OF = {
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "rope": "rope", "QK norm + rope": "rope",
-    "fused loss": "fused_linear_cross_entropy",
+    "shared input": "linear", "fused loss": "fused_linear_cross_entropy",
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_a_patched_model_computes_what_it_computed(family):
     with patch(model) as patched:
         swapped = {kind: count for kind, count in patched.report.swapped.items() if kind != "fused loss"}
         got = step(model, family)
-    assert swapped == SWAPPED[family]
+    assert SWAPPED[family].items() <= swapped.items()
     parts = [got]
     for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "fused_linear_cross_entropy"):
         try:
