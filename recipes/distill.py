@@ -34,7 +34,7 @@ def main(config: RunConfig) -> Path:
     paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
     teacher_model = paths if config["teachers"] else paths.get("")
     trainer = load_trainer(run, LigerDistillTrainer, args, teacher_model=teacher_model)
-    prompts = held_out_prompts(config, run.data, run.student.tokenizer)
+    prompts = held_out_prompts(config, run.data, run.student.processing)
 
     writing, teacher = Writing(), None
     with run.clock("complete_by_teacher"), trainer.teaching.live() as live:
@@ -42,6 +42,8 @@ def main(config: RunConfig) -> Path:
         if trainer.teaching.tokenizer is not None:  # a teacher of another vocabulary
             tokenizer = trainer.teaching.tokenizer
             teacher_prompts = in_other_tokens(prompts, config, run.data, tokenizer)
+        if trainer.teaching.draws_by is not None:  # a teacher whose images are others
+            teacher_prompts = held_out_prompts(config, run.data, trainer.teaching.draws_by)
         texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"], writing)
         models = list(live.values())
         if len(models) == 1 and models[0] is not base_of(trainer.model):

@@ -87,6 +87,7 @@ class PatchReport:
     model: str
     swapped: Counter[str] = field(default_factory=Counter)  # "RMSNorm": 57
     left_alone: dict[str, str] = field(default_factory=dict)  # class or function: why
+    tower: "PatchReport | None" = None  # of `doctor` alone: what of it is in the part that reads images
 
     def swap(self, kind: str, count: int = 1) -> None:
         self.swapped[kind] += count

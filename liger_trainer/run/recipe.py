@@ -15,7 +15,7 @@ from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
 from .ending import print_ending
 from .metric_rows import MetricRow, shown_rows
-from .models import ModelFiles, load_student, open_model
+from .models import ModelFiles, load_student, open_model, with_processor
 from .output_dir import again, check_output_dir, finish, save_student
 from .results import RunResults, patch_facts, print_before, print_results, print_rows, run_console
 from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
@@ -51,7 +51,7 @@ def prepare(config: "RunConfig") -> Preparation:
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
-    return Preparation(config, run_console(), clock, output_dir, data, student)
+    return Preparation(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
 
 
 def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
@@ -70,11 +70,12 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
             args=args,
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
-            processing_class=run.student.tokenizer,
+            processing_class=run.student.processing,
             peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
             **teacher,
         )
-    print_rows(run.console, trainer.row_facts)
+    if trainer.row_facts:  # rows with images are prepared batch by batch
+        print_rows(run.console, trainer.row_facts)
     return trainer
 
 

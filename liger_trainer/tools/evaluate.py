@@ -36,6 +36,7 @@ from ..run.models import (
     load_weights,
     open_model,
     open_teachers,
+    with_processor,
 )
 from ..run.samples import held_out_prompts
 
@@ -119,6 +120,7 @@ def evaluate(subject: Subject) -> Evaluation:
         base = open_model(config, "model_name_or_path")
         files = base if subject.weights is None else _saved_files(base, subject.weights, config["trust_remote_code"])
         data = load_run_datasets(config, files.vocab_size)
+        files = with_processor(config, files, data)
         check_student(config, files, data)
         teachers = open_teachers(config) if config.recipe == "distill" else {}
         for entry_config, teacher in teachers.values():
@@ -208,7 +210,7 @@ def _trainer(
     with config.refusals("the evaluation"):
         common: dict[str, Any] = {
             "args": args, "train_dataset": data.train if cached else data.test, "eval_dataset": data.test,
-            "processing_class": files.tokenizer, "compute_metrics": _calibration,
+            "processing_class": files.processing, "compute_metrics": _calibration,
             "preprocess_logits_for_metrics": signed_confidence,
             "peft_config": get_peft_config(config.model_args()) if subject.weights is None else None,
         }  # fmt: skip

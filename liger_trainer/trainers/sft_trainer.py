@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+from trl.trainer.sft_trainer import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForVisionLanguageModeling,
+    SFTTrainer,
+)
 
 from ..common.console import announce
 from ..common.non_finite import STOP
@@ -25,6 +29,7 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
+from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names, cut_of
 from .resume_check import ResumeCheck
@@ -85,6 +90,11 @@ class LigerTrainer(CheckpointingTrainer):
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
             config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
             args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
+        check_settings(given.get("train_dataset"), config)
+        freezes = getattr(config, "freeze_vision_tower", False)
+        if freezes and given.get("peft_config") is not None:
+            given["peft_config"] = without_adapters(given["peft_config"], given["model"])
+            args, kwargs = (), {**given.pop("kwargs", {}), **given}
         options = take_liger_options(config)
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
@@ -92,6 +102,10 @@ class LigerTrainer(CheckpointingTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        if freezes:
+            freeze_tower(self.model)
+        # TRL's own configuration knows no such field, and its labels stay as they are.
+        self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
         self._weigh_rows()
         self._resume_check = ResumeCheck(self)
@@ -157,7 +171,7 @@ class LigerTrainer(CheckpointingTrainer):
         collator = self.data_collator
         while hasattr(collator, "collator"):
             collator = collator.collator
-        return type(collator) is DataCollatorForLanguageModeling
+        return type(collator) in (DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling)
 
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
@@ -186,7 +200,8 @@ class LigerTrainer(CheckpointingTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         saves = self.args.save_strategy != "no"
-        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self):
+        without_tower = tower_without_gradients(self.model)
+        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self), without_tower:
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()

@@ -176,7 +176,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"messages": []}\n' * 2, "column 'messages': .*got an empty list"),
         ('{"prompt": "a", "completion": [{"role": "user"}]}\n' * 2, "column 'completion': .*got a list"),
         ('{"input_ids": []}\n' * 2, "column 'input_ids': expected a list of integers, got an empty list"),
-        ('{"text": "a", "image": "b"}\n' * 2, "the rows hold images"),
+        ('{"text": "a", "image": "b"}\n' * 2, "rows.jsonl:1: an image is not there, got b"),
         ('{"text": "a"}\n', "one row cannot be both trained on and held out"),
         ("\n\n", "split 'train' has no rows"),
         ("", "the file is empty"),

@@ -28,7 +28,7 @@ def run(capsys, *arguments):
 def test_a_model_type():
     report = doctor.diagnose(doctor.config_of("llama"))
     assert report.model == "llama" and not report.left_alone
-    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "fused loss": 1}
+    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "shared input": 64, "fused loss": 1}
 
 
 def test_a_directory_needs_no_weights_and_gives_the_report_of_the_model(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_every_family(some, capsys, monkeypatch):
     assert code == 0
     assert f"transformers {transformers.__version__}" in out
     assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 1" in out
-    assert "| llama | RMSNorm | SwiGLU | rope | fused |" in out
+    assert "| llama | RMSNorm | SwiGLU | rope |  | fused |  |" in out
     assert "Of 3 other classes with a causal-LM head 2 can be built" in out and "loss, which no longer stores" in out
     assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
     assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)
