@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..common.replacements import Replacements
 from ..kernels.gated_linear import gated_reference
+from ..kernels.types import Gate
 from ..modules.gated_mlp import gated
 from . import structure
 from .mlps import ACTIVATIONS, CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
@@ -31,6 +32,11 @@ class GateRule:
     @property
     def kind(self) -> str:
         return f"{ACTIVATIONS[self.activation]} experts"
+
+    @property
+    def gate(self) -> Gate:
+        """The same gate, as `lora_experts` takes it."""
+        return Gate(self.activation, self.layout)
 
     def __call__(self, packed: Tensor, plain: bool = False) -> Tensor:
         gate, up = LAYOUTS[self.layout](packed)
@@ -73,16 +79,23 @@ def prove_experts(module: nn.Module) -> GateRule | str | None:
         return "its experts have no `_apply_gate` to replace" if looks else None
     if "_apply_gate" in vars(module):
         return "its `_apply_gate` has been replaced"
-    if not getattr(module, "has_gate", True):
-        return "its experts are not gated"
-    rules = [GateRule(layout, activation) for layout in PACKED for activation in GATED]
-    rule = structure.first_that_holds(rules, functools.partial(_check, module))
+    rule = prove_gate(module)
     if isinstance(rule, GateRule) and not _calls_apply_gate(module):
         return (
             f"its implementation ({_implementation(module)}) does not call `_apply_gate`: "
             'load the model with experts_implementation="grouped_mm"'
         )
     return rule
+
+
+def prove_gate(module: nn.Module) -> GateRule | str | None:
+    """Return the rule that holds for the gate of an experts' class, whatever runs it; else as `prove_experts`."""
+    if not hasattr(type(module), "_apply_gate"):
+        return None
+    if not getattr(module, "has_gate", True):
+        return "its experts are not gated"
+    rules = [GateRule(layout, activation) for layout in PACKED for activation in GATED]
+    return structure.first_that_holds(rules, functools.partial(_check, module))
 
 
 def _check(module: nn.Module, rule: GateRule) -> tuple[int, str | None]:

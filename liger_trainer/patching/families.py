@@ -35,7 +35,7 @@ KINDS = {
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),
     "relu2": ("ReLU2", "ReLU2 experts"),
-    "lora": ("LoRA linear", "LoRA MLP"),
+    "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }

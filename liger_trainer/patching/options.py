@@ -36,7 +36,7 @@ class PatchOptions:
         swiglu: MLPs and experts gated by SiLU.
         geglu: MLPs and experts gated by GELU.
         relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
-        lora: linear layers and MLPs with plain LoRA adapters.
+        lora: linear layers, MLPs and stacked experts with plain LoRA adapters; stacked experts that are frozen.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
     """

@@ -26,13 +26,14 @@ from .mlps import patch_mlps
 from .norms import patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
 from .packed_attention import KIND, pack_attention
+from .stacked_experts import patch_stacked_experts
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
     "the model's forward does not call `loss_function`: it computes the loss itself, from stored logits, or none"
 )
 # Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
-PARTS = (patch_attention, patch_norms, patch_mlps, patch_experts, patch_lora)
+PARTS = (patch_attention, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora)
 
 
 class Patched:

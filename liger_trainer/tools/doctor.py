@@ -26,7 +26,16 @@ from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchRepor
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
     "norms": ("RMSNorm", "LayerNorm"),
-    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts", "LoRA MLP"),
+    "MLP": (
+        "SwiGLU",
+        "GEGLU",
+        "ReLU2",
+        "SwiGLU experts",
+        "GEGLU experts",
+        "LoRA MLP",
+        "LoRA experts",
+        "frozen experts",
+    ),
     "rope": ("rope", "QK norm + rope"),
     "head": ("fused loss",),
 }

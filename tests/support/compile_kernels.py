@@ -41,6 +41,7 @@ from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
+from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
@@ -53,6 +54,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # n
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.lora_experts import SILU, StackedProjection, lora_experts  # noqa: E402
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
 from liger_trainer.kernels.relu2 import relu2  # noqa: E402
 from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
@@ -219,6 +221,37 @@ def low_rank(dtype: torch.dtype) -> None:
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
 
 
+def experts(dtype: torch.dtype) -> None:
+    index = torch.stack([torch.randperm(6)[:2] for _ in range(N)])
+
+    def layer(outputs: int, inputs: int, rank: int, bias: bool) -> StackedProjection:
+        low = (leaf(6, rank, inputs, dtype=dtype), leaf(6, outputs, rank, dtype=dtype)) if rank else (None, None)
+        biases = leaf(6, outputs, dtype=dtype, frozen=True) if bias else None
+        return StackedProjection(leaf(6, outputs, inputs, dtype=dtype, frozen=True), biases, *low)
+
+    def run(gate: Gate = SILU, width: int = 72, inner: int = 80, rank: int = 16, bias: bool = False) -> None:
+        x, weights = leaf(N, width, dtype=dtype), leaf(N, 2, dtype=dtype)
+        step(
+            lora_experts,
+            x,
+            index,
+            weights,
+            layer(2 * inner, width, rank, bias),
+            layer(width, inner, rank, bias),
+            gate=gate,
+        )
+
+    run()
+    if dtype != torch.bfloat16:
+        return
+    run(Gate("gelu_tanh", "up first"), inner=1200)  # several blocks of the gate
+    run(Gate("gelu"), width=2048, rank=64)
+    run(Gate(layout="interleaved", limit=7.0, alpha=1.702, shift=1.0), bias=True)
+    run(rank=0, bias=True)  # a bias alone is added
+    x, weights = leaf(N, 72, dtype=dtype, frozen=True), leaf(N, 2, dtype=torch.float32, frozen=True)
+    step(lora_experts, x, index, weights, layer(160, 72, 5, False), layer(72, 80, 0, False))
+
+
 def distributions(dtype: torch.dtype) -> None:
     x, t = leaf(2, N, V, dtype=dtype), leaf(2, N, V, dtype=dtype)
     for from_logits in (False, True):
@@ -335,7 +368,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         compiler.dtype = name
-        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads, shards):
+        for group in (norms, rotary, gated, low_rank, experts, distributions, cross_entropies, heads, shards):
             group(getattr(torch, name))
 
 
