@@ -33,7 +33,7 @@ class PatchOptions:
         rope: rotary embedding, together with the norms of queries and keys where the model has them.
         rms_norm: RMSNorm layers.
         layer_norm: LayerNorm layers.
-        swiglu: MLPs and experts gated by SiLU.
+        swiglu: MLPs and experts gated by SiLU, clamped (gpt-oss) or not.
         geglu: MLPs and experts gated by GELU.
         relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
         lora: linear layers, MLPs and stacked experts with plain LoRA adapters; stacked experts that are frozen.

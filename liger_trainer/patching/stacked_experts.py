@@ -27,10 +27,9 @@ from transformers.integrations.moe import (
 from ..common.hooks import is_called
 from ..common.replacements import Replacements
 from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
-from ..kernels.types import Gate
 from ..modules.gated_mlp import WEIGHTS, is_plain
 from . import structure
-from .experts import prove_gate
+from .experts import GateRule, prove_gate
 from .mlps import calls_other_children
 from .options import PatchOptions, PatchReport
 
@@ -50,12 +49,12 @@ class ExpertsRule:
 
     Attributes:
         inputs: the names of the hidden states, of each token's experts and of their weights.
-        gate: what is between the two products.
+        gate: the rule of what is between the two products.
         transposed: the parameters are (experts, inputs, outputs), not (experts, outputs, inputs).
     """
 
     inputs: tuple[str, str, str]
-    gate: Gate
+    gate: GateRule
     transposed: bool
 
 
@@ -138,7 +137,7 @@ def stacked_forward(rule: ExpertsRule) -> Callable[..., Tensor]:
             return type(module).forward(module, *args, **kwargs)
         if x.dim() != 2 or index.shape != weights.shape:
             return type(module).forward(module, *args, **kwargs)
-        return lora_experts(x, index, weights, *layers, gate=rule.gate)
+        return lora_experts(x, index, weights, *layers, gate=rule.gate.form(_chain(module)[-1]))
 
     return forward
 
@@ -239,7 +238,7 @@ def prove_stacked(module: nn.Module) -> ExpertsRule | str | None:
     extra = sorted(set(structure.tensors(module)) - names)
     if extra:
         return f"it has more than its weights: {', '.join(extra)}"
-    rule = ExpertsRule((inputs[0], inputs[1], inputs[2]), gate.gate, getattr(module, "is_transposed", False))
+    rule = ExpertsRule((inputs[0], inputs[1], inputs[2]), gate, getattr(module, "is_transposed", False))
     if not _is_theirs(module):
         return _foreign(module)
     return _disproof(module, rule) or rule
@@ -281,7 +280,7 @@ def _disproof(module: nn.Module, rule: ExpertsRule) -> str | None:
                 theirs = type(small).forward(small, x, index, weights)
             except Exception as error:
                 return structure.failure(error)
-            ours = lora_experts_reference(x, index, weights, *read(small, rule), gate=rule.gate)
+            ours = lora_experts_reference(x, index, weights, *read(small, rule), gate=rule.gate.form(small))
             refused = structure.difference(ours, theirs)
             refused = refused or structure.gradient_difference(ours, theirs, [x, weights])
         if refused is not None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.add_rms_norm import add_rms_norm
+from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.gated_linear import gated_linear
 from ..kernels.geglu import geglu
@@ -230,6 +231,7 @@ def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]
 
 HEAD_LEAVES = ("hidden", "weight")
 LORA_EXPERTS_LEAVES = ("x", "weights", "ua", "ub", "da", "db")
+CLAMPS = dict(limit=1.0, alpha=1.702, shift=1.0)
 LORA_LINEARS_LEAVES = ("x", "qa", "qb", "ka", "kb", "va", "vb")
 LORA_MLP_LEAVES = ("x", *(f"{name}{factor}" for name in "gud" for factor in "ab"))
 
@@ -249,6 +251,10 @@ CHECKS: tuple[Check, ...] = (
     Check("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, _heads_and_norms, ("q", "k", "q_weight", "k_weight")),
     Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
     Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),
+    Check(
+        "clamped_swiglu", partial(clamped_swiglu, **CLAMPS), partial(clamped_swiglu_reference, **CLAMPS),
+        _rows("gate", "up"), ("gate", "up"),
+    ),
     Check("relu2", relu2, lambda x: F.relu(x).square(), _rows("x"), ("x",)),
     Check(
         "gated_linear", gated_linear, lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),

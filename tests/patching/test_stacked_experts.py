@@ -55,8 +55,8 @@ def merges(monkeypatch) -> list[str]:
     return calls
 
 
-# by layout and gate: experts of SiLU; of a shared expert beside them; transposed parameters
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text"]
+# by layout and gate: SiLU; with a shared expert beside; transposed; transposed with biases, interleaved and clamped
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text", "gpt_oss"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

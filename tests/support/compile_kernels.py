@@ -43,6 +43,7 @@ from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
+from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
@@ -196,6 +197,9 @@ def gated(dtype: torch.dtype) -> None:
     for activation in ("gelu", "relu2"):
         step(gated_linear, gate, up, weight, bias, activation=activation)
     step(gated_linear, packed, None, weight)
+    step(clamped_swiglu, gate, up, limit=7.0)
+    step(clamped_swiglu, gate, up.detach(), limit=7.0)
+    step(clamped_swiglu, packed, limit=7.0, alpha=1.702, shift=1.0, interleaved=True)
     step(gated_linear, gate, up, weight.detach())
     step(gated_linear, gate.detach(), up.detach(), weight)
 
