@@ -81,7 +81,9 @@ def prove_experts(module: nn.Module) -> GateRule | str | None:
     """Return the rule that holds for the gate of stacked experts, why none does, or None if these are no experts."""
     if not hasattr(type(module), "_apply_gate"):
         looks = all(any(word in name for name in module._parameters) for word in ("gate", "down"))
-        return "its experts have no `_apply_gate` to replace" if looks else None
+        return (
+            "its experts run by a loop of their own, without an `_apply_gate` that could be replaced" if looks else None
+        )
     if "_apply_gate" in vars(module):
         return "its `_apply_gate` has been replaced"
     rule = prove_gate(module)

@@ -30,7 +30,7 @@ FAMILIES = {model_type.replace("-", "_"): model_type for model_type in MODEL_FOR
 # The kinds in a report, one of which shows that an option has had an effect.
 KINDS = {
     "rope": ("rope", "QK norm + rope"),
-    "rms_norm": ("RMSNorm", "QK norm + rope"),
+    "rms_norm": ("RMSNorm", "gated RMSNorm", "QK norm + rope"),
     "layer_norm": ("LayerNorm",),
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),

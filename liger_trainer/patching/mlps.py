@@ -190,6 +190,9 @@ def _check(module: nn.Module, rule: MLPRule) -> tuple[int, str | None]:
             ours = rule(small, x, plain=True)
             refused = structure.difference(ours, theirs)
             refused = refused or structure.gradient_difference(ours, theirs, [x, *small.parameters()])
+            drops = refused is not None and training and not torch.equal(theirs, type(small).forward(small, x))
+        if drops:
+            return passed + 1, "it drops out elements in training"
         if refused is not None:
             return passed + 1, f"it is not {rule}"
     return len(CASES), None

@@ -85,6 +85,7 @@ class PatchReport:
     model: str
     swapped: Counter[str] = field(default_factory=Counter)  # "RMSNorm": 57
     left_alone: dict[str, str] = field(default_factory=dict)  # class or function: why
+    classes: set[str] = field(default_factory=set)  # of `doctor` alone: those of which a layer was swapped
 
     def swap(self, kind: str, count: int = 1) -> None:
         self.swapped[kind] += count

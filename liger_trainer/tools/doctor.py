@@ -25,7 +25,7 @@ from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchRepor
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
-    "norms": ("RMSNorm", "LayerNorm"),
+    "norms": ("RMSNorm", "gated RMSNorm", "LayerNorm"),
     "MLP": (
         "SwiGLU",
         "GEGLU",
@@ -138,9 +138,16 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
         raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
     try:
         with Patched(model, options or PatchOptions()) as patched:
+            patched.report.classes = _swapped_classes(model)
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
+
+
+def _swapped_classes(model: Any) -> set[str]:
+    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
+    layers = (module for module in model.modules() if module is not model)
+    return {type(layer).__name__ for layer in layers if {"forward", "_apply_gate"} & vars(layer).keys()}
 
 
 def class_of(config: Any) -> str | None:
@@ -286,11 +293,23 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
             "```",
             "",
             *_counted("families", families),
+            *_share_left_alone(families),
             *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
             "",
             markdown(diagnoses),
         ]
     )
+
+
+def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
+    reports = [d.report for d in diagnoses if d.report is not None]
+    swapped = set().union(*(report.classes for report in reports))
+    left = {name for report in reports for name in report.left_alone if name != "loss"} - swapped
+    total = len(swapped) + len(left)
+    return [
+        f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+    ]
 
 
 def _counted(what: str, diagnoses: list[Diagnosis]) -> list[str]:

@@ -14,6 +14,7 @@ from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.gated_linear import gated_linear
+from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ..kernels.geglu import geglu
 from ..kernels.jsd import jsd, jsd_reference
 from ..kernels.kl_div import kl_div
@@ -246,6 +247,15 @@ CHECKS: tuple[Check, ...] = (
         "add_rms_norm", partial(add_rms_norm, eps=EPS),
         lambda x, residual, weight: (_rms(x + residual, weight), x + residual),
         _normed("x", "residual"), ("x", "residual", "weight"),
+    ),
+    Check(
+        "gated_rms_norm", partial(gated_rms_norm, eps=EPS), partial(gated_rms_norm_reference, eps=EPS),
+        _normed("x", "gate"), ("x", "gate", "weight"),
+    ),
+    Check(
+        "gated_rms_norm, gate first", partial(gated_rms_norm, eps=EPS, gate_first=True, groups=3),
+        partial(gated_rms_norm_reference, eps=EPS, gate_first=True, groups=3),
+        _normed("x", "gate"), ("x", "gate", "weight"),
     ),
     Check("rope", rope, rope_reference, _heads, ("q", "k")),
     Check("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, _heads_and_norms, ("q", "k", "q_weight", "k_weight")),

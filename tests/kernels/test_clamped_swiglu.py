@@ -74,3 +74,17 @@ def test_is_the_gate_of_gpt_oss(fp32):
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         clamped_swiglu(torch.ones(2, 4), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("packed", ["apart", "halves", "interleaved"])
+def test_sizes_on_gpu(monkeypatch, dtype, form, packed):
+    monkeypatch.undo()  # the op's own blocks
+    on_gpu = {"dtype": dtype, "device": "cuda"}
+    gate, up = (normal(1024, 2880, like=on_gpu, seed=i) * 3 for i in (0, 1))
+    if packed == "apart":
+        check({"gate": gate, "up": up}, ["gate", "up"], **FORMS[form])
+    else:
+        check({"gate": gate}, ["gate"], **FORMS[form], interleaved=packed == "interleaved")

@@ -235,8 +235,8 @@ REFUSED = {
     "one plus up": (otherwise(lambda self, gate, up: self.act(gate) * (up + 1)), "it is not"),
     "another activation": (otherwise(lambda self, gate, up: gate * torch.sigmoid(1.702 * gate) * up), "it is not"),
     "interleaved": (Interleaved, "it is not"),
-    "dropout": (lambda: base_with(drop=nn.Dropout(0.1)), "it is not"),
-    "dropout of a real family": (lambda: seed_oss(0.1), "it is not"),
+    "dropout": (lambda: base_with(drop=nn.Dropout(0.1)), "it drops out elements in training"),
+    "dropout of a real family": (lambda: seed_oss(0.1), "it drops out elements in training"),
     "rounding in training": (otherwise(rounding), "it is not"),
     "another gradient": (otherwise(lambda self, gate, up: self.act(gate.detach()) * up), "it is not"),
     "the weight without its layer": (
@@ -411,7 +411,7 @@ REFUSED_EXPERTS = {
     "no code to read": (lambda: experts("partial"), "its implementation (partial) does not call `_apply_gate`"),
     "clamped": (lambda: experts(kind=changed(MixtralExperts, _apply_gate=clamped)), "its gate is not"),
     "clamped elsewhere": (lambda: limited(_apply_gate=clamped_after_the_activation), "its gate is not"),
-    "no gate": (LoopExperts, "its experts have no `_apply_gate` to replace"),
+    "no gate": (LoopExperts, "its experts run by a loop of their own"),
     "replaced": (with_another_gate, "its `_apply_gate` has been replaced"),
 }
 

@@ -47,6 +47,7 @@ from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
+from liger_trainer.kernels.gated_rms_norm import gated_rms_norm  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
 from liger_trainer.kernels.jsd import jsd  # noqa: E402
 from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
@@ -134,6 +135,7 @@ def norms(dtype: torch.dtype) -> None:
     step(rms_norm, x, w)
     step(add_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
     step(layer_norm, x, w, b)
+    step(gated_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
     if dtype != torch.bfloat16:
         return
     wide, frozen = leaf(16384, dtype=torch.float32), leaf(4096, dtype=dtype, frozen=True)
@@ -144,6 +146,12 @@ def norms(dtype: torch.dtype) -> None:
     step(rms_norm, leaf(N, 2000, dtype=dtype)[:, :1000])  # strided, no weight
     step(add_rms_norm, x, x.detach().float(), w.float(), cast_before_weight=True)
     step(lambda *given: add_rms_norm(*given)[0], x_4096, x_4096.detach(), frozen)  # the sum is not used
+    gate = leaf(N, 4096, dtype=dtype)
+    step(gated_rms_norm, x_4096, gate, frozen, activation="sigmoid")
+    step(gated_rms_norm, x_4096, gate, leaf(4096, dtype=torch.float32), gate_first=True, groups=4)
+    step(gated_rms_norm, x_4096.detach(), gate, frozen, gate_first=True)
+    step(gated_rms_norm, leaf(N * 32, 128, dtype=dtype), leaf(N * 32, 128, dtype=dtype), leaf(128, dtype=dtype))
+    step(gated_rms_norm, leaf(N, 8192, dtype=dtype), leaf(N, 8192, dtype=dtype), leaf(8192, dtype=dtype))
     step(layer_norm, x_4096, frozen, leaf(4096, dtype=dtype))
     step(layer_norm, x.detach(), w, b.detach())
     step(layer_norm, x)

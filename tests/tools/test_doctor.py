@@ -101,10 +101,10 @@ def test_unknown_models_are_errors_with_a_hint(tmp_path):
 def test_the_command(capsys):
     code, out, _ = run(capsys, "llama4_text")
     assert code == 0
-    assert "Llama4ForCausalLM" in out and "RMSNorm" in out and "its experts have no" in " ".join(out.split())
+    assert "Llama4ForCausalLM" in out and "RMSNorm" in out and "its experts run by a loop" in " ".join(out.split())
     assert "Left alone: none." in run(capsys, "llama")[1]
     code, out, _ = run(capsys, "llama4_text", "--markdown")
-    assert code == 0 and "| RMSNorm | 133 |" in out and "| Llama4TextExperts | its experts have no" in out
+    assert code == 0 and "| RMSNorm | 133 |" in out and "| Llama4TextExperts | its experts run by a loop" in out
 
 
 def test_exit_codes(capsys):
@@ -146,10 +146,12 @@ def test_every_family(some, capsys, monkeypatch):
     assert f"transformers {transformers.__version__}" in out
     assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 2" in out
     assert "| llama | RMSNorm | SwiGLU | rope | fused |" in out
+    # of Llama and Llama 4 each: norm, MLP, attention; an L2 norm; Llama 4's experts are left alone
+    assert "These families have 8 classes of norms, MLPs, experts and attention with a rotation: 1 (12 %)" in out
     assert "Of 3 other classes with a causal-LM head 2 can be built" in out and "loss, which no longer stores" in out
     assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
     assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)
-    assert re.search(r"\| Llama4TextExperts \| its experts have no .* \| llama4_text \|", out)
+    assert re.search(r"\| Llama4TextExperts \| its experts run by a loop .* \| llama4_text \|", out)
     assert "Not compared" not in out
     assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder.*\| ChameleonFor", out, re.DOTALL)
 
