@@ -28,9 +28,18 @@ ROUNDS = tl.constexpr(7)
 
 WIDEST = 128  # numbers of a row of values that a program computes
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_TILE, FORWARD_WARPS = 32, 128, 4096, 4  # tile: numbers of A, at most
-BACKWARD_ROWS, BACKWARD_COLUMNS = 32, 64
-# for one adapter of rank 16 or less, and for more: so many programs run at a time on an H100, by their registers
-BACKWARD_WARPS, BACKWARD_PROGRAMS = (4, 8), (528, 264)
+
+
+class Tiling(NamedTuple):
+    """How a program of the backward kernel is cut, and how many run at a time on an H100, by their registers."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int
+
+
+NARROW, MIDDLE, WIDE = Tiling(16, 128, 4, 528), Tiling(32, 128, 4, 264), Tiling(32, 64, 8, 264)
 
 
 class Run(NamedTuple):
@@ -278,7 +287,7 @@ def add_gradients(
         dx: (N, K), contiguous, or None if it is not needed.
     """
     rows, columns = g.shape[0], a.shape[1]
-    span, splits = _spans(rows, columns, max((_is_wide(slots, run) for run in runs), default=False))
+    span, splits = _spans(rows, columns, [_tiling(slots, run) for run in runs])
     x = x if x is None or x.stride(1) == 1 else x.contiguous()
     parts = None if x is None else g.new_empty(splits, *a.shape, dtype=torch.float32)
     if rows * columns == 0:
@@ -290,15 +299,18 @@ def add_gradients(
     return parts
 
 
-def _spans(rows: int, columns: int, wide: bool) -> tuple[int, int]:
+def _spans(rows: int, columns: int, tilings: Sequence[Tiling]) -> tuple[int, int]:
     """Return (rows of a program, programs for each block of columns)."""
-    wanted = max(1, BACKWARD_PROGRAMS[wide] // -(-columns // BACKWARD_COLUMNS))
-    span = max(1, -(-rows // (wanted * BACKWARD_ROWS))) * BACKWARD_ROWS
+    wanted = max([1, *(t.programs // -(-columns // t.columns) for t in tilings)])
+    step = max([16, *(t.rows for t in tilings)])
+    span = max(1, -(-rows // (wanted * step))) * step
     return span, max(1, -(-rows // span))
 
 
-def _is_wide(slots: int, run: Run) -> bool:
-    return run.count * _width(slots, run) > 16
+def _tiling(slots: int, run: Run) -> Tiling:
+    """Choose by the numbers that a program keeps for each column, of which those for rank 16 times 3 are 48."""
+    kept_numbers = run.count * _width(slots, run)
+    return NARROW if kept_numbers <= 16 else MIDDLE if kept_numbers <= 48 else WIDE
 
 
 def _width(slots: int, run: Run) -> int:
@@ -322,11 +334,11 @@ def _gradients_launch(
     shape: tuple[int, int], strides: tuple[int, int], span: int, total: int, slots: int, run: Run
 ) -> Launch:
     start, rank, count, stream, threshold, _ = run
-    width, (rows, columns) = _width(slots, run), shape
-    tile = max(16, min(BACKWARD_COLUMNS, 64 * BACKWARD_COLUMNS // width, triton.next_power_of_2(columns)))
+    width, (rows, columns), tiling = _width(slots, run), shape, _tiling(slots, run)
+    tile = max(16, min(tiling.columns, 64 * tiling.columns // width, triton.next_power_of_2(columns)))
     return Launch(
         _gradients_kernel, (-(-columns // tile) * -(-rows // span),),
         rows, columns, span, *strides, total, start, rank, stream, threshold,
-        SLOTS=slots, COUNT=count, WIDTH=width, ROWS=BACKWARD_ROWS, COLUMNS=tile,
-        num_warps=BACKWARD_WARPS[_is_wide(slots, run)],
+        SLOTS=slots, COUNT=count, WIDTH=width, ROWS=tiling.rows, COLUMNS=tile,
+        num_warps=tiling.warps,
     )  # fmt: skip

@@ -284,8 +284,8 @@ _OF_A_FILE = (
     ),
     Conflict(
         "lmbda",
-        SAMPLES & _FSDP,
-        "a model that FSDP splits is not sampled from; take it and seq_kd out, or train without FSDP.",
+        SAMPLES & launches("fsdp1"),
+        "a model that FSDP1 splits is not sampled from; take it and seq_kd out, or train with fsdp2 or ddp.",
     ),
     Conflict(
         "use_vllm",

@@ -35,6 +35,7 @@ KINDS = {
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),
     "relu2": ("ReLU2", "ReLU2 experts"),
+    "linear": ("shared input",),
     "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other

@@ -31,10 +31,9 @@ from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
 from ..modules.gated_mlp import is_plain
 from . import structure
+from .linears import is_weight_and_bias
 from .options import PatchOptions, PatchReport
-from .shared_input import SharedInput, layers_of_one_input
-
-GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
+from .shared_input import GROUP, SharedInput, layers_of_one_input
 
 
 class _Ineligible(Exception):
@@ -182,7 +181,7 @@ def _rate(dropout: nn.Module) -> float:
 def _base_weight(base: Any, x: Tensor | None) -> tuple[Tensor, Any]:
     """Return a base layer's weight and the function that unpacks it, None for a plain weight."""
     if type(base) is nn.Linear:
-        if not (is_plain(base) or _only_aligns_devices(base)):
+        if not (is_weight_and_bias(base) or _only_aligns_devices(base)):
             raise _Ineligible("the base layer is hooked, sharded, or has another forward")
         return base.weight, None
     if type(base) not in bnb_4bit_types():
@@ -224,7 +223,7 @@ def _only_aligns_devices(linear: Any) -> bool:
 
 def _member(layer: Any, x: Tensor | None) -> Projection:
     """Read a child of an MLP. It is not called, so its call must have no hooks."""
-    if is_plain(layer):
+    if is_weight_and_bias(layer):
         if layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad):
             raise _Ineligible("a layer without adapters is trained")
         return Projection(layer.weight, layer.bias)

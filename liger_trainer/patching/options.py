@@ -36,6 +36,7 @@ class PatchOptions:
         swiglu: MLPs and experts gated by SiLU, clamped (gpt-oss) or not.
         geglu: MLPs and experts gated by GELU.
         relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
+        linear: linear layers that read one tensor, such as queries, keys and values.
         lora: linear layers, MLPs and stacked experts with plain LoRA adapters; stacked experts that are frozen.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
@@ -47,6 +48,7 @@ class PatchOptions:
     swiglu: bool = True
     geglu: bool = True
     relu2: bool = True
+    linear: bool = True
     lora: bool = True
     fused_linear_cross_entropy: bool = True
     cross_entropy: bool = False
@@ -99,7 +101,7 @@ class PatchReport:
         return "; ".join(f"{name}: {why}" for name, why in self.left_alone.items())
 
     def __str__(self) -> str:
-        """Return a line such as `qwen3: QK norm + rope 28, RMSNorm 57, SwiGLU 28, fused loss. Left alone: none.`"""
+        """Return a line such as `qwen3: RMSNorm 57, SwiGLU 28, shared input 56, fused loss. Left alone: none.`"""
         swapped = ", ".join(kind if count == 1 else f"{kind} {count}" for kind, count in self.swapped.items())
         left = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
         return f"{self.model}: {swapped or 'nothing'}. Left alone: {left or 'none'}."

@@ -22,6 +22,7 @@ from ..losses.spec import LossOptions
 from .attention import patch_attention
 from .experts import patch_experts
 from .gated_norms import patch_gated_norms
+from .linears import patch_linears
 from .lora import patch_lora
 from .mlps import patch_mlps
 from .norms import patch_norms
@@ -36,6 +37,7 @@ _NO_LOSS_FUNCTION = (
 # Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
 PARTS = (
     patch_attention, patch_gated_norms, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora,
+    patch_linears,
 )  # fmt: skip
 
 

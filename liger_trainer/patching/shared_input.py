@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
 # Statements and expressions that may not run, or more than once.
 _CONDITIONAL = (
     ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.IfExp,

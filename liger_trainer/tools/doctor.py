@@ -146,7 +146,7 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 
 def _swapped_classes(model: Any) -> set[str]:
     """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
-    layers = (module for module in model.modules() if module is not model)
+    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
     return {type(layer).__name__ for layer in layers if {"forward", "_apply_gate"} & vars(layer).keys()}
 
 

@@ -24,6 +24,7 @@ from ..kernels.linear_divergence import KINDS, linear_divergence, linear_diverge
 from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
+from ..kernels.linears import linears
 from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
 from ..kernels.lora_linears import lora_linears, lora_linears_reference
@@ -270,6 +271,12 @@ CHECKS: tuple[Check, ...] = (
         "gated_linear", gated_linear, lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),
         lambda draw: {**_rows("gate", "up")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))},
         ("gate", "up", "weight"),
+    ),
+    Check(
+        "linears", lambda x, **weights: linears(x, [*weights.values()]),
+        lambda x, **weights: tuple(F.linear(x, w) for w in weights.values()),
+        lambda draw: {**_rows("x")(draw), **{w: draw(HIDDEN, HIDDEN, std=1 / math.sqrt(HIDDEN)) for w in ("q", "k")}},
+        ("x", "q", "k"),
     ),
     Check("cross_entropy", _loss(cross_entropy), _ce, _logits, ("logits",)),
     Check(

@@ -15,6 +15,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError, DataError
+from ..teachers.adapters_off import SelfTeacher
 from .distill_config import LigerDistillConfig
 from .rows import NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
@@ -65,10 +66,16 @@ def check_sampling(trainer: Any) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, plugin = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     zero = plugin.zero_stage if trainer.is_deepspeed_enabled and plugin is not None else 0
-    if trainer.is_fsdp_enabled or zero == 3 or trainer.get_tp_size() > 1:
+    fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
+    if (trainer.is_fsdp_enabled and not fsdp2) or zero == 3 or trainer.get_tp_size() > 1:
         raise ConfigError(
-            "lmbda and seq_kd sample from models that each process holds as a whole, not from one that FSDP, ZeRO-3 or "
-            "tensor parallelism splits. Use several processes without them (DDP), or the completions of the dataset."
+            "lmbda and seq_kd sample from models that each process holds as a whole or FSDP2 gathers, not from one "
+            "that FSDP1, ZeRO-3 or tensor parallelism splits. Use DDP or FSDP2, or the completions of the dataset."
+        )
+    if fsdp2 and (args.use_vllm or (args.seq_kd and isinstance(trainer.teaching, SelfTeacher))):
+        raise ConfigError(
+            "Under FSDP2 the student, or a teacher of its own, samples by generate: set use_vllm to false, and with "
+            "teacher: self leave seq_kd at false. DDP has both."
         )
     if trainer.padding_free or args.packing:
         raise ConfigError("lmbda and seq_kd need rows one by one: set packing and padding_free to false.")
@@ -109,7 +116,9 @@ class OnPolicy:
         self._seen: set[bool] = set()
         shared = cast(int, trainer.distillation.vocab_size)
         writable = Writable(shared, trainer.teaching.unshared)
-        self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast)
+        plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        reshards = plugin is None or bool(plugin.reshard_after_forward)
+        self._sampler = ModelSampler(args, trainer.tokenizer, writable, accelerator.autocast, reshards)
         self._vllm = (
             VLLMSampler(args, trainer.model, accelerator, trainer.tokenizer, writable) if args.use_vllm else None
         )

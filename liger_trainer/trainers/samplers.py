@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
@@ -39,13 +40,15 @@ class ModelSampler:
         tokenizer: for the padding and end-of-sequence tokens.
         writable: the tokens that are sampled; heads are padded beyond them.
         autocast: the context of the run's mixed precision, entered once for all tokens, so that weights are cast once.
+        reshards: whether FSDP2 frees gathered weights after a forward pass; see `_gathered`.
     """
 
     def __init__(
         self, args: LigerDistillConfig, tokenizer: PreTrainedTokenizerBase, writable: Writable,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext, reshards: bool = True,
     ):  # fmt: skip
         self._args, self._tokenizer, self._writable, self._autocast = args, tokenizer, writable, autocast
+        self._reshards = reshards
 
     def sample(self, model: Any, prompts: Sequence[Tokens], seed: int) -> list[Tokens]:
         """Sample a completion for each prompt, with the token that ended it.
@@ -62,7 +65,10 @@ class ModelSampler:
         size = self._args.generation_batch_size or len(prompts)
         ends = settings.eos_token_id
         completions: list[Tokens] = []
-        with _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), torch.no_grad(), self._autocast():
+        with (
+            _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), _gathered(model, self._reshards),
+            torch.no_grad(), self._autocast(),
+        ):  # fmt: skip
             for at in range(0, len(prompts), size):
                 completions += self._complete(model, prompts[at : at + size], settings, device)
         return [until_the_end(tokens, ends if isinstance(ends, list) else [ends]) for tokens in completions]
@@ -107,6 +113,29 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _gathered(model: Any, reshards: bool) -> Iterator[None]:
+    """Have FSDP2 gather a model's weights in the first forward pass, and keep them for all tokens.
+
+    Each token would gather them anew otherwise, and ranks whose completions end earlier would leave the others waiting.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield
+        return
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    # `generate` calls the model within a PEFT model and not the root, whose own weights would stay shards.
+    register_fsdp_forward_method(model, "generate")
+    try:
+        yield
+    finally:
+        del model.generate
+        for unit in units:
+            unit.set_reshard_after_forward(reshards, recurse=False)
+            unit.reshard()
 
 
 @contextlib.contextmanager

@@ -254,7 +254,7 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
         ("zero2", [*distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
         ("fsdp1", ["recipe=distill", "teacher=self", "use_peft=true"], "teacher: self does not work with FSDP1"),
         ("fsdp2", [*distil, "teacher_offload=true"], "teacher_offload: does not go with FSDP"),
-        ("fsdp2", [*distil, "lmbda=1.0"], "lmbda: a model that FSDP splits is not sampled from"),
+        ("fsdp1", [*distil, "lmbda=1.0"], "lmbda: a model that FSDP1 splits is not sampled from"),
     ):  # before anything is launched
         assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
         assert message in " ".join(capsys.readouterr().err.split()), engine

@@ -35,7 +35,6 @@ def refused_by(file, words):
     return ("refused by", file, words)
 
 
-SAMPLED = refused("teacher_model_name_or_path=x", "recipe=distill", "lmbda=1.0")
 OFFLOADED = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_offload=true")
 PROJECTORS = refused_by("tests/losses/test_hidden_states.py", "learn projectors beside the student")
 MATRIX = {  # what: by DDP, by FSDP2
@@ -56,7 +55,9 @@ MATRIX = {  # what: by DDP, by FSDP2
     "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", "")),
     "losses between hidden states": (("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", "")),
     "... with projectors": (("ddp", "hidden", 2), PROJECTORS),
-    "completions sampled in training": (("ddp", "on_policy", 2), SAMPLED),
+    "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", "")),
+    "... by adapters": (None, ("fsdp2", "tied lora on_policy", "")),
+    "... by the teacher (`seq_kd`)": (("ddp", "seq_kd", 2), ("fsdp2", "seq_kd", "")),
     "resuming on one and on four": (("resumed", "ddp"), ("resumed", "fsdp2")),
     "... from sharded checkpoints": (None, ("resumed", "fsdp2, sharded checkpoints")),
     "NaN on one process stops all": (("NaN", "ddp", "stop"), ("NaN", "fsdp2", "stop")),

@@ -172,8 +172,8 @@ CASES = {
     ),
 }
 QUICK = {  # each way in which batches come, and each thing that is measured
-    "group_by_length", "split_batches", "even_batches", "dispatch_batches", "stream", "aux_loss", "compute_metrics",
-    "predict", "kd_padding_free", "by_teacher", "callback", "callback_packing", "callback_dispatched",
+    "even_batches", "dispatch_batches", "stream", "compute_metrics", "predict", "kd_padding_free", "callback",
+    "callback_dispatched",
 }  # fmt: skip
 RUNS = {  # processes, and what they evaluate
     "three": (3, QUICK), "two": (2, set(CASES)), "three, the others": (3, set(CASES) - QUICK),

@@ -24,11 +24,11 @@ OF_ONE_DTYPE = {("_labelled_rows", "_find_kernel"), ("_low_rank", "_split_kernel
 IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[dict]:
+@pytest.fixture(scope="module", params=["--one-way", pytest.param("--all", marks=pytest.mark.slow)])
+def compiled(request) -> list[dict]:
     """The script's lines. In a process without TRITON_INTERPRET, which triton.jit obeys once and for all."""
     environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, SCRIPT, request.param], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
 
@@ -54,19 +54,22 @@ def test_every_launch_compiles(compiled):
     assert not messages, "\n\n".join(messages)
 
 
-@pytest.mark.parametrize("dtype", IN_TRITON)
-def test_every_kernel_is_compiled(compiled, dtype):
-    """A kernel is launched by the script at least once with a tensor of that dtype."""
-    known = launched_kernels()
+def test_every_kernel_is_compiled(compiled):
+    """A kernel is launched by the script at least once with a tensor of each dtype."""
+    known, dtypes = launched_kernels(), {x["dtype"] for x in compiled}
     assert ("rms_norm", "_backward_kernel") in known and ("_logits", "fold") not in known
-    lines = [x for x in compiled if x["dtype"] == dtype and ("error" in x or IN_TRITON[dtype] in x["types"].values())]
-    missing = known - OF_ONE_DTYPE - {(x["file"], x["kernel"]) for x in lines}
     assert {(x["file"], x["kernel"]) for x in compiled} >= OF_ONE_DTYPE
-    assert not missing, (
-        f"Never compiled in {dtype}: {', '.join(f'{name} of kernels/{file}.py' for file, name in sorted(missing))}. "
-        f"Call the op that launches it in tests/support/{SCRIPT.name}, in each dtype and with the options that change "
-        f"the kernel's constants; if nothing launches it, delete it."
-    )
+    assert dtypes >= {"bfloat16", "float32"}
+    for dtype in dtypes:
+        lines = [
+            x for x in compiled if x["dtype"] == dtype and ("error" in x or IN_TRITON[dtype] in x["types"].values())
+        ]
+        missing = known - OF_ONE_DTYPE - {(x["file"], x["kernel"]) for x in lines}
+        assert not missing, (
+            f"Never compiled in {dtype}: {', '.join(f'{name} of kernels/{file}.py' for file, name in missing)}. "
+            f"Call the op that launches it in tests/support/{SCRIPT.name}, in each dtype and with the options that "
+            f"change the kernel's constants; if nothing launches it, delete it."
+        )
 
 
 def test_no_launch_exceeds_shared_memory(compiled):

@@ -173,6 +173,8 @@ def test_cross_entropy(plain, path):
 def test_divergences_on_a_gpu(name, dtype):
     """Within twice the error of the whole row's kernel."""
     o, (student, teacher, labels) = options_of(name), (x.cuda() for x in logits(NAMES.index(name)))
+    if o.label_smoothing:  # over a token that is ruled out it makes every loss infinite
+        student[:, 5] = teacher[:, 5] = 0.0
     student, teacher = student.to(dtype), teacher.to(dtype)
     truth, gradient = (torch.zeros(n, m, dtype=torch.float64, device="cuda") for n, m in ((len(FIELDS), N), (N, V)))
     divergence_rows(RowInputs(student.double(), teacher.double(), None, None, labels, None), truth, gradient, o)

@@ -111,7 +111,7 @@ OPTION_OF = {
     "gated RMSNorm": "rms_norm",
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "rope": "rope", "QK norm + rope": "rope",
-    "fused loss": "fused_linear_cross_entropy",
+    "shared input": "linear", "fused loss": "fused_linear_cross_entropy",
 }  # fmt: skip
 
 

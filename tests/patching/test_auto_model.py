@@ -77,7 +77,7 @@ def test_ligers_name_of_a_flag_is_taken_out_too(saved):
 
 
 def test_nothing_to_patch_is_an_error(saved):
-    nothing = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
+    nothing = dict.fromkeys(("rope", "rms_norm", "swiglu", "linear", "fused_linear_cross_entropy"), False)
     with pytest.raises(ConfigError, match="Nothing was found to patch in llama for layer_norm, geglu"):
         AutoLigerKernelForCausalLM.from_pretrained(saved, **nothing)
 

@@ -135,7 +135,8 @@ def test_distillation():
 
 
 @whole_graph
-@pytest.mark.parametrize("layers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [0, 1])
 def test_batches_of_other_sizes_and_another_divisor(layers):
     """Two graphs, the second for any size; none that is made anew for each number of labels."""
     plain, model, _ = pair(layers=layers)
@@ -162,6 +163,7 @@ def test_loss_without_gradients_leaves_the_logits_for_later():
     assert counter.frame_count == 1 and "logits" not in skipped
 
 
+@pytest.mark.slow
 def test_adapters_also_on_a_head_that_cannot_be_deferred_which_warns_when_it_is_traced():
     targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)

@@ -288,6 +288,7 @@ def test_transformers_works_beside_the_folder():
         assert not is_kernels_available()
 
 
+@pytest.mark.slow
 def test_transformers_finds_hugging_face_kernels_beside_the_folder(tmp_path):
     from transformers.utils.import_utils import KERNELS_MIN_VERSION as version
 

@@ -176,14 +176,15 @@ def check_one_checkpoint(log: str) -> None:
     assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in saved.iterdir()}
 
 
+@pytest.mark.slow  # the two tests below are the quick ones
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
         (OURS, signal.SIGTERM, 130),
-        pytest.param(OURS, signal.SIGKILL, -9, marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, signal.SIGTERM, 1, marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, signal.SIGUSR1, -signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, signal.SIGINT, 1, marks=pytest.mark.slow),
+        (OURS, signal.SIGKILL, -9),
+        (TORCHRUN, signal.SIGTERM, 1),
+        (TORCHRUN, signal.SIGUSR1, -signal.SIGUSR1),
+        (ACCELERATE, signal.SIGINT, 1),
     ],
 )
 def test_two_ranks_stop_together(folder, command, number, code):

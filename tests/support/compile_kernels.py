@@ -1,12 +1,12 @@
 """Compile every Triton kernel for an H100, as the ops launch it, on any machine: no GPU, nothing runs.
 
-    python tests/support/compile_kernels.py [bfloat16] [float16] [float32]
+    python tests/support/compile_kernels.py [--one-way | --all]
 
 Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is an H100 and each
 launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it. What
 kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not be:
 file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
-All options in bf16; in fp16 and fp32, one way through each kernel.
+One way through each kernel in bf16 and fp32; with --all in fp16 too, and all options in bf16.
 
 test_compiles.py runs this in a process of its own: Triton reads TRITON_INTERPRET, which tests set, once.
 """
@@ -66,6 +66,8 @@ from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
 _labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
+DTYPES = ("bfloat16", "float32", "float16")
+ALL = "--all" in sys.argv[1:]
 V = 32003  # longer than any kernel's block, and no multiple of one
 N = 32
 
@@ -119,6 +121,10 @@ def _reasons(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
+def in_every_way(dtype: torch.dtype) -> bool:
+    return ALL and dtype == torch.bfloat16
+
+
 def leaf(*shape: int, dtype: torch.dtype, frozen: bool = False) -> Tensor:
     return torch.rand(shape).to(dtype).requires_grad_(not frozen)
 
@@ -136,7 +142,7 @@ def norms(dtype: torch.dtype) -> None:
     step(add_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
     step(layer_norm, x, w, b)
     step(gated_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     wide, frozen = leaf(16384, dtype=torch.float32), leaf(4096, dtype=dtype, frozen=True)
     x_4096, x_16384 = leaf(N, 4096, dtype=dtype), leaf(N, 16384, dtype=dtype)  # no masks; one row a tile
@@ -165,7 +171,7 @@ def rotary(dtype: torch.dtype) -> None:
     angles = torch.rand(1, S, D).to(dtype), torch.rand(1, S, D).to(dtype)
     step(rope, q_rows, k_rows, *angles)
     step(qk_norm_rope, q, k, *weights, *angles, cast_before_weight=True)  # Qwen 3
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     step(rope, q_rows, k_rows.detach(), *angles)
     for shape, options in (
@@ -191,7 +197,7 @@ def gated(dtype: torch.dtype) -> None:
     weight, bias = leaf(48, width, dtype=dtype), leaf(48, dtype=dtype)
     step(swiglu, gate, up)
     step(swiglu, packed)
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     step(swiglu, gate[:-1, :512], up[:-1, :512])  # whole blocks
     step(swiglu, packed[:, :width], up.detach())
@@ -217,7 +223,7 @@ def low_rank(dtype: torch.dtype) -> None:
     x, dx, seed = torch.rand(N, 1000).to(dtype), torch.rand(N, 1000).to(dtype), torch.zeros(1, dtype=torch.int64)
     a, values = torch.rand(768, 1000).to(dtype), torch.rand(N, 768).to(dtype)
     every = ((1, 16, 1), (1, 16, 3), (1, 128, 1), (4, 16, 1), (4, 16, 3), (3, 64, 2), (1, 1, 1))
-    for slots, rank, count in every if dtype == torch.bfloat16 else every[1:2]:
+    for slots, rank, count in every if in_every_way(dtype) else every[1:2]:
         runs = runs_of(((rank, count, 2.0),) * count, count, slots)  # a rank, threshold or number of 1 is a constant
         part = slots * rank * count
         values_of_kept(x, a[:part], seed, runs, slots, (values.float() if slots == 3 else values)[:, :part])
@@ -254,7 +260,7 @@ def experts(dtype: torch.dtype) -> None:
         )
 
     run()
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     run(Gate("gelu_tanh", "up first"), inner=1200)  # several blocks of the gate
     run(Gate("gelu"), width=2048, rank=64)
@@ -268,7 +274,7 @@ def distributions(dtype: torch.dtype) -> None:
     x, t = leaf(2, N, V, dtype=dtype), leaf(2, N, V, dtype=dtype)
     for from_logits in (False, True):
         step(kl_div, x, t, from_logits=from_logits)
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     frozen, labels = t.detach(), torch.randint(-100, V, (2, N))
     for op, options in (
@@ -294,7 +300,7 @@ def cross_entropies(dtype: torch.dtype) -> None:
     logits, labels = leaf(N, V, dtype=dtype), torch.randint(V, (N,))
     for inplace in (False, True):
         step(loss_of(cross_entropy), logits * 1, labels, inplace=inplace)
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     every = dict(weight=torch.rand(V), label_smoothing=0.1, z_loss=0.1, softcap=5.0, temperature=2.0)
     for reduction, inplace in product(("mean", "none"), (False, True)):
@@ -322,7 +328,7 @@ def heads(dtype: torch.dtype) -> None:
     log_probs()
     divergence()
     sparse()
-    if dtype != torch.bfloat16:
+    if not in_every_way(dtype):
         return
     every = dict(softcap=5.0, scale=1.5, temperature=2.0, label_smoothing=0.1, z_loss=0.1, token_weight=torch.rand(N))
     head(bias=bias, dft=True, **every)
@@ -378,7 +384,7 @@ def main() -> None:
     triton.runtime.driver.set_active(driver)
     compiler, jit = Compiler(), cast(Any, JITFunction)
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
-    for name in sys.argv[1:] or ("bfloat16", "float16", "float32"):
+    for name in DTYPES if ALL else DTYPES[:2]:
         compiler.dtype = name
         for group in (norms, rotary, gated, low_rank, experts, distributions, cross_entropies, heads, shards):
             group(getattr(torch, name))

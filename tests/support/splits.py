@@ -37,6 +37,8 @@ OBJECTIVES = {
                {"type": "hidden_cosine", "layers": "last"}],
     "hidden, one width": [{"type": "skew_kl", "alpha": 0.2}, {"type": "hidden_mse", "weight": 0.3}],
     "on_policy": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
+    "lora on_policy": [{"type": "reverse_kl"}],
+    "seq_kd": [{"type": "forward_kl"}],
     "self": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # the student without its adapters
     "lora": None,
     "stock flag": None,
@@ -46,14 +48,23 @@ OBJECTIVES = {
 }  # fmt: skip
 # greedy, so that the students of all processes write the same
 STOCK = ("stock flag", "callback")  # trainers of transformers and TRL
-SPLITS = [*((objective, 2) for objective in OBJECTIVES), ("ce", 1), ("kd", 1)]  # in two processes, with accumulation
+SPLITS = [
+    *((objective, 2) for objective in OBJECTIVES if objective != "lora on_policy"),
+    ("ce", 1),
+    ("kd", 1),
+]  # in two processes, with accumulation
 NOT_COMPARED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "sampled_tokens_per_second")
 ADAPTERS = {
     "self": LoraConfig(init_lora_weights=False),
     "lora": LoraConfig(init_lora_weights=False, target_modules="all-linear"),
+    "lora on_policy": LoraConfig(init_lora_weights=False, target_modules="all-linear"),
     "lora kd": LoraConfig(init_lora_weights=False, target_modules=["q_proj", "down_proj", "lm_head"]),
 }
-ON_POLICY = {"lmbda": 1.0, "max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
+SAMPLED = {"max_completion_length": 16, "generation_kwargs": {"do_sample": False}}
+CHANGES = {
+    "on_policy": {"lmbda": 1.0, **SAMPLED}, "lora on_policy": {"lmbda": 1.0, **SAMPLED},
+    "seq_kd": {"seq_kd": True, **SAMPLED}, "self": {"teacher": "self"},
+}  # fmt: skip
 
 
 class _Capture(TrainerCallback):
@@ -168,7 +179,7 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
     elif losses is None:
         trainer = LigerTrainer(student, args=train_args(SFTConfig, **options), **common)
     else:
-        options.update({"on_policy": ON_POLICY, "self": {"teacher": "self"}}.get(objective, {}))
+        options.update(CHANGES.get(objective, {}))
         args = train_args(LigerDistillConfig, losses=losses, beta=0.4, temperature=2.0, **options)
         trainer = LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
     gradients = capture_gradients(trainer)

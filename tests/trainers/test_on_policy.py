@@ -512,7 +512,11 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
         trainer.train()
     trainer = make(lmbda=1.0)
     trainer.is_fsdp_enabled, trainer._on_policy = True, None
-    with pytest.raises(ConfigError, match="not from one that FSDP, ZeRO-3 or tensor parallelism splits"):
+    with pytest.raises(ConfigError, match="not from one that FSDP1, ZeRO-3 or tensor parallelism splits"):
+        trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
+    trainer.args.use_vllm = True
+    with pytest.raises(ConfigError, match="Under FSDP2 the student, or a teacher of its own, samples by generate"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 
@@ -582,7 +586,6 @@ def test_and_by_the_trainer():
         ("lmbda: 1.0\npacking: true\n", "packing: completions are sampled for rows one by one"),
         ("seq_kd: true\npadding_free: true\nmax_length: null\n", "padding_free: completions are sampled for rows"),
         ("lmbda: 0.5\nteacher: cache\nteacher_cache_dir: c\n", "teacher: a cache knows the completions in the rows"),
-        ("lmbda: 0.5\nfsdp: full_shard\n", "lmbda: a model that FSDP splits is not sampled from"),
         ("lmbda: 0.5\nuse_vllm: true\nkeep_layers: [0, 2]\n", "use_vllm: vLLM would load model_name_or_path with all"),
         ("schedules: {lmbda: {to: 0.5}}\npacking: true\n", "packing: completions are sampled for rows one by one"),
     ],

@@ -21,7 +21,7 @@ ENGINES = {
 OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
     "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "callback": "llama",
-    "cached": "llama",
+    "cached": "llama", "on_policy": "llama", "tied lora on_policy": "llama_tied", "seq_kd": "llama",
 }  # fmt: skip
 OPTIONS = {
     "": {},
@@ -32,7 +32,8 @@ OPTIONS = {
 # adapted heads.
 STEPS = [
     *(("fsdp2", objective, "") for objective in OBJECTIVES),
-    ("fsdp2, kept gathered", "tied ce", ""), ("fsdp2, kept gathered", "lora kd", ""),
+    ("fsdp2, kept gathered", "on_policy", ""), ("fsdp2, kept gathered", "tied ce", ""),
+    ("fsdp2, kept gathered", "lora kd", ""),
     ("fsdp2, loaded by rank 0", "tied kd", ""), ("fsdp2, loaded by rank 0", "lora kd", ""),
     ("fsdp2", "lora", "recomputed"), ("fsdp2", "tied self", "recomputed"), ("fsdp2", "tied kd", "whole teacher"),
     ("ddp", "tied kd", "whole teacher"), ("ddp", "lora", "recomputed"),

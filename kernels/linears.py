@@ -1,0 +1,104 @@
+"""Linear layers that read one x, such as queries, keys and values, or gate and up:  y_i = x W_i^T + b_i
+
+Shapes    x: (..., K)  weight: (O_i, K)  bias: (O_i,)  y_i: (..., O_i)
+Method    dx = sum_i dy_i W_i is one tensor, to which each product adds its part (addmm_): autograd would make one for
+          each layer, and add them afterwards. W_i is saved as it is; under autocast it is cast again in the backward.
+Numerics  a product adds to dx in fp32, so each part but the first is rounded once, where autograd rounds it twice
+Traffic   beside the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
+          2 writes
+Source    accumulation by beta of GEMM: Dongarra et al. 1990, ACM TOMS 16; sharing an input: lora_linears.py
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._autograd import check_dtypes, first_order
+
+
+def linears_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
+    """Return in plain torch what the op must equal."""
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True))
+
+
+class LinearsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count, *tensors):
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
+        if torch.is_autocast_enabled(x.device.type):  # F.linear's own casts would be cached without a graph
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, biases = x.to(dtype), [None if b is None else b.to(dtype) for b in biases]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(F.linear(x, w.to(x.dtype), b) for w, b in zip(weights, biases, strict=True))
+        need_x, _, *needs = ctx.needs_input_grad
+        if not need_x:
+            frozen = [not (needs[i] or needs[count + i]) for i in range(count)]
+            ctx.mark_non_differentiable(*(y for y, is_frozen in zip(outputs, frozen, strict=True) if is_frozen))
+        return outputs
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        need_x, _, *needs = ctx.needs_input_grad
+        rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
+        dx = _input_gradient(rows, weights) if need_x else None
+        x_rows, needs_bias = x.reshape(-1, x.shape[-1]), needs[len(weights) :]
+        # autograd casts them to the weights' dtypes
+        dweights = [None if dy is None or not need else dy.t() @ x_rows for dy, need in zip(rows, needs, strict=False)]
+        dbiases = [
+            None if dy is None or not need else dy.sum(0, dtype=dtype)
+            for dy, need, dtype in zip(rows, needs_bias, ctx.bias_dtypes, strict=True)
+        ]
+        return None if dx is None else dx.view(x.shape), None, *dweights, *dbiases
+
+
+def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor | None:
+    dx = None
+    for dy, weight in zip(rows, weights, strict=True):
+        if dy is not None:
+            weight = weight.to(dy.dtype)
+            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+    return dx
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    """Compute F.linear of one x for several weights. Differentiable once; frozen tensors have no products.
+
+    Args:
+        x: (..., K), any floating dtype and strides.
+        weights: (O_i, K) each, at least one, in x's dtype; any under autocast.
+        biases: (O_i,) or None each; None if no layer has one.
+
+    Returns:
+        (..., O_i) for each, in x's dtype, or autocast's.
+
+    Raises:
+        ValueError: if there is no weight, shapes don't fit, or there isn't one bias or None for each weight.
+    """
+    biases = [None] * len(weights) if biases is None else list(biases)
+    _check(x, weights, biases)
+    if torch.compiler.is_compiling():
+        return linears_reference(x, weights, biases)
+    return LinearsFunction.apply(x, len(weights), *weights, *biases)
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    check_dtypes(x=x)
+    if not weights or len(weights) != len(biases):
+        raise ValueError(
+            f"linears needs one bias or None for each weight: {len(weights)} weights, {len(biases)} biases."
+        )
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"weight {i} must be (O, K) with K = {x.shape[-1]}, x's columns: it is {tuple(weight.shape)}."
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias {i} must be one per row of weight {i}, {len(weight)}: it is {tuple(bias.shape)}.")
