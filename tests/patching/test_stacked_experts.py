@@ -59,8 +59,10 @@ def merges(monkeypatch) -> list[str]:
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text", "gpt_oss"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [*((family, "grouped_mm") for family in FAMILIES), ("qwen3_moe", "eager"), ("gpt_oss", "batched_mm")],
+)
 def test_adapters_on_both(family, implementation, merges):
     plain, ours = (wrapped(tiny(family, implementation)) for _ in range(2))
     if not any(isinstance(m, ParamWrapper) for m in ours.modules()):

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 
 COEF = 0.3
-FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "granitemoe"]
+FAMILIES = ["qwen3_moe", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe"))]
 SHORT = dict(max_steps=1, optim="sgd", learning_rate=0.0)
 
 
