@@ -35,13 +35,13 @@ FAMILIES = {model_type.replace("-", "_"): model_type for model_type in _CLASSES}
 # The kinds in a report, one of which shows that an option has had an effect.
 KINDS = {
     "rope": ("rope", "QK norm + rope"),
-    "rms_norm": ("RMSNorm", "QK norm + rope"),
+    "rms_norm": ("RMSNorm", "gated RMSNorm", "QK norm + rope"),
     "layer_norm": ("LayerNorm",),
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),
     "relu2": ("ReLU2", "ReLU2 experts"),
     "linear": ("shared input",),
-    "lora": ("LoRA linear", "LoRA MLP"),
+    "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }

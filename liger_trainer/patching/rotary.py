@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairs": lambda x: x.repeat_interleave(2, -1),
     "once": lambda x: x,
 }
+UNKNOWN = "it is no rotation that our op knows, for cosines as this model has them"
 _B, _S, _D, _HEADS, _KEY_HEADS = 2, 5, 16, 4, 2
 
 
@@ -40,6 +41,8 @@ class RotaryRule:
         interleaved: pairs are columns 2j and 2j + 1.
         half_width: there is one cosine for each pair, not two.
         first_half: only the first half of the cosines' columns is read, whatever the second holds (GLM).
+        reverse: it turns by minus the angle (NanoChat).
+        trailing: the last columns of a head rotate, not the first (DeepSeek V4).
         regroups: the input has pairs interleaved, the result has them as halves (DeepSeek V3).
         complex_angles: the function takes one complex tensor in place of cosines and sines (Llama 4).
         heads_dim: the dimension of the heads in q and k, for functions without `unsqueeze_dim`.
@@ -50,6 +53,8 @@ class RotaryRule:
     interleaved: bool = False
     half_width: bool = False
     first_half: bool = False
+    reverse: bool = False
+    trailing: bool = False
     regroups: bool = False
     complex_angles: bool = False
     heads_dim: int | None = None
@@ -62,15 +67,18 @@ class RotaryRule:
     def read(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for the op."""
         half = cos.shape[-1] // 2
+        sin = -sin if self.reverse else sin
         return (cos[..., :half], sin[..., :half]) if self.first_half else (cos, sin)
 
 
 _RULES = (
     RotaryRule(),
+    RotaryRule(reverse=True),
     RotaryRule(interleaved=True),
     RotaryRule(interleaved=True, first_half=True),
     RotaryRule(half_width=True),
     RotaryRule(interleaved=True, half_width=True),
+    RotaryRule(interleaved=True, half_width=True, trailing=True),
     RotaryRule(first_half=True, regroups=True),
     RotaryRule(half_width=True, regroups=True),
 )
@@ -92,11 +100,12 @@ class Signature:
 
 def is_rotary(function: Any) -> bool:
     """Whether it looks like a function that rotates something by angles."""
-    names = _parameters(function)
+    names = parameters_of(function)
     return {"cos", "sin"} <= set(names) or "freqs_cis" in names
 
 
-def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function; none of what is no function."""
     # With Hugging Face's `kernels` installed, transformers' functions are modules.
     function = type(function).forward if isinstance(function, nn.Module) else function
     if not inspect.isfunction(function) and not inspect.ismethod(function):
@@ -108,7 +117,7 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 def signature(function: Any) -> Signature | str:
     """Return the signature of a function of queries and keys, or why it is no such function."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     names = list(parameters)
     heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
     if names[2:4] == ["cos", "sin"] and heads in (1, 2):
@@ -137,12 +146,24 @@ def rotate(
         if together is not None:
             return together
     q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
+    if rule.trailing:
+        return _rotate_last(rule, q, k, cos, sin, heads_dim, plain)
     if rule.regroups:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     if heads_dim == 1:
         return op(q, k, cos, sin, **rule.options())
     q, k = op(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **rule.options())
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _rotate_last(
+    rule: RotaryRule, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool
+) -> tuple[Tensor, Tensor]:
+    """Do as `rotate`, for as many of the last columns as there are angles."""
+    first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
+    rule = dataclasses.replace(rule, trailing=False)
+    rotated = rotate(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
+    return tuple(torch.cat((x[..., :first], y), -1) if first else y for x, y in zip((q, k), rotated, strict=True))  # pyright: ignore
 
 
 def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
@@ -240,7 +261,7 @@ def prove_rotary(function: Callable, layouts: frozenset[str]) -> RotaryRule | st
             if set(equal) == wanted or (wanted is None and equal):
                 only = equal[0] if called.of_tower else None
                 return _with_dtypes(function, called, dataclasses.replace(rule, layout=only), equal[0])
-    return "it is no rotation that our op knows, for cosines as this model has them"
+    return UNKNOWN
 
 
 def _candidates(called: Signature) -> Iterable[RotaryRule]:

@@ -26,10 +26,10 @@ from ..trainers.images import vision_tower
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
-    "norms": ("RMSNorm", "LayerNorm"),
+    "norms": ("RMSNorm", "gated RMSNorm", "LayerNorm"),
     "MLP": ("SwiGLU", "GEGLU", "ReLU2", "LoRA MLP"),
     "rope": ("rope", "QK norm + rope"),
-    "experts": ("SwiGLU experts", "GEGLU experts"),
+    "experts": ("SwiGLU experts", "GEGLU experts", "LoRA experts", "frozen experts"),
     "head": ("fused loss",),
 }
 IMAGES = "images"  # the last column: what is swapped in the part that reads them
@@ -140,9 +140,16 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
 def _report_of(model: Any, options: PatchOptions) -> PatchReport:
     try:
         with Patched(model, options) as patched:
+            patched.report.classes = _swapped_classes(model)
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
+
+
+def _swapped_classes(model: Any) -> set[str]:
+    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
+    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
+    return {type(layer).__name__ for layer in layers if {"forward", "_apply_gate"} & vars(layer).keys()}
 
 
 def class_of(config: Any) -> str | None:
@@ -291,11 +298,23 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
             "```",
             "",
             *_counted("families", families),
+            *_share_left_alone(families),
             *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
             "",
             markdown(diagnoses),
         ]
     )
+
+
+def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
+    reports = [d.report for d in diagnoses if d.report is not None]
+    swapped = set().union(*(report.classes for report in reports))
+    left = {name for report in reports for name in report.left_alone if name != "loss"} - swapped
+    total = len(swapped) + len(left)
+    return [
+        f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+    ]
 
 
 def _counted(what: str, diagnoses: list[Diagnosis]) -> list[str]:

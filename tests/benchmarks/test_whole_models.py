@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import compiled, kd_step, lora_step, vision_step
+from benchmarks import compiled, kd_step, lora_step, moe_step, vision_step
 from benchmarks.processes import FLOOR, Benchmark, Result, main
 
 KD = {"loss": 1e-3, "gradient norm": 1e-3, "gradients": 1e-2}
@@ -17,6 +17,7 @@ BENCHMARKS = pytest.mark.parametrize(
         pytest.param(kd_step.BENCHMARK, "a case", KD, id="kd"),
         pytest.param(lora_step.BENCHMARK, lora_step.Case("Llama-3.2-1B", "bf16 adapters"), LORA, id="lora"),
         pytest.param(vision_step.BENCHMARK, vision_step.SHAPES[0], LORA, id="vision"),
+        pytest.param(moe_step.BENCHMARK, lora_step.Case(moe_step.SHAPE, "bf16 adapters"), LORA, id="moe"),
     ],
 )
 
