@@ -7,6 +7,7 @@ anything (structure.py). Nothing but the model object is touched; `undo()` gives
 import copy
 import inspect
 import pickle
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -213,8 +214,12 @@ def _refuse_to_pickle(model: Any, protocol: Any = None) -> None:
 def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
     """Stand in for `__deepcopy__`, because copy.deepcopy would call `__reduce_ex__`.
 
-    The copy has guards and a record of its own: a deep copy of a bound method is bound to the copy.
+    The copy has guards and a record of its own: a deep copy of a bound method is bound to the copy. A PEFT model looks
+    attributes up in the model that it wraps, and so finds this method when it is copied itself.
     """
+    caller = sys._getframe(1)
+    if caller.f_code is copy.deepcopy.__code__:
+        model = caller.f_locals["x"]
     memo[id(model)] = clone = object.__new__(type(model))
     clone.__setstate__(copy.deepcopy(model.__getstate__(), memo))
     return clone

@@ -1,5 +1,6 @@
 """Models that PEFT has wrapped: loss and every gradient of the patched model are those of the plain one, in fp32."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,23 @@ def test_saved_adapters_load_into_a_patched_model(tmp_path):
     with warnings.catch_warnings(action="error", category=UserWarning):  # missing or unexpected keys
         loaded = PeftModel.from_pretrained(base, tmp_path)
     assert loss_and_gradients(loaded)[0] == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("first", ["patch", "PEFT"])
+def test_a_deep_copy_is_a_peft_model_with_adapters_of_its_own(first):
+    base = tiny_model("llama")
+    if first == "patch":
+        patch(base)
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    if first == "PEFT":
+        patch(model)
+    clone = copy.deepcopy(model)
+    assert type(clone) is type(model) and clone.get_base_model() is not base
+    assert type(copy.deepcopy(base)) is type(base)
+    batch = masked_batch()
+    torch.testing.assert_close(clone(**batch).loss, model(**batch).loss)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    assert (clone(**batch).loss - model(**batch).loss).abs() > 1e-4
