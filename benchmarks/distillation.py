@@ -66,6 +66,7 @@ ARMS = {
         (),
         ("cache_kind=topk", "cache_entries=64", "cache_tail_draws=32"),
     ),
+    "cache_hidden": Arm("forward KL, cache of hidden states", ("cache_kind=hidden",), ("cache_kind=hidden",)),
     "cache_12": Arm("forward KL, cache of 12 draws", (), ("cache_kind=sampled", "cache_entries=12")),
     "on_policy_half": Arm("forward KL, half on-policy", ("lmbda=0.5", "max_completion_length=48")),
     "on_policy": Arm("forward KL, on-policy", ("lmbda=1.0", "max_completion_length=48")),

@@ -10,6 +10,7 @@ has the same rows whoever reads it, so any number of processes writes the same f
 
 import dataclasses
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.console import announce
 from ..common.files import sha256, write_atomically
 from ..common.storage import writing_to
 from ..errors import ConfigError
@@ -257,6 +259,7 @@ class _Capture:
             return self.index
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
+        self._announce_size()
         if isinstance(self.reader, HiddenReader) and self.index.head is None:
             content = self.reader.head.pack()
             write_atomically(self.path / HEAD, content)
@@ -268,6 +271,14 @@ class _Capture:
             _remove_parts(self.path, self.index)
         self._update(finished=True)
         return self.index
+
+    def _announce_size(self) -> None:
+        left = self.index.tokens - self.index.tokens_read
+        size, free = left * self.index.settings.format.bytes / MIB, shutil.disk_usage(self.path).free / MIB
+        announce(
+            f"teacher cache: {left:,} tokens of {self.index.settings.format.bytes:,} bytes are to be written, "
+            f"{size:,.0f} MiB; {free:,.0f} MiB are free in {self.path}"
+        )
 
     def _help_to_read(self, number: int) -> None:
         """Read this process's batches of a shard, and hand them to the first one."""
