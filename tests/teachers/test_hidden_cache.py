@@ -303,3 +303,18 @@ def test_the_capture_needs_no_loss_of_its_own(tmp_path):
     args = config(tmp_path / "b")
     with pytest.raises(ConfigError, match="holds a finished teacher cache"):
         capture(teacher_model(), args, tiny_tokenizer(), completions())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bf16", [False, True])
+def test_on_gpu(tmp_path, unpatched_teacher, bf16):
+    """Captured and trained on the GPU, with records that the host copies there."""
+    options = {**STEP, "use_cpu": False, "bf16": bf16, "beta": 0.5, "kd_temperature": 2.0}
+    args = hidden_cache(tmp_path / "c", test=completions(6), **options)
+    cached = trainer_of(args, test=completions(6))
+    live = trainer_of(live_args(options), test=completions(6), teacher=teacher_model())
+    got, truth = cached.evaluate(), live.evaluate()
+    assert next(cached.model.parameters()).is_cuda
+    for name in ("eval_loss", "eval_forward_kl", "eval_reverse_kl", "eval_jsd"):
+        assert got[name] == pytest.approx(truth[name], abs=1e-4), name
+    assert_same_step(cached, live, 5e-3 if bf16 else 1e-4)
