@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate import dispatch_model
 from caches import captured, end_of, files_of, flip, teacher_model, trainer_of
 from caches import config as cache_config
 from splits import capture_gradients
@@ -163,9 +163,10 @@ def test_logits_are_never_stored(tmp_path, monkeypatch):
     assert 0 < seen.rows <= 3
 
 
-def test_a_head_that_accelerate_hooks_is_read_and_one_that_is_more_refused(tmp_path):
+def test_the_head_of_a_spread_model_is_read_and_one_that_is_more_refused(tmp_path):
     plain, spread = tiny_model(seed=3), tiny_model(seed=3)
-    add_hook_to_module(spread.get_output_embeddings(), AlignDevicesHook(execution_device="cpu"))
+    dispatch_model(spread, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    assert "forward" in vars(spread.get_output_embeddings()) and "forward" in vars(spread)
     for name, teacher in (("a", plain), ("b", spread)):
         hidden_cache(tmp_path / name, teacher=teacher)
     shards = [{k: v for k, v in files_of(tmp_path / name).items() if k.endswith("tensors")} for name in "ab"]

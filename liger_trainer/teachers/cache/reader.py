@@ -56,7 +56,7 @@ class Reader(ABC):
     @torch.no_grad()
     def logits(self, ids: Tensor, mask: Tensor) -> Any:
         """Return the logits of a batch, deferred where the model lets them be."""
-        with self.autocasting(), _held_back(self.teacher):
+        with self.autocasting(), _held_back(self.teacher, self.device):
             return self.teacher(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
             ).logits
@@ -165,8 +165,12 @@ class TeacherReader(Reader):
 
 
 @contextlib.contextmanager
-def _held_back(model: nn.Module) -> Iterator[None]:
-    """Within the context the output head, of any class, returns `DeferredLogits`: its own forward is called later."""
+def _held_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the context the output head, of any class, returns `DeferredLogits`: its own forward is called later.
+
+    They are on `device`: accelerate moves what a spread model returns there, and only hidden states can be moved
+    without computing logits. The head's own hook takes them to its device again.
+    """
     module: Any = output_module(model)
     if module is None:
         raise ConfigError(f"{type(model).__name__} has no output head that can be found.")
@@ -174,7 +178,7 @@ def _held_back(model: nn.Module) -> Iterator[None]:
     head = Head(torch.empty(vocabulary, 0, device="meta"), None)  # only its size is used
     state, replacements = Forward(type(model).__name__), Replacements()
     project = module.forward
-    replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden, head, project, state))
+    replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden.to(device), head, project, state))
     try:
         yield
     finally:
