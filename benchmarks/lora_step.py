@@ -13,7 +13,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,12 +55,14 @@ class LoraWorker(Worker):
 
     steps = STEPS
     autocast = False
+    targets: ClassVar[dict[str, Any]] = {"target_modules": "all-linear"}
+    tiny_sizes: ClassVar[dict[str, Any]] = {}  # beside those of `shapes.TINY`
 
     def make(self, shape: str) -> None:
         from peft import LoraConfig, get_peft_model
 
-        base = random_model(shape, self.tiny, self.device)
-        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+        base = random_model(shape, self.tiny, self.device, **(self.tiny_sizes if self.tiny else {}))
+        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, **self.targets)
         model: Any = get_peft_model(base, lora).train()
         self.model = model
         self.initial: dict[str, torch.Tensor] = {}  # the adapters' values

@@ -20,6 +20,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
     }),
+    "Qwen3-30B-A3B, 4 layers": ("qwen3_moe", {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [],
+    }),
 }  # fmt: skip
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -240,7 +240,9 @@ class RopeFunction(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, angles):
         q, k, (cos, sin) = dense_columns(q), dense_columns(k), same_strides(cos, sin)
         q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-        _rotate_triton([(q, q_out), (k, k_out)], cos, sin, angles, 1.0)
+        sides = [(x, out) for x, out in ((q, q_out), (k, k_out)) if x.shape[1]]
+        if sides:
+            _rotate_triton(sides, cos, sin, angles, 1.0)
         ctx.save_for_backward(cos, sin)
         ctx.angles, ctx.strides = angles, (q_out.stride(), k_out.stride())
         ctx.set_materialize_grads(False)
@@ -255,7 +257,7 @@ class RopeFunction(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None]
         sides = []
         for i, upstream in enumerate(grad_outputs):
-            if upstream is not None and ctx.needs_input_grad[i]:
+            if upstream is not None and ctx.needs_input_grad[i] and upstream.shape[1]:
                 upstream = dense_columns(upstream)
                 grad = upstream.new_empty_strided(upstream.shape, ctx.strides[i])
                 sides.append((upstream, grad))
@@ -274,7 +276,7 @@ def rope(
 
     Args:
         q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64: torch). Any strides; copied if its columns are not consecutive.
-        k: (B, Hk, S, D), like q.
+        k: (B, Hk, S, D), like q. No heads (Hk = 0) where q is rotated alone.
         cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns rotate, the others pass through.
             It holds each pair's cosine twice, as in transformers: the R/2 values, then the same again (Llama), or each
             beside its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).

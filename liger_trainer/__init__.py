@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .patching.hf_kernels import map_kernels
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
+    from .tools.generate.options import GenerateOptions
+    from .tools.generate.run import generate as generate_dataset
     from .trainers.capture import capture as capture_teacher_cache
     from .trainers.distill_callback import DistillationCallback
     from .trainers.distill_config import LigerDistillConfig
@@ -62,6 +64,7 @@ _MODULE_OF = {
     "AutoLigerKernelForCausalLM": "patching.auto_model",
     "CrossEntropyOutput": "modules.losses",
     "DistillationCallback": "trainers.distill_callback",
+    "GenerateOptions": "tools.generate.options",
     "LigerBlockSparseTop2MLP": "modules.mlps",
     "LigerConfig": "trainers.sft_config",
     "LigerCrossEntropyLoss": "modules.losses",
@@ -105,6 +108,7 @@ _MODULE_OF = {
     "capture_teacher_cache": "trainers.capture:capture",
     "disable": "patching.use_liger_kernel",
     "enable": "patching.use_liger_kernel",
+    "generate_dataset": "tools.generate.run:generate",
     "liger_llama4_text_rotary_pos_emb": "modules.llama4_rope",
     "liger_llama4_vision_rotary_pos_emb": "modules.llama4_rope",
     "liger_multimodal_rotary_pos_emb": "modules.rope",
@@ -118,6 +122,7 @@ __all__ = [
     "AutoLigerKernelForCausalLM",
     "CrossEntropyOutput",
     "DistillationCallback",
+    "GenerateOptions",
     "LigerBlockSparseTop2MLP",
     "LigerConfig",
     "LigerCrossEntropyLoss",
@@ -162,6 +167,7 @@ __all__ = [
     "capture_teacher_cache",
     "disable",
     "enable",
+    "generate_dataset",
     "liger_llama4_text_rotary_pos_emb",
     "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb",

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
-from liger_trainer.run.metric_rows import DISTILL_ROWS
+from liger_trainer.run.drafts import Drafts
+from liger_trainer.run.metric_rows import DISTILL_ROWS, DRAFT_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
 from liger_trainer.run.results import print_plan
@@ -33,7 +34,7 @@ def main(config: RunConfig) -> Path:
     paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
     teacher_model = paths if config["teachers"] else paths.get("")
     trainer = load_trainer(run, LigerDistillTrainer, args, teacher_model=teacher_model)
-    prompts = held_out_prompts(config, run.data, run.student.tokenizer)
+    prompts = held_out_prompts(config, run.data, run.student.processing)
 
     writing, teacher = Writing(), None
     with run.clock("complete_by_teacher"), trainer.teaching.live() as live:
@@ -41,9 +42,16 @@ def main(config: RunConfig) -> Path:
         if trainer.teaching.tokenizer is not None:  # a teacher of another vocabulary
             tokenizer = trainer.teaching.tokenizer
             teacher_prompts = in_other_tokens(prompts, config, run.data, tokenizer)
+        if trainer.teaching.draws_by is not None:  # a teacher whose images are others
+            teacher_prompts = held_out_prompts(config, run.data, trainer.teaching.draws_by)
         texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"], writing)
         models = list(live.values())
         if len(models) == 1 and models[0] is not base_of(trainer.model):
             waits = config["teacher_offload"]  # the speed would be that of the copies
             teacher = model_facts(models[0], None if waits else writing.tokens_per_second)
-    return train_and_save(run, trainer, prompts, DISTILL_ROWS, texts, teacher)
+    measure_drafts = dict
+    if config["num_draft_prompts"]:
+        drafted = held_out_prompts(config, run.data, run.student.tokenizer, "num_draft_prompts")
+        measure_drafts = Drafts(trainer, config, [prompt.input_ids for prompt in drafted]).measure
+    rows = (*DISTILL_ROWS, *DRAFT_ROWS)
+    return train_and_save(run, trainer, prompts, rows, texts, teacher, measure_drafts)

@@ -26,5 +26,5 @@ def main(config: RunConfig) -> Path:
     print_plan(run.console, config, run.data.facts)
 
     trainer = load_trainer(run, LigerTrainer, args)
-    prompts = held_out_prompts(config, run.data, run.student.tokenizer)
+    prompts = held_out_prompts(config, run.data, run.student.processing)
     return train_and_save(run, trainer, prompts, SFT_ROWS)

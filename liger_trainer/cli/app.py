@@ -19,6 +19,7 @@ from . import (
     env,
     estimate,
     evaluate,
+    generate,
     init_student,
     merge,
     new,
@@ -63,6 +64,7 @@ app.command("run", cls=SettingsCommand, context_settings=OVERRIDES)(run.run)
 app.command("resume", cls=SettingsCommand, context_settings=OVERRIDES)(run.resume)
 app.command("estimate", cls=SettingsCommand, context_settings=OVERRIDES)(estimate.estimate)
 app.command("init-student", cls=SettingsCommand, context_settings=OVERRIDES)(init_student.init_student)
+app.command("generate", context_settings=OVERRIDES)(generate.generate)
 app.command("eval", context_settings=OVERRIDES)(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("chat")(chat.chat)

@@ -75,12 +75,12 @@ def _print_all(diagnoses: "list[Diagnosis]") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..tools.doctor import COLUMNS, cells
+    from ..tools.doctor import COLUMNS, IMAGES, cells
 
-    table = Table("family or class", *COLUMNS, "left alone")
+    table = Table("family or class", *COLUMNS, IMAGES, "left alone")
     for found in diagnoses:
         if found.report is None:
-            table.add_row(found.name, *([""] * len(COLUMNS)), escape(found.problem))
+            table.add_row(found.name, *([""] * (len(COLUMNS) + 1)), escape(found.problem))
         else:
             left = ", ".join(found.report.left_alone)
             table.add_row(found.name, *cells(found.report).values(), escape(left))

@@ -96,9 +96,9 @@ def _merged_files(out: Path) -> set[str]:
 def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
 
-    from ..common.weights import load_whole, with_adapter
+    from ..common.weights import auto_class, load_whole, with_adapter
     from ..run.data.demo_model import resolve_model
 
     path = resolve_model(name)
@@ -109,7 +109,7 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
-        load = partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=False)
+        load = partial(auto_class(config).from_pretrained, trust_remote_code=False)
         model = load_whole(load, path, revision=revision, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
@@ -120,6 +120,18 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
         raise ConfigError(f"{run_dir} cannot be merged into {name}: {error}") from error
     has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(str(run_dir) if has_tokenizer else path, trust_remote_code=False)
     merged.config.use_cache = True
-    return merged.to(target or config.dtype or torch.float32), tokenizer
+    return merged.to(target or config.dtype or torch.float32), _processing(str(run_dir) if has_tokenizer else path)
+
+
+def _processing(folder: str) -> Any:
+    """Return the tokenizer of a folder or hub id, or the processor that a folder has for images."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    has_processor = any(
+        (Path(folder) / file).is_file() for file in ("processor_config.json", "preprocessor_config.json")
+    )
+    try:
+        return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:  # such as of torchvision
+        raise ConfigError(f"the processor in {folder} cannot be read: {' '.join(str(error).split())}") from None

@@ -41,17 +41,19 @@ def preview(
 
 def _preview(console: "Console", settings: "RunConfig", rows: int) -> None:
     from ..run.data.datasets import load_run_datasets
-    from ..run.models import check_student, open_model
+    from ..run.models import check_student, open_model, with_processor
     from ..run.results import print_data, print_rows
     from ..tools.preview import preview as prepare
 
     files = open_model(settings, "model_name_or_path")
     data = load_run_datasets(settings, files.vocab_size)
+    files = with_processor(settings, files, data)
     check_student(settings, files, data)
     with console.status("Tokenizing rows"):
         seen = prepare(settings, data, files, rows)
     print_data(console, data.facts)
-    print_rows(console, seen.facts)
+    if seen.facts:  # rows with images are prepared batch by batch, and not counted
+        print_rows(console, seen.facts)
     for row in seen.rows:
         _print(console, row)
     if settings.recipe == "distill" and (settings["lmbda"] or settings["seq_kd"]):

@@ -27,6 +27,25 @@ class DamagedWeightsError(ConfigError):
     """A file of weights is cut off or damaged."""
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model that writes text: AutoModelForCausalLM, or that for images.
+
+    Some families have a causal LM of their text alone beside the model that reads images; the files say which it is.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    causal, seeing = (
+        names.get(kind) for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    )
+    wanted = (config.architectures or [causal or seeing])[0]
+    return AutoModelForImageTextToText if wanted == seeing and wanted != causal else AutoModelForCausalLM
+
+
 def load_whole(
     load: Callable[..., Any], name: Any, *args: Any, allow_missing_weights: bool = False, **options: Any
 ) -> Any:

@@ -17,6 +17,7 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
+from ..trainers.images_config import ImagesConfig
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
 from ..trainers.step_config import StepConfig
@@ -212,10 +213,13 @@ _OF_TRL = (
 )
 # Conflicts of our keys that do not hold in Python, where a teacher may be a model in memory.
 _OF_A_FILE = (
-    Conflict(
-        "num_sample_completions",
-        on("num_sample_completions") & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
-        "expected 0: a sharded model is not sampled from.",
+    *(
+        Conflict(
+            key,
+            on(key) & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
+            "expected 0: a sharded model is not sampled from.",
+        )
+        for key in ("num_sample_completions", "num_draft_prompts")
     ),
     Conflict(
         "teacher",
@@ -294,7 +298,9 @@ _OF_A_FILE = (
         "and name its directory.",
     ),
 )
-_DECLARED = (RunOptions, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig)
+_DECLARED = (
+    RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig,
+)  # fmt: skip
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 

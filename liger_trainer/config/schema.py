@@ -22,6 +22,7 @@ SECTIONS = {
     "dataset": "TRL's ScriptArguments",
     "mixture": "TRL's DatasetMixtureConfig",
     "rows": "what is learned of rows",
+    "images": "rows with images, and models that read them",
     "step": "how a step is computed",
     "non_finite": "numbers that are not finite",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",

@@ -23,6 +23,7 @@ from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
+from ..trainers.images_config import ImagesConfig
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import SamplingConfig
 from ..trainers.step_config import StepConfig
@@ -30,7 +31,16 @@ from .conflicts import CONFLICTS, GONE
 from .run_options import LaunchOptions, RunOptions
 from .schema import FILE, SECTIONS, Schema, from_json, installed_versions, shipped_schema
 
-OWN = ("run", "launch", "rows", "step", "non_finite", "distillation", "sampling")  # their descriptions are ours to ship
+OWN = (
+    "run",
+    "launch",
+    "rows",
+    "images",
+    "step",
+    "non_finite",
+    "distillation",
+    "sampling",
+)  # their descriptions are ours to ship
 _AT_LEAST_ONE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length lora_r lora_alpha "
     "dataset_num_proc save_total_limit torch_empty_cache_steps"
@@ -132,6 +142,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "dataset": ScriptArguments,
         "mixture": DatasetMixtureConfig,
         "rows": RowsConfig,
+        "images": ImagesConfig,
         "step": StepConfig,
         "non_finite": NonFiniteConfig,
         "training": SFTConfig,

@@ -18,7 +18,8 @@ def cross_entropy_loss(logits: Logits, targets: BatchTargets, options: LossOptio
         result = linear_cross_entropy(**operands, labels=targets.labels, **targets.for_ops(), **common)
     else:
         flat = logits.flatten(0, -2)
-        result = cross_entropy_reference(flat, targets.labels, num_items=targets.num_items, **common)
+        common |= {"num_items": targets.num_items, "token_weight": targets.weights}
+        result = cross_entropy_reference(flat, targets.labels, **common)
     return BatchLoss(*result)
 
 

@@ -45,7 +45,8 @@ class DenseAnswer(TeacherAnswer):
         else:
             vocab = min(student.shape[-1], self.shape[-1], how.vocab_size or student.shape[-1])
             s, t = (stored(logits).flatten(0, -2)[:, :vocab] for logits in (student, self.logits))
-            result = distillation_reference(s, t, num_items=targets.num_items, **common)
+            common |= {"num_items": targets.num_items, "token_weight": targets.weights}
+            result = distillation_reference(s, t, **common)
         jsd = None
         if how.measure_jsd:
             jsd = result.terms["jsd"] if one_pass else self._measured_jsd(student, targets, how)

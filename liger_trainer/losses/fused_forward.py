@@ -23,7 +23,7 @@ from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
 from .sharded_heads import share_rows
-from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, check_lengths
+from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
 from .token_output import TokenLossOutput, token_output
 
@@ -95,7 +95,8 @@ class FusedLoss:
         self, model: Any, *args, labels: Tensor | None = None, shift_labels: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None, num_processes: int = 1,
         teacher_logits: Logits | TeacherAnswer | None = None, hidden_pass: HiddenPass | None = None,
-        fused_lm_head: bool = False, skip_logits: bool | None = None, **kwargs,
+        token_weights: TokenWeights | None = None, fused_lm_head: bool = False, skip_logits: bool | None = None,
+        **kwargs,
     ):  # fmt: skip
         """Run `model` with this loss in place of its own. A subclass may add to what it takes."""
         own_forward = self.own_forward(model)  # the callable, so that this call adds no frame between model and loss
@@ -104,7 +105,7 @@ class FusedLoss:
         if num_items_in_batch is not None and num_processes > 1:
             # not divided by the trainer: FSDP2 casts arguments to bf16, which would round a fraction
             num_items_in_batch = num_items_in_batch / num_processes
-        targets = BatchTargets.of(labels, shift_labels, num_items_in_batch)
+        targets = BatchTargets.of(labels, shift_labels, num_items_in_batch, weights=token_weights)
         share_rows(model, targets.rows)
         options = self.options if model.training or self.eval_options is None else self.eval_options
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
@@ -204,13 +205,19 @@ class LossOfOneForward:
     def _beside_answer(self, made: BatchTargets, logits: Logits) -> BatchTargets:
         """Return targets that the model made, if they can be compared with the teacher's answer.
 
-        An answer is about the tokens of the caller's labels, unless it covers all tokens.
+        An answer is about the tokens of the caller's labels, unless it covers all tokens. So are weights.
         """
         answer, callers = self._answer, self._targets
-        if answer is None:
+        if answer is None and callers.weights is None:
             return made
         if made.shape == callers.shape and torch.equal(made.labels, callers.labels.to(made.labels.device)):
             return callers
+        if callers.weights is not None:
+            raise ConfigError(
+                f"{self._model_name} makes targets of its own, {tuple(made.shape)}, of labels {tuple(callers.shape)}: "
+                "the weights of their tokens cannot be aligned with them. Leave weight_column out."
+            )
+        assert answer is not None
         if answer.covers_all_tokens and answer.shape[:-1] == logits.shape[:-1] == made.shape:
             return made
         raise ConfigError(

@@ -156,8 +156,10 @@ class HiddenPass:
         if index is not None:
             values = {kind: value.where(index >= 0, 0) for kind, value in values.items()}
         loss = result.loss
+        factors = None if targets.weights is None else take(targets.weights, rows)
         for kind, value in values.items():
-            loss = loss + how.hidden_weights[kind] * value.sum() * rows.alpha
+            weighted = value if factors is None else value * factors
+            loss = loss + how.hidden_weights[kind] * weighted.sum() * rows.alpha
         total = targets.labels.numel()
         per_token = {kind: put(value.detach(), rows, total) for kind, value in values.items()}
         return result._replace(loss=loss.to(result.loss.dtype), terms={**(result.terms or {}), **per_token})

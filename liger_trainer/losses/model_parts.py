@@ -8,6 +8,7 @@ FSDP2 gathers a weight just before the forward of its module, and sums the gradi
 copy alone. So the head of a model in training is read inside its own forward, after `gather`.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,10 +199,15 @@ def device_of(model: Any) -> torch.device:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the path and the list of the decoder layers. The list is recognised by its length."""
+    """Return the path and the list of the decoder layers. The list is recognised by its length.
+
+    Of a model that reads images it is looked for in the part that reads text.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
+    part = model.get_decoder() if reads_images(model) else model
+    prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is part)
     lists: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
+    for path, module in part.named_modules(prefix=prefix.rstrip(".")):
         nested = any(path.startswith(outer + ".") for outer in lists)  # such as the experts of a layer
         if isinstance(module, nn.ModuleList) and len(module) == count and not nested:
             lists[path] = module
@@ -211,6 +217,20 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             f"found {', '.join(lists) or 'none'}. Layers can be dropped only where one nn.ModuleList has all."
         )
     return next(iter(lists.items()))
+
+
+_PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Return the ids of the tokens in whose place a model puts features of images, videos and sound."""
+    ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return tuple(sorted({token for token in ids if isinstance(token, int)}))
+
+
+def reads_images(model: Any) -> bool:
+    """Return whether a model takes images beside its tokens."""
+    return "pixel_values" in inspect.signature(type(model).forward).parameters
 
 
 def embedding_rows(model: Any) -> int:

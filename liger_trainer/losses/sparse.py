@@ -60,7 +60,8 @@ class SparseAnswer(TeacherAnswer):
             )
         else:
             logits = student.flatten(0, -2)[:, : self.vocab_size]
-            result = _loss_of_stored(logits, num_items=targets.num_items, **common)
+            common |= {"num_items": targets.num_items, "token_weight": targets.weights}
+            result = _loss_of_stored(logits, **common)
         keep = targets.labels != IGNORE_INDEX
         # the cache's probabilities are those at the loss's temperature, so only this one gives the KL at temperature 1
         at_one = how.temperature == 1.0
@@ -80,16 +81,18 @@ class SparseAnswer(TeacherAnswer):
 
 def _loss_of_stored(
     logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str, labels: Tensor, ce_weight: float, temperature: float,
-    top_ids: Tensor, scale_by_temperature_squared: bool, num_items: float | Tensor | None,
+    top_ids: Tensor, scale_by_temperature_squared: bool, num_items: float | Tensor | None, token_weight: Tensor | None,
 ) -> LinearSparseDivergence:  # fmt: skip
     """Compute the op in plain torch, from logits (N, V) that are stored."""
-    ce, keep = cross_entropy_reference(logits, labels, num_items=num_items), labels != -100
+    ce = cross_entropy_reference(logits, labels, num_items=num_items, token_weight=token_weight)
+    keep = labels != -100
     factor = temperature**2 if scale_by_temperature_squared else 1.0
     divergence = logits.new_zeros(keep.shape, dtype=torch.float32)
     divergence[keep] = factor * sparse_divergence_reference(
         logits[keep].float(), ids[keep], log_probs[keep], tail=tail, temperature=temperature
     )
-    loss = divergence.sum() / token_count(keep, num_items, divergence.dtype) + ce_weight * ce.loss
+    weighted = divergence if token_weight is None else divergence * token_weight
+    loss = weighted.sum() / token_count(keep, num_items, divergence.dtype) + ce_weight * ce.loss
     agrees = logits.gather(-1, top_ids[:, None].long()).squeeze(-1) >= logits.amax(-1)
     mass = log_probs.exp().sum(-1) * keep
     return LinearSparseDivergence(

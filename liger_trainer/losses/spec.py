@@ -56,6 +56,16 @@ class LossOptions:
         return self.distillation
 
 
+class TokenWeights:
+    """Weights (batch, length) fp32 of the positions of a batch, each for the token that follows it.
+
+    No dataclass: engines look into these, and FSDP2 would round the weights to bf16.
+    """
+
+    def __init__(self, values: Tensor):
+        self.values = values
+
+
 @dataclass
 class BatchTargets:
     """The labels that the positions of a batch predict. Made before the backbone runs: see `RowSelection`."""
@@ -66,11 +76,12 @@ class BatchTargets:
     num_items: float | Tensor | None  # the divisor of the loss; None: the number of labels that are not ignored
     rows: RowSelection | None  # None under torch.compile, where the losses select the rows themselves
     source: Tensor  # the caller's labels, or shifted labels
+    weights: Tensor | None = None  # (batch * length,) fp32; each multiplies the loss at its position, not the divisor
 
     @classmethod
     def of(
         cls, labels: Tensor | None, shift_labels: Tensor | None, num_items: float | Tensor | None,
-        ignore_index: int = IGNORE_INDEX,
+        ignore_index: int = IGNORE_INDEX, weights: "TokenWeights | None" = None,
     ) -> "BatchTargets":  # fmt: skip
         source = labels if shift_labels is None else shift_labels
         assert source is not None
@@ -78,7 +89,9 @@ class BatchTargets:
         flat = aligned.reshape(-1)
         if ignore_index != IGNORE_INDEX:
             flat = flat.masked_fill(flat == ignore_index, IGNORE_INDEX)
-        return cls(flat, source.shape, shift_labels is None, num_items, _selection(flat, num_items), source)
+        factors = None if weights is None else weights.values.reshape(-1).to(flat.device)
+        rows = _selection(flat, num_items)
+        return cls(flat, source.shape, shift_labels is None, num_items, rows, source, factors)
 
     def made_of(self, labels: Tensor | None, shift_labels: Tensor | None) -> bool:
         """Whether these targets belong to the labels that a model hands to its loss.
@@ -94,7 +107,8 @@ class BatchTargets:
         if self.labels.device == device:
             return self
         flat = self.labels.to(device)
-        return replace(self, labels=flat, rows=_selection(flat, self.num_items))
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(self, labels=flat, rows=_selection(flat, self.num_items), weights=weights)
 
     def only(self, taught: Tensor) -> "BatchTargets":
         """Return the targets at the positions `taught` (batch, length), with the divisor of all of them."""
@@ -110,8 +124,10 @@ class BatchTargets:
         return values[..., :-1] if self.shifted else values
 
     def for_ops(self) -> dict[str, Any]:
-        """Return the rows as an op's arguments: their selection, or under torch.compile what the op makes it from."""
-        return {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
+        """Return the rows as an op's arguments: their selection, or under torch.compile what the op makes it from. With
+        their weights."""
+        rows = {"num_items": self.num_items} if self.rows is None else {"rows": self.rows}
+        return {**rows, "token_weight": self.weights}
 
 
 def check_lengths(targets: BatchTargets, *sides: Any) -> None:

@@ -48,7 +48,8 @@ class UldAnswer(TeacherAnswer):
             s, t = (stored(logits).flatten(0, -2).float() for logits in (student, self.logits))
             s = s[:, : how.vocab_size]
             uld = _distances(s, t[:, : self.vocab_size], partners, targets, how)
-            result = stored_uld(s, uld, num_items=targets.num_items, **common)
+            common |= {"num_items": targets.num_items, "token_weight": targets.weights}
+            result = stored_uld(s, uld, **common)
         return BatchLoss(
             loss=result.loss,
             divergence=how.uld_weight * result.uld,

@@ -22,6 +22,7 @@ from .norms import NormRule, once_for_equal_norms
 from .options import PatchOptions, PatchReport
 from .rebind_globals import always_reads_after, globals_read, inner_functions, rebound
 from .rotary import is_rotary, layouts_of, prove_rotary, replacement
+from .rotary_alone import is_alone, prove_alone, replacement_alone
 
 _NORM_OF_QUERIES = re.compile(r"(q|query)(_?(?:layer)?_?norm)")
 
@@ -42,7 +43,8 @@ def patch_attention(model: nn.Module, options: PatchOptions, replacements: Repla
         }
         if not any(served.values()):
             continue
-        norms = _norms_that_can_wait(module, served, prove, replacements)
+        of_both = {method: [name for name, alone in names.items() if not alone] for method, names in served.items()}
+        norms = _norms_that_can_wait(module, of_both, prove, replacements)
         for child, rule in norms.items():
             replacements.forward(child, deferring_forward(rule))
         report.swap("QK norm + rope" if norms else "rope")
@@ -58,20 +60,25 @@ def _methods_with_rotary_calls(kind: type) -> tuple[RotaryCalls, ...]:
 
 def _swap(
     module: nn.Module, calls: RotaryCalls, layouts: frozenset[str], replacements: Replacements, report: PatchReport
-) -> list[str]:
-    """Have the instance's method call ours; return the global names of the rotary functions that it no longer calls."""
+) -> dict[str, bool]:
+    """Have the instance's method call ours.
+
+    Returns:
+        for each rotary function that it no longer calls, by global name, whether it rotates one tensor alone.
+    """
     kind, (method, functions) = type(module), calls
     if structure.is_replaced(module, method):
         report.leave(kind.__name__, f"its {method} has been replaced")
-        return []
-    copy, served = getattr(kind, method), []
+        return {}
+    copy, served = getattr(kind, method), {}
     for name, before in functions:
-        rule = prove_rotary(before, layouts)
+        alone = is_alone(before)
+        rule = (prove_alone if alone else prove_rotary)(before, layouts)
         if isinstance(rule, str):
             report.leave(f"{name} of {kind.__name__}", rule)
         else:
-            copy = rebound(copy, name, before, replacement(before, rule))
-            served.append(name)
+            copy = rebound(copy, name, before, (replacement_alone if alone else replacement)(before, rule))
+            served[name] = alone
     if served and method == "forward":
         replacements.forward(module, copy)
     elif served:

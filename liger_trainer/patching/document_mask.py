@@ -40,6 +40,27 @@ def padded_on_the_right(padded: bool = True) -> Iterator[None]:
         _padded_on_the_right.reset(before)
 
 
+@contextlib.contextmanager
+def documents_come_along(come: bool = True) -> Iterator[None]:
+    """Within the context, batches bring the lengths of their documents, so rows do hold several.
+
+    Then transformers need not look at the positions whether they do, which waits for the device.
+    """
+    before = masking_utils.find_packed_sequence_indices
+    if come:
+        masking_utils.find_packed_sequence_indices = _numbers_of_documents
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+def _numbers_of_documents(position_ids: Tensor) -> Tensor:
+    """Number the documents of each row from 0, by positions (rows, length) that begin anew in each."""
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
 class Documents:
     """Documents that lie end to end, each a sequence of its own.
 

@@ -15,25 +15,36 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..common.replacements import Replacements
 from ..kernels.gated_linear import gated_reference
+from ..kernels.types import Gate
 from ..modules.gated_mlp import gated
 from . import structure
+from .clamps import Clamp, clamps_of
 from .mlps import ACTIVATIONS, CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
 from .options import PatchOptions, PatchReport
 
 
 @dataclass(frozen=True)
 class GateRule:
-    """The layout of a gate's packed input, and the activation. See mlps.py for both."""
+    """The layout of a gate's packed input, the activation, and a clamp or None. See mlps.py for the first two."""
 
     layout: str
     activation: str
+    clamp: Clamp | None = None
 
     @property
     def kind(self) -> str:
         return f"{ACTIVATIONS[self.activation]} experts"
 
-    def __call__(self, packed: Tensor, plain: bool = False) -> Tensor:
+    def form(self, module: nn.Module) -> Gate:
+        """Return the same gate as `lora_experts` takes it."""
+        return Gate(self.activation, self.layout, **({} if self.clamp is None else self.clamp.numbers(module)))
+
+    def __call__(self, module: nn.Module, packed: Tensor, plain: bool = False) -> Tensor:
+        if self.clamp is not None and self.layout == "interleaved":
+            return self.clamp(module, packed, None, plain, interleaved=True)
         gate, up = LAYOUTS[self.layout](packed)
+        if self.clamp is not None:
+            return self.clamp(module, gate, up, plain)
         return (gated_reference if plain else gated)(gate, up, self.activation)
 
 
@@ -56,7 +67,7 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
 
 def _apply_gate(rule: GateRule) -> Callable[..., Tensor]:
     def apply_gate(module, packed):
-        return type(module)._apply_gate(module, packed) if calls_other_children(module) else rule(packed)
+        return type(module)._apply_gate(module, packed) if calls_other_children(module) else rule(module, packed)
 
     return apply_gate
 
@@ -70,19 +81,29 @@ def prove_experts(module: nn.Module) -> GateRule | str | None:
     """Return the rule that holds for the gate of stacked experts, why none does, or None if these are no experts."""
     if not hasattr(type(module), "_apply_gate"):
         looks = all(any(word in name for name in module._parameters) for word in ("gate", "down"))
-        return "its experts have no `_apply_gate` to replace" if looks else None
+        return (
+            "its experts run by a loop of their own, without an `_apply_gate` that could be replaced" if looks else None
+        )
     if "_apply_gate" in vars(module):
         return "its `_apply_gate` has been replaced"
-    if not getattr(module, "has_gate", True):
-        return "its experts are not gated"
-    rules = [GateRule(layout, activation) for layout in PACKED for activation in GATED]
-    rule = structure.first_that_holds(rules, functools.partial(_check, module))
+    rule = prove_gate(module)
     if isinstance(rule, GateRule) and not _calls_apply_gate(module):
         return (
             f"its implementation ({_implementation(module)}) does not call `_apply_gate`: "
             'load the model with experts_implementation="grouped_mm"'
         )
     return rule
+
+
+def prove_gate(module: nn.Module) -> GateRule | str | None:
+    """Return the rule that holds for the gate of an experts' class, whatever runs it; else as `prove_experts`."""
+    if not hasattr(type(module), "_apply_gate"):
+        return None
+    if not getattr(module, "has_gate", True):
+        return "its experts are not gated"
+    rules = [GateRule(layout, activation) for layout in PACKED for activation in GATED]
+    rules += [GateRule(layout, "silu", clamp) for layout in (*PACKED, "interleaved") for clamp in clamps_of(module)]
+    return structure.first_that_holds(rules, functools.partial(_check, module))
 
 
 def _check(module: nn.Module, rule: GateRule) -> tuple[int, str | None]:
@@ -95,10 +116,10 @@ def _check(module: nn.Module, rule: GateRule) -> tuple[int, str | None]:
                 theirs = type(small)._apply_gate(small, packed)
             except Exception as error:
                 return passed, structure.failure(error)
-            ours = rule(packed, plain=True)
+            ours = rule(module, packed, plain=True)
             refused = structure.difference(ours, theirs) or structure.gradient_difference(ours, theirs, [packed])
         if refused is not None:
-            return passed + 1, f"its gate is not act(gate) * up with act one of {', '.join(GATED)}"
+            return passed + 1, f"its gate is not act(gate) * up with act one of {', '.join(GATED)}, clamped or not"
     return len(CASES), None
 
 

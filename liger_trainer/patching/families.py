@@ -1,6 +1,7 @@
 """`apply_liger_kernel_to_<family>()` for every causal LM of transformers, with the names and flags of Liger-Kernel.
 
-The functions are made on import, one for each model type that transformers maps to a causal LM: import
+The functions are made on import, one for each model type that transformers maps to a causal LM, or else to a model that
+reads images and writes text: import
 `apply_liger_kernel_to_llama` from here or from `liger_trainer`. With `model` they patch that object. Without, they
 patch the models of the family that are constructed from then on, in whatever way: the constructor of the model's class
 is wrapped until `undo()`, and no layer's class is touched. To learn which options a family has layers for, its skeleton
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..common.console import announce
 from ..common.replacements import Replacements
@@ -25,18 +29,19 @@ from .options import PatchOptions, PatchReport, canonical
 from .patcher import Patched, base_of, patch, patched_record
 
 PREFIX = "apply_liger_kernel_to_"
+_CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 # by the suffix of the function, "gpt_sw3": "gpt-sw3"
-FAMILIES = {model_type.replace("-", "_"): model_type for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+FAMILIES = {model_type.replace("-", "_"): model_type for model_type in _CLASSES}
 # The kinds in a report, one of which shows that an option has had an effect.
 KINDS = {
     "rope": ("rope", "QK norm + rope"),
-    "rms_norm": ("RMSNorm", "QK norm + rope"),
+    "rms_norm": ("RMSNorm", "gated RMSNorm", "QK norm + rope"),
     "layer_norm": ("LayerNorm",),
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),
     "relu2": ("ReLU2", "ReLU2 experts"),
     "linear": ("shared input",),
-    "lora": ("LoRA linear", "LoRA MLP"),
+    "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }
@@ -125,7 +130,7 @@ def _apply_liger_kernel(model_type: str, **flags: bool) -> FamilyPatch:
         ConfigError: a type that is no causal LM of transformers (Liger-Kernel logs that and does nothing), or as
             `apply_to_family`.
     """
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type not in _CLASSES:
         raise ConfigError(
             f"transformers {transformers.__version__} has no causal LM of type {model_type!r}. "
             "patch(model) takes any model."
@@ -191,7 +196,7 @@ def _check_wanted(report: PatchReport, wanted: tuple[str, ...]) -> None:
 
 
 def _model_class(family: str) -> Any:
-    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    return getattr(transformers, _CLASSES[family])
 
 
 def _suffix(family: str) -> str:
@@ -212,7 +217,7 @@ def _function(suffix: str) -> Callable[..., FamilyPatch | Patched]:
     parameters.append(inspect.Parameter("model", keyword, default=None, annotation=Any))
     apply.__signature__ = inspect.Signature(parameters, return_annotation=FamilyPatch | Patched)  # type: ignore
     apply.__name__ = apply.__qualname__ = PREFIX + suffix
-    apply.__doc__ = f"""Patch one {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]}, or all that are constructed from now on.
+    apply.__doc__ = f"""Patch one {_CLASSES[family]}, or all that are constructed from now on.
 
     Args:
         rope, rms_norm, ...: see `PatchOptions`. A default takes what there is; one given as True must find something.

@@ -19,6 +19,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.import_utils import is_bnb_4bit_available
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from ..common.hooks import is_called, is_hooked
@@ -46,7 +47,7 @@ def patch_lora(model: nn.Module, options: PatchOptions, replacements: Replacemen
     head = output_module(model)
     layers: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
     for name, module in layers:
-        if module is head or module in replacements:
+        if module is head or module in replacements or isinstance(module, ParamWrapper):  # stacked_experts.py
             continue
         refused = _refused(module)
         if refused is None:

@@ -1,6 +1,6 @@
 """MLPs with a gated activation or squared ReLU: found by structure, proved on a miniature.
 
-    down(act(gate(x)) * up(x))       gate and up are two linear layers, or one with both packed
+    down(act(gate(x)) * up(x))       gate and up are two linear layers, or one with both packed; clamped or not
     down(relu(up(x))^2)
 
 The linear layers are called as the modules that they are, so adapters, quantised layers, hooks and FSDP keep working;
@@ -23,6 +23,7 @@ from ..kernels.gated_linear import gated_reference
 from ..kernels.relu2 import relu2, relu2_reference
 from ..modules.gated_mlp import project
 from . import structure
+from .clamps import Clamp, clamps_of
 from .lora import is_lora_mlp, mlp_with_lora
 from .options import PatchOptions, PatchReport
 
@@ -51,12 +52,14 @@ class MLPRule:
         layout: a key of LAYOUTS, or "ungated".
         activation: a key of ACTIVATIONS.
         down: the name of the last layer.
+        clamp: what is between instead, or None.
     """
 
     first: tuple[str, ...]
     layout: str
     activation: str
     down: str
+    clamp: Clamp | None = None
 
     @property
     def kind(self) -> str:
@@ -72,6 +75,8 @@ class MLPRule:
         if self.layout == "ungated":
             return down((relu2_reference if plain else relu2)(*projections))
         gate, up = LAYOUTS[self.layout](*projections)
+        if self.clamp is not None:
+            return down(self.clamp(module, gate, up, plain))
         if plain:
             return down(gated_reference(gate, up, self.activation))
         return project(down, gate, up, self.activation)
@@ -96,7 +101,8 @@ def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacemen
         if refused is not None:
             report.leave(type(module).__name__, refused)
         elif isinstance(rule, MLPRule) and getattr(options, OPTIONS[rule.kind]):
-            lora = options.lora and rule.layout in ("split", "gate first")  # the order that `lora_mlp` takes
+            # what `lora_mlp` takes
+            lora = options.lora and rule.layout in ("split", "gate first") and rule.clamp is None
             replacements.forward(module, mlp_forward(rule, lora))
             if lora and is_lora_mlp(rule.linear_layers(module)):
                 report.swap("LoRA MLP")
@@ -162,9 +168,11 @@ def _rules(module: nn.Module) -> Iterator[MLPRule]:
         width, inner = sizes[down]
         if len(names) == 3 and all(sizes[name] == (inner, width) for name in first):
             yield from (MLPRule(tuple(first), "split", activation, down) for activation in GATED)
+            yield from (MLPRule(tuple(first), "split", "silu", down, clamp) for clamp in clamps_of(module))
         elif len(names) == 2 and sizes[first[0]] == (2 * inner, width):
             for layout in PACKED:
                 yield from (MLPRule(tuple(first), layout, activation, down) for activation in GATED)
+                yield from (MLPRule(tuple(first), layout, "silu", down, clamp) for clamp in clamps_of(module))
         elif len(names) == 2 and sizes[first[0]] == (inner, width):
             yield MLPRule(tuple(first), "ungated", "relu2", down)
 
@@ -182,6 +190,9 @@ def _check(module: nn.Module, rule: MLPRule) -> tuple[int, str | None]:
             ours = rule(small, x, plain=True)
             refused = structure.difference(ours, theirs)
             refused = refused or structure.gradient_difference(ours, theirs, [x, *small.parameters()])
+            drops = refused is not None and training and not torch.equal(theirs, type(small).forward(small, x))
+        if drops:
+            return passed + 1, "it drops out elements in training"
         if refused is not None:
             return passed + 1, f"it is not {rule}"
     return len(CASES), None

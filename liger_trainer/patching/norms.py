@@ -175,6 +175,8 @@ def _rules(module: nn.Module) -> Iterator[NormRule]:
                 continue
             for autocast in AUTOCAST:
                 yield NormRule(form, weight, bias, eps, autocast)
+        if weight in module._buffers:  # it may be there for the kernels of others, as in FalconMamba
+            yield NormRule(NormForm("RMSNorm"), None, bias, eps)
 
 
 def _check(module: nn.Module, rule: NormRule) -> tuple[int, str | None]:
@@ -188,13 +190,17 @@ def _check(module: nn.Module, rule: NormRule) -> tuple[int, str | None]:
                 theirs = type(small).forward(small, x)
             except Exception as error:
                 if dtype == weight_dtype:
-                    return passed, structure.failure(error)
+                    return passed, f"it does not take rows of {_width(module)} columns: {structure.failure(error)}"
                 continue  # it takes no weights of another dtype
             ours = rule(small, x, widens=True, plain=True)
             refused = structure.difference(ours, theirs, NARROW[rule.form.kind])
             refused = refused or structure.gradient_difference(ours, theirs, [x, *small.parameters()])
         if refused is not None:
-            return passed, refused + (" under autocast" if autocast else f" in {dtype}")
+            place = " under autocast" if autocast else f" in {dtype}"
+            return (
+                passed,
+                refused + place if not passed or autocast else f"it rounds otherwise than ours: {refused}{place}",
+            )
     return len(CASES), None
 
 

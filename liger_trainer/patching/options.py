@@ -33,11 +33,11 @@ class PatchOptions:
         rope: rotary embedding, together with the norms of queries and keys where the model has them.
         rms_norm: RMSNorm layers.
         layer_norm: LayerNorm layers.
-        swiglu: MLPs and experts gated by SiLU.
+        swiglu: MLPs and experts gated by SiLU, clamped (gpt-oss) or not.
         geglu: MLPs and experts gated by GELU.
         relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
         linear: linear layers that read one tensor, such as queries, keys and values.
-        lora: linear layers and MLPs with plain LoRA adapters.
+        lora: linear layers, MLPs and stacked experts with plain LoRA adapters; stacked experts that are frozen.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
     """
@@ -87,6 +87,8 @@ class PatchReport:
     model: str
     swapped: Counter[str] = field(default_factory=Counter)  # "RMSNorm": 57
     left_alone: dict[str, str] = field(default_factory=dict)  # class or function: why
+    tower: "PatchReport | None" = None  # of `doctor` alone: what of it is in the part that reads images
+    classes: set[str] = field(default_factory=set)  # of `doctor` alone: those of which a layer was swapped
 
     def swap(self, kind: str, count: int = 1) -> None:
         self.swapped[kind] += count

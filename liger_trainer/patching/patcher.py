@@ -21,19 +21,24 @@ from ..losses.model_parts import output_module
 from ..losses.spec import LossOptions
 from .attention import patch_attention
 from .experts import patch_experts
+from .gated_norms import patch_gated_norms
 from .linears import patch_linears
 from .lora import patch_lora
 from .mlps import patch_mlps
 from .norms import patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
 from .packed_attention import KIND, pack_attention
+from .stacked_experts import patch_stacked_experts
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
     "the model's forward does not call `loss_function`: it computes the loss itself, from stored logits, or none"
 )
 # Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
-PARTS = (patch_attention, patch_norms, patch_mlps, patch_experts, patch_lora, patch_linears)
+PARTS = (
+    patch_attention, patch_gated_norms, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora,
+    patch_linears,
+)  # fmt: skip
 
 
 class Patched:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels.rope import rope, rope_reference
 from .deferred_norm import DeferredNorm, norm_and_rotate
@@ -28,6 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairs": lambda x: x.repeat_interleave(2, -1),
     "once": lambda x: x,
 }
+UNKNOWN = "it is no rotation that our op knows, for cosines as this model has them"
 _B, _S, _D, _HEADS, _KEY_HEADS = 2, 5, 16, 4, 2
 
 
@@ -39,19 +41,25 @@ class RotaryRule:
         interleaved: pairs are columns 2j and 2j + 1.
         half_width: there is one cosine for each pair, not two.
         first_half: only the first half of the cosines' columns is read, whatever the second holds (GLM).
+        reverse: it turns by minus the angle (NanoChat).
+        trailing: the last columns of a head rotate, not the first (DeepSeek V4).
         regroups: the input has pairs interleaved, the result has them as halves (DeepSeek V3).
         complex_angles: the function takes one complex tensor in place of cosines and sines (Llama 4).
         heads_dim: the dimension of the heads in q and k, for functions without `unsqueeze_dim`.
         promotes: the result has the dtype that q and the cosines promote to, not q's.
+        layout: the only layout of cosines that it holds for, where those of the model are not known.
     """
 
     interleaved: bool = False
     half_width: bool = False
     first_half: bool = False
+    reverse: bool = False
+    trailing: bool = False
     regroups: bool = False
     complex_angles: bool = False
     heads_dim: int | None = None
     promotes: bool = False
+    layout: str | None = None
 
     def options(self) -> dict[str, Any]:
         return dict(interleaved=self.interleaved, half_width=self.half_width or self.first_half)
@@ -59,15 +67,18 @@ class RotaryRule:
     def read(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for the op."""
         half = cos.shape[-1] // 2
+        sin = -sin if self.reverse else sin
         return (cos[..., :half], sin[..., :half]) if self.first_half else (cos, sin)
 
 
 _RULES = (
     RotaryRule(),
+    RotaryRule(reverse=True),
     RotaryRule(interleaved=True),
     RotaryRule(interleaved=True, first_half=True),
     RotaryRule(half_width=True),
     RotaryRule(interleaved=True, half_width=True),
+    RotaryRule(interleaved=True, half_width=True, trailing=True),
     RotaryRule(first_half=True, regroups=True),
     RotaryRule(half_width=True, regroups=True),
 )
@@ -79,19 +90,22 @@ class Signature:
 
     Attributes:
         heads_dim: the default of `unsqueeze_dim`, if it has that parameter.
+        of_tower: it has none, and the heads are before the columns: (tokens, heads, columns), as in vision towers.
     """
 
     others: tuple[str, ...]
     heads_dim: int | None
+    of_tower: bool = False
 
 
 def is_rotary(function: Any) -> bool:
     """Whether it looks like a function that rotates something by angles."""
-    names = _parameters(function)
+    names = parameters_of(function)
     return {"cos", "sin"} <= set(names) or "freqs_cis" in names
 
 
-def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function; none of what is no function."""
     # With Hugging Face's `kernels` installed, transformers' functions are modules.
     function = type(function).forward if isinstance(function, nn.Module) else function
     if not inspect.isfunction(function) and not inspect.ismethod(function):
@@ -103,13 +117,15 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 def signature(function: Any) -> Signature | str:
     """Return the signature of a function of queries and keys, or why it is no such function."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     names = list(parameters)
     heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
     if names[2:4] == ["cos", "sin"] and heads in (1, 2):
         return Signature(tuple(names[4:]), heads)
     if names[2:] == ["freqs_cis"]:
         return Signature((), None)
+    if names[2:] == ["cos", "sin"]:
+        return Signature((), 2, of_tower=True)
     return f"it takes ({', '.join(names)}), not queries, keys, cosines, sines and unsqueeze_dim"
 
 
@@ -130,12 +146,24 @@ def rotate(
         if together is not None:
             return together
     q, k = (_promoted(x.compute() if isinstance(x, DeferredNorm) else x, cos, rule) for x in (q, k))
+    if rule.trailing:
+        return _rotate_last(rule, q, k, cos, sin, heads_dim, plain)
     if rule.regroups:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     if heads_dim == 1:
         return op(q, k, cos, sin, **rule.options())
     q, k = op(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **rule.options())
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _rotate_last(
+    rule: RotaryRule, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, plain: bool
+) -> tuple[Tensor, Tensor]:
+    """Do as `rotate`, for as many of the last columns as there are angles."""
+    first = q.shape[-1] - cos.shape[-1] * (2 if rule.half_width else 1)
+    rule = dataclasses.replace(rule, trailing=False)
+    rotated = rotate(rule, q[..., first:], k[..., first:], cos, sin, heads_dim, plain)
+    return tuple(torch.cat((x[..., :first], y), -1) if first else y for x, y in zip((q, k), rotated, strict=True))  # pyright: ignore
 
 
 def _promoted(x: Tensor, cos: Tensor, rule: RotaryRule) -> Tensor:
@@ -181,7 +209,36 @@ def replacement(function: Callable, rule: RotaryRule) -> Callable:
             return function(q, k, cos, sin, *positional, **named)
         return rotate(rule, q, k, cos, sin, heads_dim)
 
+    if called.of_tower:
+        return tower_replacement(function, rule)
     return apply_complex if rule.complex_angles else apply
+
+
+def tower_replacement(function: Callable, rule: RotaryRule) -> Callable:
+    """Return a function that is called like a vision tower's `function` and computed by the op.
+
+    Towers make cosines in their own code, so the first call looks at their layout, which waits for the device once.
+    """
+    as_proved: list[bool] = []
+
+    def apply(q, k, cos, sin):
+        batched = tuple(x[None] if q.dim() == 3 and isinstance(x, Tensor) else x for x in (q, k, cos, sin))
+        if not fits(*batched, heads_dim=2) or (not as_proved and not _readable(cos)):
+            return function(q, k, cos, sin)
+        if not as_proved:
+            assert rule.layout is not None
+            as_proved.append(all(rule.layout in _layouts_of_values(x) for x in (cos, sin)))
+        if not as_proved[0]:
+            return function(q, k, cos, sin)
+        rotated = rotate(rule, *batched, heads_dim=2)
+        return (rotated[0][0], rotated[1][0]) if q.dim() == 3 else rotated
+
+    return apply
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at: it is on a device, and nobody traces the call."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @functools.cache
@@ -195,13 +252,16 @@ def prove_rotary(function: Callable, layouts: frozenset[str]) -> RotaryRule | st
     called = signature(function)
     if isinstance(called, str):
         return called
+    if called.of_tower:
+        layouts = frozenset()
     with on_miniatures():
         for rule in _candidates(called):
             wanted = layouts if called.heads_dim is not None and layouts else None
             equal = [name for name in wanted or LAYOUTS if _equal(function, called, rule, name)]
             if set(equal) == wanted or (wanted is None and equal):
-                return _with_dtypes(function, called, rule, equal[0])
-    return "it is no rotation that our op knows, for cosines as this model has them"
+                only = equal[0] if called.of_tower else None
+                return _with_dtypes(function, called, dataclasses.replace(rule, layout=only), equal[0])
+    return UNKNOWN
 
 
 def _candidates(called: Signature) -> Iterable[RotaryRule]:
@@ -223,12 +283,17 @@ def _theirs(function: Callable, called: Signature, inputs: tuple[Tensor, ...], h
     q, k, cos, sin = inputs
     if called.heads_dim is None:
         return function(q, k, torch.complex(cos, sin))
+    if called.of_tower:  # each row of the batch as it comes in a tower
+        rows = [function(*row) for row in zip(q, k, cos, sin, strict=True)]
+        return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
     return function(q, k, cos, sin, unsqueeze_dim=heads_dim)
 
 
 def _equal(function: Callable, called: Signature, rule: RotaryRule, layout: str) -> bool:
     """Compare values and gradients in fp32: with all columns rotating, and with half of them where the function can."""
-    places = (1, 2) if called.heads_dim is not None else (rule.heads_dim or 1,)
+    places = (
+        (1, 2) if called.heads_dim is not None and not called.of_tower else (called.heads_dim or rule.heads_dim or 1,)
+    )
     dtypes = (torch.float32, torch.float32)
     full, partial = (
         [_close(function, called, rule, _inputs(layout, pairs, dim, dtypes), dim) for dim in places]
@@ -310,6 +375,11 @@ def _layouts(rotary: Callable[..., nn.Module], config: Any) -> Iterable[str]:
 
 
 def _layout(sin: Tensor) -> str:
-    if torch.equal(*sin.chunk(2, -1)):
-        return "halves"
-    return "pairs" if torch.equal(sin[..., ::2], sin[..., 1::2]) else "once"
+    return next(iter(_layouts_of_values(sin)), "once")
+
+
+def _layouts_of_values(angles: Tensor) -> list[str]:
+    """Return which layouts cosines or sines have that hold each value twice."""
+    halves = angles.shape[-1] % 2 == 0 and torch.equal(*angles.chunk(2, -1))
+    pairs = angles.shape[-1] % 2 == 0 and torch.equal(angles[..., ::2], angles[..., 1::2])
+    return [name for name, has in (("halves", halves), ("pairs", pairs)) if has]

@@ -28,6 +28,12 @@ DISTILL_ROWS = (
     MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
     MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
+DRAFT_ROWS = (
+    MetricRow("draft_accepted", "accepted tokens a draft", 2, better="higher"),
+    MetricRow("draft_acceptance", "share of drafted tokens accepted", better="higher"),
+    MetricRow("draft_speedup", "speed of the teacher with drafts (times)", 2, better="higher"),
+)
+"""Of a distillation with `num_draft_prompts`; run/drafts.py"""
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 

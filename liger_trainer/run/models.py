@@ -12,11 +12,11 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as ADAPTER
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
-from ..common.weights import load_whole
+from ..common.weights import auto_class, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..teachers.config import OF_ONE_TEACHER, entries_of
@@ -42,6 +42,13 @@ class ModelFiles:
     config: PreTrainedConfig
     tokenizer: Any
     """None for a teacher that was saved without one"""
+    processor: Any = None
+    """for rows with images (`with_processor`)"""
+
+    @property
+    def processing(self) -> Any:
+        """What makes the model's inputs of a row: the processor, or the tokenizer for rows of text."""
+        return self.tokenizer if self.processor is None else self.processor
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +80,26 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
+
+
+def with_processor(config: "RunConfig", files: ModelFiles, data: RunData) -> ModelFiles:
+    """Return the files with the model's processor where the rows have images.
+
+    Raises:
+        ConfigError: the model takes no images, or has no processor that can be read here.
+    """
+    if data.facts.images is None:
+        return files
+    options = {"revision": files.revision or "main", "trust_remote_code": config["trust_remote_code"]}
+    try:
+        processor = AutoProcessor.from_pretrained(files.path, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # such as for torchvision
+        reason = " ".join(str(error).split())
+        raise config.error(files.key, f"the rows have images, and its processor cannot be read: {reason}") from None
+    if not isinstance(processor, ProcessorMixin):
+        reason = f"the rows have images (column {data.facts.images}), and {files.path} has no processor for them."
+        raise config.error(files.key, f"{reason} Name a vision-language model.")
+    return replace(files, tokenizer=processor.tokenizer, processor=processor)
 
 
 def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFiles]]:
@@ -118,10 +145,10 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
     if template is not None and template.endswith((".jinja", ".j2")) and not Path(template).is_file():
         raise config.error("chat_template_path", f"no such file: {template}")
     chat = data.facts.form == "messages" or isinstance(data.train[0].get("prompt"), list)
-    if chat and template is None and not files.tokenizer.chat_template:
+    if chat and template is None and not files.processing.chat_template:
         reason = "the rows are chat messages and this tokenizer has no chat template; set chat_template_path."
         raise config.error(files.key, reason)
-    if chat:
+    if chat and data.facts.images is None:  # a template of images renders no message before it has them
         for split, rows in (("train", data.train), ("test", data.test)):
             check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
     vocabulary = files.tokenizer.get_vocab()
@@ -257,7 +284,7 @@ def load_weights(config: "RunConfig", files: ModelFiles, **changes: Any) -> PreT
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"], options["dtype"])
     try:
-        return load_whole(AutoModelForCausalLM.from_pretrained, files.path, **options)
+        return load_whole(auto_class(files.config).from_pretrained, files.path, **options)
     except ConfigError as error:
         raise config.error(files.key, str(error)) from error
     except (OSError, ValueError, TypeError, ImportError) as error:

@@ -1,5 +1,6 @@
 """What every recipe does around the trainer that is its own: check, load, measure, train, save, measure again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,10 @@ from ..trainers.sft_trainer import LigerTrainer
 from .data.datasets import RunData, load_run_datasets
 from .ending import print_ending
 from .metric_rows import MetricRow, shown_rows
-from .models import ModelFiles, load_student, open_model
+from .models import ModelFiles, load_student, open_model, with_processor
 from .output_dir import again, check_output_dir, finish, save_student
 from .results import RunResults, patch_facts, print_before, print_results, print_rows, run_console
-from .samples import ModelFacts, Prompt, compare, measure, model_facts
+from .samples import Measurement, ModelFacts, Prompt, compare, measure, model_facts
 from .train_loop import Clock, check_checkpoint, train
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def prepare(config: "RunConfig") -> Preparation:
     check_checkpoint(config)
     student = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, student.vocab_size)
-    return Preparation(config, run_console(), clock, output_dir, data, student)
+    return Preparation(config, run_console(), clock, output_dir, data, with_processor(config, student, data))
 
 
 def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **teacher: Any) -> TrainerT:
@@ -69,11 +70,12 @@ def load_trainer(run: Preparation, trainer_class: type[TrainerT], args: Any, **t
             args=args,
             train_dataset=run.data.train,
             eval_dataset=run.data.test,
-            processing_class=run.student.tokenizer,
+            processing_class=run.student.processing,
             peft_config=None if isinstance(student, PeftModel) else get_peft_config(config.model_args()),
             **teacher,
         )
-    print_rows(run.console, trainer.row_facts)
+    if trainer.row_facts:  # rows with images are prepared batch by batch
+        print_rows(run.console, trainer.row_facts)
     return trainer
 
 
@@ -84,6 +86,7 @@ def train_and_save(
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None = None,
     teacher: ModelFacts | None = None,
+    drafts: Callable[[], dict[str, float]] = dict,
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
@@ -93,6 +96,7 @@ def train_and_save(
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
         teacher: the facts about the teacher, if it is one model and not the student's own base.
+        drafts: measures the student as its teacher's draft; before and after training.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
@@ -100,19 +104,20 @@ def train_and_save(
         StorageError: the disk is full, read-only or over its quota.
     """
     with trainer.folder_locked():
-        return _train_and_save(run, trainer, prompts, rows, teacher_texts, teacher)
+        measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"], drafts)
+        return _train_and_save(run, trainer, measure_now, prompts, rows, teacher_texts, teacher)
 
 
 def _train_and_save(
     run: Preparation,
     trainer: LigerTrainer,
+    measure_now: Callable[[], Measurement],
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None,
     teacher: ModelFacts | None,
 ) -> Path:
     config, clock = run.config, run.clock
-    measure_now = partial(measure, trainer, prompts, config["max_new_tokens"])
     with writing_to(run.output_dir, again(run.output_dir)):
         before, training = train(trainer, config, measure_now, clock, partial(_show_before, run.console, rows))
         with clock("save"):
@@ -122,8 +127,8 @@ def _train_and_save(
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
-        before=before.metrics,
-        after=after.metrics,
+        before=before.shown,
+        after=after.shown,
         completions=compare(prompts, before, after, teacher_texts),
         data=run.data.facts,
         rows=trainer.row_facts,
@@ -140,7 +145,7 @@ def _train_and_save(
     )
     with writing_to(run.output_dir, again(run.output_dir)):
         finish(trainer, config, run.output_dir, results)
-    print_results(run.console, results, shown_rows(rows, [before.metrics]), run.output_dir)
+    print_results(run.console, results, shown_rows(rows, [results.before]), run.output_dir)
     print_ending(run.console, config, results, run.output_dir)
     return run.output_dir
 

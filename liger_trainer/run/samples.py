@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+from trl import prepare_multimodal_messages
 
 from ..common.console import is_main_process
 from ..losses.model_parts import device_of
 from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
+from .data.images import images_of
 from .metric_rows import MetricRow
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Prompt:
     text: str
     input_ids: list[int]
     reference: str | None
+    images: dict[str, Any] = field(default_factory=dict)
+    """what a model reads beside the tokens: tensors of the prompt's images, (1, length) types of its tokens"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,13 @@ class Measurement:
     texts: list[str]
     tokens_per_second: float | None = None
     """of the completions"""
+    drafts: dict[str, float] = field(default_factory=dict)
+    """the student as its teacher's draft, where that is measured"""
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """All of it that is a number by name."""
+        return {**self.metrics, **self.drafts}
 
 
 @dataclass
@@ -87,14 +98,20 @@ def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
     return ModelFacts(model.num_parameters(), str(model.dtype).removeprefix("torch."), tokens_per_second)
 
 
-def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
-    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now."""
+def measure(
+    trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int, drafts: Callable[[], dict[str, float]] = dict
+) -> Measurement:
+    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now.
+
+    Args:
+        drafts: measures the student as its teacher's draft.
+    """
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
-    tokenizer = trainer.processing_class
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     writing = Writing()
     texts = complete(trainer.model, tokenizer, prompts, max_new_tokens, writing)
-    return Measurement(metrics, texts, writing.tokens_per_second)
+    return Measurement(metrics, texts, writing.tokens_per_second, drafts())
 
 
 def compare(
@@ -107,14 +124,21 @@ def compare(
     ]
 
 
-def held_out_prompts(config: "RunConfig", data: RunData, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return `num_sample_completions` prompts, from rows spread evenly over the held-out rows.
+def held_out_prompts(
+    config: "RunConfig", data: RunData, processing: Any, key: str = "num_sample_completions"
+) -> list[Prompt]:
+    """Return as many prompts as `key` says, from rows spread evenly over the held-out rows.
+
+    Args:
+        processing: the tokenizer, or, for rows with images, the processor.
 
     Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
-    count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
+    count, form = min(config[key], len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
-    prompts = [_prompt(row, form, tokenizer, config["dataset_text_field"]) for row in rows]
+    if data.facts.images is not None:
+        return [_prompt_with_images(row, form, processing, config["dataset_text_field"]) for row in rows]
+    prompts = [_prompt(row, form, processing, config["dataset_text_field"]) for row in rows]
     limit = config["max_length"]
     return [Prompt(p.text, p.input_ids[-limit:] if limit else p.input_ids, p.reference) for p in prompts]
 
@@ -135,13 +159,7 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
         return Prompt(_decode(tokenizer, ids[:cut]), list(ids[:cut]), _decode(tokenizer, ids[cut:]))
     if form in ("prompt", "prompt-completion") and isinstance(row["prompt"], str):
         return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row.get("completion"))
-    if form in ("prompt", "prompt-completion"):
-        messages, answer = row["prompt"], row.get("completion")
-    else:
-        messages = row["messages"]
-        turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
-        cut = turns[-1] if turns else len(messages)
-        messages, answer = messages[:cut], messages[cut:]
+    messages, answer = _asked_and_answered(row, form)
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     options: dict[str, Any] = row.get("chat_template_kwargs") or {}
@@ -152,12 +170,45 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     return Prompt(_text_of(messages[-1:]), ids, _text_of(answer) if answer else None)
 
 
+def _asked_and_answered(row: dict[str, Any], form: str) -> tuple[list[dict[str, Any]], Any]:
+    """Return the messages of a prompt, and those of its answer."""
+    if form in ("prompt", "prompt-completion"):
+        return row["prompt"], row.get("completion")
+    messages = row["messages"]
+    turns = [i for i, message in enumerate(messages) if message["role"] in ANSWERS and i > 0]
+    cut = turns[-1] if turns else len(messages)
+    return messages[:cut], messages[cut:]
+
+
+def _prompt_with_images(row: dict[str, Any], form: str, processor: Any, text_field: str) -> Prompt:
+    images = images_of(row)
+    if form == "text" or isinstance(row.get("prompt"), str):
+        text, answer = (row[text_field], None) if form == "text" else (row["prompt"], row["completion"])
+        inputs = processor(images=images or None, text=[text], add_special_tokens=False, return_tensors="pt")
+    else:
+        messages, reply = _asked_and_answered(row, form)
+        text, answer = _text_of(messages[-1:]), _text_of(reply) if reply else None
+        inputs = processor.apply_chat_template(
+            prepare_multimodal_messages(messages, images=images), add_generation_prompt=True, tokenize=True,
+            return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+    others = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    return Prompt(text, inputs["input_ids"][0].tolist(), answer, others)
+
+
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def _text_of(messages: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(str(message.get("content") or "") for message in messages)
+    return "\n".join(_text(message.get("content") or "") for message in messages)
+
+
+def _text(content: Any) -> str:
+    """Return a message's content, of parts the text."""
+    if isinstance(content, list):
+        return " ".join(part.get("text") or f"[{part.get('type')}]" for part in content)
+    return str(content)
 
 
 def complete(
@@ -190,8 +241,9 @@ def complete(
         with torch.no_grad():
             for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
                 ids, began = torch.tensor([prompt.input_ids], device=device), time.perf_counter()
+                images = {name: value.to(device) for name, value in prompt.images.items()}
                 generated = model.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, **images
                 )
                 answer = generated[0, ids.shape[1] :]
                 texts.append(_decode(tokenizer, answer))  # which waits for the device

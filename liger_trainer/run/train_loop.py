@@ -72,7 +72,7 @@ class MeasureFirst(TrainerCallback):
         self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
             self.result = self._stored() or self.measure()
-        self.show(self.result.metrics)
+        self.show(self.result.shown)
         self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
         _check_best_metric(self.config, self.result.metrics)
         start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten

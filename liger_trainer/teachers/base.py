@@ -58,6 +58,8 @@ class Teacher(ABC):
         tokenizer: the teacher's own, where it does not read the student's tokens; else None.
         reads: after `prepare`, how many of the student's token ids it can read; None for all.
         unshared: after `prepare`, ids that only one of the two tokenizers has.
+        processor: the teacher's, in place of the one beside its model; None where none was given.
+        draws_by: the processor that makes rows for the teacher alone; None where it reads the student's.
     """
 
     model: Any = None
@@ -66,6 +68,8 @@ class Teacher(ABC):
     tokenizer: Any = None
     reads: int | None = None
     unshared: frozenset[int] = frozenset()
+    processor: Any = None
+    draws_by: Any = None
 
     def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
         """Look at the rows of a dataset as they came, before they are tokenized with this tokenizer."""

@@ -10,41 +10,26 @@ One token is generated and ignored: not every server takes `max_tokens: 0`.
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 
-from ..errors import ConfigError, NonFiniteError, TeacherServerError
-from ..secrets import SECRET, redact
+from ..errors import ConfigError, NonFiniteError
+from .connection import Connection, ConnectionOptions
 
-logger = logging.getLogger(__name__)
-TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts; each is twice the one before
-LONGEST_RETRY_AFTER = 60.0  # seconds; a server that asks for more is asked again after these
 BYTES_PER_ENTRY = 512  # vLLM writes about 80 for a token and its log-probability
-SHOWN = 300  # characters of an answer in a message
 TOKEN_ID = "token_id:"
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """How a server is asked. `url` ends before `/completions`."""
+class ServerOptions(ConnectionOptions):
+    """How a server is asked."""
 
-    url: str
-    model: str
-    protocol: str  # "vllm" or "echo"
-    top_k: int
-    timeout: float = 60.0  # seconds of silence
-    retries: int = 5
-    concurrency: int = 16
-    api_key: str | None = None
+    protocol: str = field(kw_only=True)  # "vllm" or "echo"
+    top_k: int = field(kw_only=True)
 
 
 class Question(NamedTuple):
@@ -62,7 +47,7 @@ class TopTokens(NamedTuple):
     label_log_prob: np.ndarray  # (n,) fp32
 
 
-class CompletionsServer:
+class CompletionsServer(Connection):
     """Ask a server questions, several at a time.
 
     Raises, when asked:
@@ -72,110 +57,33 @@ class CompletionsServer:
         TeacherServerError: it cannot be reached, or fails, after all attempts.
     """
 
+    options: ServerOptions
+
     def __init__(self, options: ServerOptions, pause: Callable[[float], None] = time.sleep):
-        self.options, self._pause = options, pause
-        try:
-            self._url = httpx.URL(options.url.rstrip("/") + "/completions")
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
-        self.endpoint = _shown_url(self._url)
-        # Redirects are never followed: they would carry the prompts, and perhaps the key, to another host.
-        self._client = httpx.Client(
-            headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
-            timeout=options.timeout,
-            limits=httpx.Limits(max_connections=options.concurrency),
-            follow_redirects=False,
-        )
+        super().__init__(options, pause)
 
     def ask(self, questions: Sequence[Question]) -> list[TopTokens]:
         """Return the answers in the order of the questions. The first error ends them all."""
-        if not questions:
-            return []
-        pool = ThreadPoolExecutor(min(self.options.concurrency, len(questions)))
-        try:
-            return list(pool.map(self._ask, questions))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        return self.for_each(self._ask, questions)
 
     def _ask(self, question: Question) -> TopTokens:
-        answer = self._answer(question)
+        entries = (len(question.ids) + 1) * (self.options.top_k + 1)
+        answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY)
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
             places = read(answer["choices"][0], question)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"{self.endpoint} answers in another form than teacher_server_protocol: {self.options.protocol} has "
-                f"({type(error).__name__}: {error}): {self._quoted(json.dumps(answer))}"
+                f"({type(error).__name__}: {error}): {self.quoted(json.dumps(answer))}"
             ) from None
         return self._top_tokens(places, question)
-
-    def _answer(self, question: Question) -> Any:
-        """Return the parsed answer, after as many attempts as it takes."""
-        for attempt in range(self.options.retries + 1):
-            try:
-                return self._sent(question)
-            except _TransientError as error:
-                if attempt == self.options.retries:
-                    attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
-                    raise TeacherServerError(f"The teacher's server {self.endpoint}, {attempts}: {error}") from None
-                seconds = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) if error.after is None else error.after
-                logger.warning("%s: %s; again in %.1f s", self.endpoint, error, seconds)
-                self._pause(seconds)
-        raise AssertionError("unreachable")
-
-    def _sent(self, question: Question) -> Any:
-        try:
-            with self._client.stream("POST", self._url, json=self._request(question.ids)) as response:
-                content = self._body(response, question)
-        except httpx.TimeoutException:
-            raise _TransientError(f"no answer within {self.options.timeout:g} s") from None
-        except httpx.RequestError as error:
-            raise _TransientError(self._quoted(f"{type(error).__name__}: {error}")) from None
-        if not response.is_success:
-            raise self._refusal(response, content)
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            raise _TransientError(f"the answer is no JSON: {self._quoted(content)}") from None
 
     def _request(self, ids: list[int]) -> dict[str, Any]:
         common = {"model": self.options.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         if self.options.protocol == "vllm":
             return {**common, "prompt_logprobs": self.options.top_k}
         return {**common, "echo": True, "logprobs": self.options.top_k, "return_tokens_as_token_ids": True}
-
-    def _body(self, response: httpx.Response, question: Question) -> bytes:
-        """Return the content, refusing more than any true answer needs: it would fill the memory."""
-        most = 2**20 + (len(question.ids) + 1) * (self.options.top_k + 1) * BYTES_PER_ENTRY
-        content = bytearray()
-        for chunk in response.iter_bytes():
-            content += chunk
-            if len(content) > most:
-                raise ConfigError(
-                    f"The teacher's server {self.endpoint} answers with more than {most:,} bytes to a prompt of "
-                    f"{len(question.ids)} tokens: this is no answer to the question."
-                )
-        return bytes(content)
-
-    def _refusal(self, response: httpx.Response, content: bytes) -> Exception:
-        message = f"HTTP {response.status_code} {response.reason_phrase}: {self._quoted(content)}"
-        if response.status_code in TRANSIENT:
-            return _TransientError(message, _retry_after(response.headers.get("Retry-After")))
-        if response.has_redirect_location:
-            target = _shown_url(response.url.join(response.headers["Location"]))
-            return ConfigError(
-                f"The teacher's server {self.endpoint} redirects to {target} (HTTP {response.status_code}). Redirects "
-                "are not followed: if you trust that server, set teacher_server_base_url to it."
-            )
-        return ConfigError(f"The teacher's server {self.endpoint} refuses: {message}")
-
-    def _quoted(self, text: str | bytes) -> str:
-        """Shorten what a server said, and hide the key: some servers quote it."""
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        if self.options.api_key:
-            text = text.replace(self.options.api_key, SECRET)
-        text = redact(text).strip()
-        return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
     def _top_tokens(self, places: list[dict[int, float]], question: Question) -> TopTokens:
         k = self.options.top_k
@@ -207,33 +115,6 @@ class CompletionsServer:
                 f"The teacher's server {self.endpoint} gives probabilities that add up to {mass:.3g}: these are no "
                 "log-probabilities over the vocabulary (vLLM: leave --logprobs-mode at raw_logprobs)."
             )
-
-
-class _TransientError(Exception):
-    """A failure that may not come again. `after`: seconds that the server wants to be left alone."""
-
-    def __init__(self, message: str, after: float | None = None):
-        super().__init__(message)
-        self.after = after
-
-
-def _retry_after(header: str | None) -> float | None:
-    """Read a `Retry-After` header, seconds or an HTTP date, as seconds from now; None where it is neither."""
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return None
-    if seconds != seconds:  # "nan" is a float, and no pause
-        return None
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
-
-
-def _shown_url(url: httpx.URL) -> str:
-    """Return a URL for messages, without user, password and query."""
-    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def _read_vllm(choice: Any, question: Question) -> list[dict[int, float]]:

@@ -118,6 +118,12 @@ class EnsembleTeacher(Teacher):
             )
 
     def collator(self, collator: Any) -> Any:
+        for name, teacher in self.teachers.items():
+            if teacher.collator(collator) is not collator:
+                raise ConfigError(
+                    f"teachers: the processor of {name} draws images otherwise than the student's. Several teachers "
+                    "read the student's rows; take those with its processor, or one teacher."
+                )
         return collator if self._column is None else RouteCollator(collator, self._routes)
 
     def prepare(self, trainer: DistillHost) -> int:

@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
-from ..losses.model_parts import device_of, embedding_rows
+from ..errors import ConfigError
+from ..losses.model_parts import device_of, embedding_rows, placeholder_ids, reads_images
 from ..losses.spec import Logits
 from ..patching.document_leaks import read_packed_rows
 from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
+from .own_images import OwnImages, collator_of_images, draws_alike, moved, own_inputs, processor_of
 from .placement import Carrier, check_alike, check_processes, load_teacher, shard, stays, stream_weights
 from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
 
@@ -37,6 +39,32 @@ class ModelTeacher(Teacher):
         self._vocabulary: Vocabulary | None = None
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
+        self._sees_images = False
+
+    def collator(self, collator: Any) -> Any:
+        """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""
+        images = collator_of_images(collator)
+        if images is None:
+            return collator
+        self._sees_images, own = True, self.processor_beside()
+        if own is None or draws_alike(images.processor, own):
+            return collator
+        if self._args.loss_plan().of("hidden"):
+            raise ConfigError(
+                f"The processor of the {self._name} draws images otherwise than the student's, so their hidden states "
+                "stand at other positions. Leave the losses on hidden states out."
+            )
+        announce(f"{self._name}: its own processor draws the images.")
+        self.draws_by = own
+        return OwnImages.around(collator, own)
+
+    def processor_beside(self) -> Any:
+        """Return the teacher's processor: the one that was given, or the one beside the model; None without one."""
+        if self.processor is not None:
+            return self.processor
+        options = options_of_teacher(self._teacher, self._args)
+        named, _ = options.pop("named"), options.pop("gguf_file", None)
+        return processor_of(self._teacher if named is None else named, **options)
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         self._shared(tokenizer).check_rows(dataset, name)
@@ -47,6 +75,7 @@ class ModelTeacher(Teacher):
         check_processes(self._args, self._accelerator.num_processes, fsdp, deepspeed)
         teacher = load_teacher(self._teacher, self._args)
         check_apart(trainer.student, teacher)
+        self._check_images(trainer.student, teacher)
         self._fingerprints = describe_frozen_model(teacher)  # before its weights are sharded or streamed
         if (fsdp or deepspeed) and not stays(self._args):
             check_alike(self._fingerprints, self._name)
@@ -59,6 +88,22 @@ class ModelTeacher(Teacher):
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
         return vocab_size
+
+    def _check_images(self, student: Any, teacher: Any) -> None:
+        if not self._sees_images:
+            return
+        if not reads_images(base_of(teacher)):
+            raise ConfigError(
+                f"The rows have images, and the {self._name}, a {type(base_of(teacher)).__name__}, takes none: it "
+                "would read placeholders in their place. Take a vision-language teacher."
+            )
+        theirs, ours = placeholder_ids(base_of(teacher).config), placeholder_ids(base_of(student).config)
+        if theirs != ours and self.draws_by is None:
+            raise ConfigError(
+                f"Student and {self._name} put images in the place of other tokens ({ours} and {theirs}), and the "
+                "teacher's processor is not known. Pass it as teacher_processor, or name it in "
+                "teacher_tokenizer_name_or_path."
+            )
 
     def fingerprints(self) -> dict[str, Any]:
         return self._fingerprints
@@ -91,6 +136,9 @@ class ModelTeacher(Teacher):
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
         """Return deferred logits: hidden states, and the head that makes logits of them."""
+        own = own_inputs(inputs)
+        if own is not None:
+            return moved(self.logits(**own[0]), own[1])
         read = without_labels(inputs)
         if self._padding_is_beyond and self.reads is not None:
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)

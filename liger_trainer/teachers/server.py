@@ -1,6 +1,5 @@
 """`teacher: server`: a model that runs elsewhere and tells its likeliest tokens."""
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..losses.sparse import SparseAnswer, TokenTargets
-from ..secrets import remember, remember_settings
+from ..secrets import remember_settings
 from .base import DistillHost, Teacher
 from .completions_client import CompletionsServer, Question, ServerOptions, TopTokens
 from .config import TeacherConfig
+from .connection import key_in
 from .row_keys import documents, row_key
 from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
 
@@ -44,7 +44,7 @@ class ServerTeacher(Teacher):
                 timeout=args.teacher_server_timeout,
                 retries=args.teacher_server_retries,
                 concurrency=args.teacher_server_concurrency,
-                api_key=_api_key(args.teacher_server_api_key_env),
+                api_key=key_in(args.teacher_server_api_key_env),
             )
         )
         self._tokenizer = args.teacher_tokenizer_name_or_path
@@ -119,16 +119,6 @@ class ServerTeacher(Teacher):
                 f"The teacher's server {self.server.endpoint} names token {beyond}, and the student's tokenizer has "
                 f"{self._vocab_size}: they do not share a vocabulary. Serve a model with the same tokenizer."
             )
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()  # a key read from a file often ends with a newline
-    if not key:
-        raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
-    remember(key)
-    return key
 
 
 def _documents(inputs: dict[str, Any]) -> list[tuple[tuple[int, np.ndarray], np.ndarray, np.ndarray]]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoTokenizer, TextStreamer
 
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG, METRICS
-from ..common.weights import load_whole, with_adapter
+from ..common.weights import auto_class, load_whole, with_adapter
 from ..config.run_config import RunConfig, load_run_config
 from ..errors import ConfigError, CorruptError
 from ..run.data.demo_model import resolve_model
@@ -201,7 +201,8 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
             adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
             base, options["revision"] = adapter["base_model_name_or_path"], adapter.get("revision") or "main"
         source = resolve_model(base)
-        model = load_whole(AutoModelForCausalLM.from_pretrained, source, dtype=dtype, **options)
+        load = auto_class(AutoConfig.from_pretrained(source, **options)).from_pretrained
+        model = load_whole(load, source, dtype=dtype, **options)
         if base != where:
             model = with_adapter(model, path)
         beside = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))

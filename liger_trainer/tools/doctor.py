@@ -4,7 +4,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,18 @@ from transformers.models.auto.modeling_auto import (
 
 from ..errors import ConfigError
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
+from ..trainers.images import vision_tower
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
-    "norms": ("RMSNorm", "LayerNorm"),
-    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "SwiGLU experts", "GEGLU experts", "LoRA MLP"),
+    "norms": ("RMSNorm", "gated RMSNorm", "LayerNorm"),
+    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "LoRA MLP"),
     "rope": ("rope", "QK norm + rope"),
+    "experts": ("SwiGLU experts", "GEGLU experts", "LoRA experts", "frozen experts"),
     "head": ("fused loss",),
 }
-
+IMAGES = "images"  # the last column: what is swapped in the part that reads them
+LAYERS = tuple(kind for column, kinds in COLUMNS.items() if column != "head" for kind in kinds)
 
 # classes with a causal-LM head by model type, asked after the causal LMs
 _OTHERS = (
@@ -127,11 +130,26 @@ def _diagnosis_of(config: Any, build: Any, options: PatchOptions | None = None) 
                 "patch(model) takes any model, and its report says what was found."
             ) from None
         raise ConfigError(f"The model of a {type(config).__name__} cannot be built: {_words(error)}") from None
+    report = _report_of(model, options or PatchOptions())
+    tower = vision_tower(model)
+    if tower is not None:
+        report.tower = _report_of(tower[1], replace(options or PatchOptions(), fused_linear_cross_entropy=False))
+    return report
+
+
+def _report_of(model: Any, options: PatchOptions) -> PatchReport:
     try:
-        with Patched(model, options or PatchOptions()) as patched:
+        with Patched(model, options) as patched:
+            patched.report.classes = _swapped_classes(model)
             return patched.report
     except NothingToPatch as nothing:
         return nothing.report
+
+
+def _swapped_classes(model: Any) -> set[str]:
+    """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
+    layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
+    return {type(layer).__name__ for layer in layers if {"forward", "_apply_gate"} & vars(layer).keys()}
 
 
 def class_of(config: Any) -> str | None:
@@ -183,11 +201,14 @@ def _of_class(class_name: str) -> Diagnosis:
 
 
 def cells(report: PatchReport) -> dict[str, str]:
-    """Return what is swapped, by column; empty if nothing is."""
-    return {
+    """Return what is swapped, by column; empty if nothing is, and under images where the model reads none."""
+    cells = {
         column: ", ".join(kind for kind in kinds if report.swapped[kind]).replace("fused loss", "fused")
         for column, kinds in COLUMNS.items()
     }
+    tower = report.tower
+    of_tower = "" if tower is None else ", ".join(kind for kind in LAYERS if tower.swapped[kind]) or "nothing"
+    return {**cells, IMAGES: of_tower}
 
 
 def family_of(config: Any) -> str:
@@ -242,7 +263,7 @@ _OF_UNPROVED = (
 
 def _table(column: str, diagnoses: Iterable[Diagnosis]) -> list[str]:
     rows = (f"| {d.name} | {' | '.join(cells(d.report).values())} |" for d in diagnoses if d.report is not None)
-    return [f"| {column} | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}", *rows]
+    return [f"| {column} | {' | '.join((*COLUMNS, IMAGES))} |", f"|---|{'---|' * (len(COLUMNS) + 1)}", *rows]
 
 
 def _left_alone(diagnoses: Iterable[Diagnosis]) -> dict[tuple[str, str], list[str]]:
@@ -277,6 +298,7 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
             "```",
             "",
             *_counted("families", families),
+            *_share_left_alone(families),
             *_counted("other classes with a causal-LM head", [d for d in diagnoses if d.name != d.family]),
             "",
             markdown(diagnoses),
@@ -284,11 +306,26 @@ def document(diagnoses: Iterable[Diagnosis]) -> str:
     )
 
 
+def _share_left_alone(diagnoses: list[Diagnosis]) -> list[str]:
+    reports = [d.report for d in diagnoses if d.report is not None]
+    swapped = set().union(*(report.classes for report in reports))
+    left = {name for report in reports for name in report.left_alone if name != "loss"} - swapped
+    total = len(swapped) + len(left)
+    return [
+        f"These families have {total} classes of norms, MLPs, experts and attention with a rotation: {len(left)} "
+        f"({100 * len(left) / max(total, 1):.0f} %) are left alone.",
+    ]
+
+
 def _counted(what: str, diagnoses: list[Diagnosis]) -> list[str]:
     built = [d for d in diagnoses if d.report is not None]
-    counts = {column: sum(bool(cells(d.report)[column]) for d in built if d.report is not None) for column in COLUMNS}
+    all_cells = [cells(d.report) for d in built if d.report is not None]
+    counts = {column: sum(bool(each[column]) for each in all_cells) for column in (*COLUMNS, IMAGES)}
+    gated = sum(bool(each["MLP"] or each["experts"]) for each in all_cells)
+    images = f" {counts[IMAGES]} of them read images: the last column." if counts[IMAGES] else ""
     return [
         f"Of {len(diagnoses)} {what} {len(built)} can be built from their default configuration. Swapped are the "
-        f"norms of {counts['norms']}, the MLPs or experts of {counts['MLP']},",
-        f"the rotary functions of {counts['rope']}, and the loss, which no longer stores logits, of {counts['head']}.",
+        f"norms of {counts['norms']}, the MLPs or experts of {gated},",
+        f"the rotary functions of {counts['rope']}, and the loss, which no longer stores logits, of {counts['head']}."
+        f"{images}",
     ]

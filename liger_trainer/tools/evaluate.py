@@ -25,7 +25,8 @@ from ..config.run_config import load_run_config
 from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
-from ..run.metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow
+from ..run.drafts import Drafts
+from ..run.metric_rows import DISTILL_ROWS, DRAFT_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
@@ -35,7 +36,9 @@ from ..run.models import (
     load_weights,
     open_model,
     open_teachers,
+    with_processor,
 )
+from ..run.samples import held_out_prompts
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -50,6 +53,7 @@ ROWS = {
         MetricRow("entropy", "student entropy (nats/token)"),
         MetricRow("teacher_entropy", "teacher entropy (nats/token)"),
         CALIBRATION,
+        *DRAFT_ROWS,
     ),
 }
 BINS = 15
@@ -70,8 +74,8 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        metrics: those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, and
-            the calibration error. Losses, KLs and entropies are in nats.
+        metrics: those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, the
+            calibration error, and with `num_draft_prompts` those of drafts. Losses, KLs and entropies are in nats.
         teacher: names in the configuration, joined by commas; None if no teacher is loaded by name.
     """
 
@@ -116,6 +120,7 @@ def evaluate(subject: Subject) -> Evaluation:
         base = open_model(config, "model_name_or_path")
         files = base if subject.weights is None else _saved_files(base, subject.weights, config["trust_remote_code"])
         data = load_run_datasets(config, files.vocab_size)
+        files = with_processor(config, files, data)
         check_student(config, files, data)
         teachers = open_teachers(config) if config.recipe == "distill" else {}
         for entry_config, teacher in teachers.values():
@@ -123,15 +128,24 @@ def evaluate(subject: Subject) -> Evaluation:
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
         measured = trainer.evaluate()
+        drafts = _drafts(trainer, config, data, files.tokenizer) if config.recipe == "distill" else {}
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}
+    metrics |= drafts
     wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
         raise NonFiniteError(f"{subject.name}: {', '.join(wrong)} of the model is not finite.")
     model = str(subject.weights or config["model_name_or_path"])
     names = [entry_config["teacher_model_name_or_path"] for entry_config, _ in teachers.values()]
     return Evaluation(subject.name, config.recipe, model, ", ".join(names) or None, metrics, data.facts)
+
+
+def _drafts(trainer: Any, config: "RunConfig", data: RunData, tokenizer: Any) -> dict[str, float]:
+    if not config["num_draft_prompts"]:
+        return {}
+    prompts = held_out_prompts(config, data, tokenizer, "num_draft_prompts")
+    return Drafts(trainer, config, [prompt.input_ids for prompt in prompts]).measure()
 
 
 def _unlearned(trainer: Any) -> list[str]:
@@ -196,7 +210,7 @@ def _trainer(
     with config.refusals("the evaluation"):
         common: dict[str, Any] = {
             "args": args, "train_dataset": data.train if cached else data.test, "eval_dataset": data.test,
-            "processing_class": files.tokenizer, "compute_metrics": _calibration,
+            "processing_class": files.processing, "compute_metrics": _calibration,
             "preprocess_logits_for_metrics": signed_confidence,
             "peft_config": get_peft_config(config.model_args()) if subject.weights is None else None,
         }  # fmt: skip

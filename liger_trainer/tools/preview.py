@@ -1,6 +1,7 @@
 """`liger-trainer preview`: rows as the model will see them, prepared by the trainer itself, without weights."""
 
 import copy
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from ..losses.model_parts import placeholder_ids
+from ..trainers.images import ImageCollator
 from ..trainers.prepare_rows import Preparation
 from ..trainers.rows import RowFacts, count_each
 
@@ -80,11 +83,32 @@ def preview(config: "RunConfig", data: "RunData", files: "ModelFiles", count: in
     with tempfile.TemporaryDirectory() as folder, config.refusals("the trainer"):
         args.output_dir = folder  # the trainer makes the directory
         trainer: Any = _Followed(
-            args, train_dataset=data.train, eval_dataset=data.test, processing_class=files.tokenizer
+            args, train_dataset=data.train, eval_dataset=data.test, processing_class=files.processing
         )
     prepared = trainer.train_dataset
-    rows = [_seen(trainer, prepared[index], data) for index in range(min(count, len(prepared)))]
+    some = range(min(count, len(prepared)))
+    if data.facts.images is not None:
+        placeholders = placeholder_ids(files.config)
+        collator = ImageCollator(trainer.data_collator, placeholders, config["learn_image_tokens"])
+        return Preview(
+            [_seen_with_images(collator, prepared[i], files.tokenizer, data.place("train", i)) for i in some], {}
+        )
+    rows = [_seen(trainer, prepared[index], data) for index in some]
     return Preview(rows, trainer.row_facts)
+
+
+def _seen_with_images(collator: ImageCollator, row: dict[str, Any], tokenizer: Any, place: str) -> SeenRow:
+    """Show the placeholders of each image as one, with their number."""
+    batch = collator([row])
+    ids, supervised = batch["input_ids"][0].tolist(), (batch["labels"][0] != -100).tolist()
+    supervised[0] = False  # the first token is not predicted
+    marks = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens(collator.placeholders)))
+    runs = re.compile(rf"({marks})(?:\s?\1)+")
+    pieces = [
+        Piece(runs.sub(lambda run: f"{run[1]} x {run[0].count(run[1])}", piece.text), piece.supervised)
+        for piece in _pieces(tokenizer, ids, supervised)
+    ]
+    return SeenRow(place, [pieces], len(ids), sum(supervised), None, None)
 
 
 def _seen(trainer: Any, row: dict[str, Any], data: "RunData") -> SeenRow:

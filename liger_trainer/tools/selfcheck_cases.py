@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.add_rms_norm import add_rms_norm
+from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.gated_linear import gated_linear
+from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ..kernels.geglu import geglu
 from ..kernels.jsd import jsd, jsd_reference
 from ..kernels.kl_div import kl_div
@@ -23,6 +25,7 @@ from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_refere
 from ..kernels.linear_sparse_divergence import linear_sparse_divergence, linear_sparse_divergence_reference
 from ..kernels.linear_uld import linear_uld, linear_uld_reference
 from ..kernels.linears import linears
+from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
 from ..kernels.lora_linear import lora_linear, lora_linear_reference
 from ..kernels.lora_linears import lora_linears, lora_linears_reference
 from ..kernels.lora_mlp import lora_mlp, lora_mlp_reference
@@ -35,7 +38,7 @@ from ..kernels.tvd import tvd, tvd_reference
 from ..kernels.types import Adapter, Projection
 
 ROWS, HIDDEN, INNER, VOCAB, RANK = 96, 192, 320, 1003, 8  # not multiples of the tiles
-HEADS, KEYS, WIDTH = 4, 2, 64
+HEADS, KEYS, WIDTH, EXPERTS = 4, 2, 64, 5
 EPS, IGNORED = 1e-6, -100
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -175,6 +178,24 @@ def _lora_linears(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., 
     return called
 
 
+def _lora_experts_tensors(draw: Draw) -> dict[str, Tensor]:
+    index = torch.stack([(torch.arange(ROWS) * step + step) % EXPERTS for step in (1, 3)], 1)  # two different ones
+    tensors = {"x": draw(ROWS, HIDDEN), "index": index, "weights": draw(ROWS, 2, std=0.2, mean=0.5)}
+    for name, (rows, columns) in {"u": (2 * INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
+        tensors[f"{name}w"] = draw(EXPERTS, rows, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}a"] = draw(EXPERTS, RANK, columns, std=1 / math.sqrt(columns))
+        tensors[f"{name}b"] = draw(EXPERTS, rows, RANK, std=0.2)
+    return tensors
+
+
+def _lora_experts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def called(x: Tensor, index: Tensor, weights: Tensor, **factors: Tensor) -> Tensor:
+        layers = (StackedProjection(factors[f"{n}w"], None, factors[f"{n}a"], factors[f"{n}b"]) for n in "ud")
+        return function(x, index, weights, *layers)
+
+    return called
+
+
 def _lora_mlp_tensors(draw: Draw) -> dict[str, Tensor]:
     tensors = {"x": draw(ROWS, HIDDEN)}
     for name, (rows, columns) in {"g": (INNER, HIDDEN), "u": (INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
@@ -211,6 +232,8 @@ def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]
 
 
 HEAD_LEAVES = ("hidden", "weight")
+LORA_EXPERTS_LEAVES = ("x", "weights", "ua", "ub", "da", "db")
+CLAMPS = dict(limit=1.0, alpha=1.702, shift=1.0)
 LORA_LINEARS_LEAVES = ("x", "qa", "qb", "ka", "kb", "va", "vb")
 LORA_MLP_LEAVES = ("x", *(f"{name}{factor}" for name in "gud" for factor in "ab"))
 
@@ -226,10 +249,23 @@ CHECKS: tuple[Check, ...] = (
         lambda x, residual, weight: (_rms(x + residual, weight), x + residual),
         _normed("x", "residual"), ("x", "residual", "weight"),
     ),
+    Check(
+        "gated_rms_norm", partial(gated_rms_norm, eps=EPS), partial(gated_rms_norm_reference, eps=EPS),
+        _normed("x", "gate"), ("x", "gate", "weight"),
+    ),
+    Check(
+        "gated_rms_norm, gate first", partial(gated_rms_norm, eps=EPS, gate_first=True, groups=3),
+        partial(gated_rms_norm_reference, eps=EPS, gate_first=True, groups=3),
+        _normed("x", "gate"), ("x", "gate", "weight"),
+    ),
     Check("rope", rope, rope_reference, _heads, ("q", "k")),
     Check("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, _heads_and_norms, ("q", "k", "q_weight", "k_weight")),
     Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
     Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),
+    Check(
+        "clamped_swiglu", partial(clamped_swiglu, **CLAMPS), partial(clamped_swiglu_reference, **CLAMPS),
+        _rows("gate", "up"), ("gate", "up"),
+    ),
     Check("relu2", relu2, lambda x: F.relu(x).square(), _rows("x"), ("x",)),
     Check(
         "gated_linear", gated_linear, lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),
@@ -278,6 +314,10 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "lora_linears", _lora_linears(lora_linears), _lora_linears(lora_linears_reference), _lora_linears_tensors,
         LORA_LINEARS_LEAVES,
+    ),
+    Check(
+        "lora_experts", _lora_experts(lora_experts), _lora_experts(lora_experts_reference), _lora_experts_tensors,
+        LORA_EXPERTS_LEAVES,
     ),
     Check("lora_mlp", _lora_mlp(lora_mlp), _lora_mlp(lora_mlp_reference), _lora_mlp_tensors, LORA_MLP_LEAVES),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from ..errors import ConfigError, DataError
 ROLES = {"human": "user", "gpt": "assistant"}
 BASIC_ROLES = ("system", "user", "assistant")
 NO_ANSWERS = ("system", "developer", "user", "tool")  # any other role may be a model's
+IMAGE = "<image>"  # stands for an image in LLaVA's conversations
 ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
 _READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
@@ -113,7 +114,27 @@ def _messages(row: dict[str, Any]) -> dict[str, Any]:
     messages = [_renamed(message) for message in row["conversations"]]
     if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages = [_message("system", row["system"]), *messages]
-    return {"messages": messages}
+    images = row["images"] if "images" in row else [row["image"]] if "image" in row else None
+    return {"messages": messages if images is None else _with_places(messages, len(images or []))}
+
+
+def _with_places(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Return messages in parts. Images that no text has a place for stand at the start of the user's first message."""
+    parted: list[dict[str, Any]] = [{**message, "content": _parts(message["content"])} for message in messages]
+    if not any(IMAGE in message["content"] for message in messages):
+        first = next((message for message in parted if message["role"] == "user"), None)
+        if first is not None:
+            first["content"] = [{"type": "image", "text": None}] * images + first["content"]
+    return parted
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    """Return a content of LLaVA, whose text says where images are, in parts."""
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(text.split(IMAGE)):
+        parts += [{"type": "image", "text": None}] if index else []
+        parts += [{"type": "text", "text": piece.strip("\n")}] if piece.strip() else []
+    return parts
 
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,9 @@ Trainer writes a checkpoint file by file under its final name, removes older one
 one with the highest number. Everything that it writes goes to the folder that `_get_output_dir` and `_save_checkpoint`
 name, so it is led to one beside. Who knows the final path is told after the renaming: callbacks (`on_save`) and the
 push to the hub. The state's pointer to the best checkpoint is put right before.
+
+Trainer reads weights back by the names that they have in memory, and only warns where `save_pretrained` has written
+others: those of older files (LLaVA, Gemma 3), or one tensor for each expert (Mixtral).
 """
 
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
@@ -31,6 +34,7 @@ from ..common.checkpoints import (
 )
 from ..common.files import STATE, write_atomically
 from ..common.folder_lock import folder_lock
+from ..common.weights import load_whole
 from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
 from .ranks import decided_by_first
@@ -46,6 +50,7 @@ class CheckpointingTrainer(RowPreparingTrainer):
 
     resumed_from: Path | None = None
     _is_staging = False
+    _loads_from: Path | None = None  # while weights are read back
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -105,7 +110,28 @@ class CheckpointingTrainer(RowPreparingTrainer):
     def _load_best_model(self):
         best = Path(str(self.state.best_model_checkpoint))
         decided_by_first(self.is_world_process_zero(), lambda: refuse_damaged(best, contents=True))
-        super()._load_best_model()
+        with self._reading(best):
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self._reading(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @contextmanager
+    def _reading(self, folder: Path) -> Iterator[None]:
+        self._loads_from = folder
+        try:
+            yield
+        finally:
+            self._loads_from = None
+
+    def _issue_warnings_after_load(self, load_result):
+        """Load the weights again where Trainer could not, since their names in the files are others."""
+        if self._loads_from is None or not (load_result.missing_keys and load_result.unexpected_keys):
+            return super()._issue_warnings_after_load(load_result)
+        model: Any = self.model
+        loaded = load_whole(type(model).from_pretrained, str(self._loads_from), dtype=model.dtype)
+        model.load_state_dict(loaded.state_dict())
 
     def _get_output_dir(self, trial):
         run_dir = super()._get_output_dir(trial)

@@ -12,6 +12,7 @@ from ..losses.config import LossConfig
 from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
+from .images_config import ImagesConfig
 from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
 from .sft_config import choose_bf16
@@ -19,7 +20,9 @@ from .step_config import StepConfig
 
 
 @dataclass
-class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, NonFiniteConfig, SFTConfig):
+class LigerDistillConfig(
+    RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, NonFiniteConfig, SFTConfig
+):
     """Configuration of `LigerDistillTrainer`.
 
     Where `bf16` is not set, the device decides, as in `LigerConfig`.
@@ -28,6 +31,7 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
         teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
         losses, beta, temperature, schedules, ...: what is minimised; see `LossConfig`.
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
+        learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         attention: how a step is computed; see `StepConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
@@ -54,7 +58,9 @@ class LigerDistillConfig(RowsConfig, TeacherConfig, LossConfig, SamplingConfig, 
         if isinstance(self.losses, str):
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
-        check_options(self, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig)
+        check_options(
+            self, ImagesConfig, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig
+        )
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):

@@ -17,12 +17,14 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
+from ..teachers.own_images import take_processor
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .giving_up import save_and_advise
+from .images import check_settings
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
-from .prepare_rows import kept_length, rows_for_reading
+from .prepare_rows import cut_of, rows_for_reading
 from .rows import check_prompts, has_only_prompts, prepare_prompts
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
@@ -44,6 +46,9 @@ class LigerDistillTrainer(LigerTrainer):
         teacher_model: a causal LM, or its directory or hub id. Default: `args.teacher_model_name_or_path`. With
             `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
             "self" and "server" there is none to give. Several: a dictionary of them by name, see `args.teachers`.
+        teacher_processor: for rows with images, the processor of one teacher that is a model. Where it draws them
+            otherwise than the student's, the teacher reads rows of its own (docs/vision.md). Default: the one beside
+            the teacher, or beside `args.teacher_tokenizer_name_or_path`; without one, it reads the student's rows.
         args: `LigerDistillConfig`, or the `DistillationConfig` or `GKDConfig` of TRL, whose run is then this one's
             (docs/on-policy.md).
         **kwargs: as for `trl.SFTTrainer`.
@@ -74,7 +79,7 @@ class LigerDistillTrainer(LigerTrainer):
     _tag_names = ["trl", "liger-trainer", "distillation"]
     _name = "Distillation"
 
-    def __init__(self, model, teacher_model: GivenTeacher = None, args=None, **kwargs):
+    def __init__(self, model, teacher_model: GivenTeacher = None, args=None, teacher_processor: Any = None, **kwargs):
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:
             args, kwargs = moved(args, kwargs)
@@ -83,7 +88,10 @@ class LigerDistillTrainer(LigerTrainer):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
+        check_settings(kwargs.get("train_dataset"), args)
         self.teaching = make_teacher(args, teacher_model, rows_for_reading)
+        if teacher_processor is not None:
+            take_processor(self.teaching, teacher_processor)
         if args.teacher == "cache" and kwargs.get("data_collator") is not None:
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         self.distillation = args.distillation()
@@ -167,8 +175,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def learnable_rows(self, tokenized, args, packing, dataset_name):
         kept = super().learnable_rows(tokenized, args, packing, dataset_name)
-        length, mode = kept_length(args, packing)
-        part = slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+        part = cut_of(args, packing)
         self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
         return kept
 

@@ -147,6 +147,12 @@ def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
     return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
 
 
+def cut_of(args: Any, packing: bool) -> slice:
+    """Return which tokens of a row are kept."""
+    length, mode = kept_length(args, packing)
+    return slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
+
+
 @dataclass(frozen=True)
 class PreparedRows:
     """Datasets as the trainer prepares them, and the tokenizer as it leaves it."""
@@ -161,7 +167,8 @@ class Preparation(RowPreparingTrainer):
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
         sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-        vocabulary = max(kwargs["processing_class"].get_vocab().values()) + 1
+        processing = kwargs["processing_class"]
+        vocabulary = max(getattr(processing, "tokenizer", processing).get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
         super().__init__(stand_in, args, **kwargs)

@@ -19,6 +19,8 @@ class RowsConfig:
         alpaca_prompt: what becomes of a row of Alpaca. "instruction": the user's message is the instruction, with the
             input on the next line. "stanford": it is Stanford Alpaca's prompt around the two. "stanford_text": that
             prompt and the output are plain text, without a chat template.
+        weight_column: the column with each training row's weight, a number of at least 0. It multiplies the loss of
+            the row's tokens; the divisor stays the number of supervised tokens (trainers/row_weights.py).
     """
 
     supervised_part: str | None = option(
@@ -43,4 +45,15 @@ class RowsConfig:
         "Of Alpaca's rows the user's message is the instruction and the input, or Stanford Alpaca's prompt around "
         "them; or that prompt is plain text.",
         choices=ALPACA_PROMPTS,
+    )
+    weight_column: str | None = option(
+        None,
+        "Column with a number of at least 0 for each training row, which multiplies the loss of its tokens; what the "
+        "loss is divided by stays the number of tokens. Evaluations are not weighted.",
+        conflicts=[
+            (
+                on("weight_column") & SAMPLES,
+                "does not go with completions that are sampled, which belong to no row; leave one of them out.",
+            ),
+        ],
     )

@@ -66,7 +66,7 @@ class ModelSampler:
         ends = settings.eos_token_id
         completions: list[Tokens] = []
         with (
-            _seeded(seed, device), _in_eval_mode(model), _no_router_logits(model), _gathered(model, self._reshards),
+            seeded(seed, device), in_eval_mode(model), no_router_logits(model), _gathered(model, self._reshards),
             torch.no_grad(), self._autocast(),
         ):  # fmt: skip
             for at in range(0, len(prompts), size):
@@ -104,7 +104,7 @@ class ModelSampler:
 
 
 @contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout off, and gradient checkpointing, which transformers' layers do in training mode alone."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -139,7 +139,7 @@ def _gathered(model: Any, reshards: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_router_logits(model: Any) -> Iterator[None]:
+def no_router_logits(model: Any) -> Iterator[None]:
     """Have a mixture of experts return no router logits.
 
     With them it computes its auxiliary loss in each forward, and transformers 5.23 cannot for a batch with padding and
@@ -157,7 +157,7 @@ def _no_router_logits(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the CPU's and this device's random numbers for a while; afterwards they go on as before."""
     devices = [] if device.type in ("cpu", "mps") else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

@@ -36,6 +36,8 @@ SEAMS = (
     Seam(_SFT, "SFTTrainer._tokenizer", "the tokenizer inside a processor"),
     Seam(_TRAINER, "Trainer._signature_columns", "checkpoints record the rows that are trained on"),
     Seam(_TRAINER, "Trainer._set_signature_columns_if_needed", "checkpoints record the rows that are trained on", ()),
+    Seam(_SFT, "DataCollatorForVisionLanguageModeling", "its batches are cut to length where no image is lost"),
+    Seam("trl.chat_template_utils", "get_training_chat_template", "marks answers for a teacher's own processor"),
     Seam("trl.data_utils", "is_conversational", "rows of prompts alone are texts or messages", ("example",)),
     Seam("trl.data_utils", "get_dataset_column_names", "columns of streams too", ("dataset",)),
     # the student
@@ -48,6 +50,7 @@ SEAMS = (
     Seam("accelerate.accelerator", "_is_accelerate_prepared",
          "a model that was evaluated before training is prepared anew"),
     Seam("accelerate.accelerator", "_original_forward", "the forward below autocast, put back for the same reason"),
+    Seam("accelerate.hooks", "_old_forward", "the forward of a vision tower that accelerate has put a hook on"),
     # metrics and checkpoints
     Seam(_SFT, "SFTTrainer._tag_names", "tags of the model card"),
     Seam(_SFT, "SFTTrainer._name", "the method that the model card names"),
@@ -70,6 +73,10 @@ SEAMS = (
     Seam(_TRAINER, "Trainer._save_optimizer_and_scheduler", "projectors and TAID's state are saved", ("output_dir",)),
     Seam(_TRAINER, "Trainer._load_optimizer_and_scheduler", "projectors and TAID's state are loaded", ("checkpoint",)),
     Seam(_TRAINER, "Trainer._load_best_model", "the projectors of the best checkpoint are loaded", ()),
+    Seam(_TRAINER, "Trainer._load_from_checkpoint", "weights that files have under other names are read back",
+         ("resume_from_checkpoint", "model")),
+    Seam(_TRAINER, "Trainer._issue_warnings_after_load", "tells which weights Trainer could not read back",
+         ("load_result",)),
     Seam(_TRAINER, "Trainer.get_batch_samples", "completions are sampled before the tokens of a step are counted",
          ("epoch_iterator", "num_batches", "device")),
     Seam("trl.trainer.sft_config", "SFTConfig._VALID_DICT_FIELDS", "fields that may be JSON on a command line"),

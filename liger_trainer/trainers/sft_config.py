@@ -8,6 +8,7 @@ from trl import SFTConfig
 
 from ..common.non_finite import NonFiniteConfig
 from ..common.options import check_options
+from .images_config import ImagesConfig
 from .rows_config import RowsConfig
 from .step_config import StepConfig
 
@@ -19,13 +20,14 @@ def choose_bf16(args: Any) -> None:
 
 
 @dataclass
-class LigerConfig(RowsConfig, StepConfig, NonFiniteConfig, SFTConfig):
+class LigerConfig(RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
 
     Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU.
 
     Args:
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
+        learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         attention: how a step is computed; see `StepConfig`.
         on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 
@@ -36,4 +38,4 @@ class LigerConfig(RowsConfig, StepConfig, NonFiniteConfig, SFTConfig):
     def __post_init__(self):
         choose_bf16(self)
         super().__post_init__()
-        check_options(self, RowsConfig, StepConfig, NonFiniteConfig)
+        check_options(self, RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig)

@@ -11,23 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+from trl.trainer.sft_trainer import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForVisionLanguageModeling,
+    SFTTrainer,
+)
 
 from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
-from ..losses.spec import LossOptions
+from ..losses.spec import LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
-from ..patching.document_mask import padded_on_the_right
+from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
+from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .notebook_table import widen_notebook_table
-from .prepare_rows import check_names
+from .prepare_rows import check_names, cut_of
 from .resume_check import ResumeCheck
+from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -63,6 +69,7 @@ class LigerTrainer(CheckpointingTrainer):
         fused: the fused loss on the model; `trainer.fused.undo()` takes it off.
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
+        row_weights: the weights of the rows; None without `args.weight_column`.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
@@ -83,12 +90,24 @@ class LigerTrainer(CheckpointingTrainer):
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
             config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
             args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
+        check_settings(given.get("train_dataset"), config)
+        freezes = getattr(config, "freeze_vision_tower", False)
+        if freezes and given.get("peft_config") is not None:
+            given["peft_config"] = without_adapters(given["peft_config"], given["model"])
+            args, kwargs = (), {**given.pop("kwargs", {}), **given}
         options = take_liger_options(config)
+        column: str | None = getattr(config, "weight_column", None)
+        self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
         with warnings.catch_warnings(), loading_and_adapters(config):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        if freezes:
+            freeze_tower(self.model)
+        # TRL's own configuration knows no such field, and its labels stay as they are.
+        self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
+        self._weigh_rows()
         self._resume_check = ResumeCheck(self)
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
@@ -110,6 +129,25 @@ class LigerTrainer(CheckpointingTrainer):
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         announce(str(self.patched.report))
+
+    def learnable_rows(self, tokenized, args, packing, dataset_name):
+        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
+        if self.row_weights is not None:
+            self.row_weights.read(kept, dataset_name, cut_of(args, packing))
+        return kept
+
+    def _weigh_rows(self) -> None:
+        """Have the collator give each token the weight of its row."""
+        if self.row_weights is None:
+            return
+        if self.compute_loss_func is not None or self._shards_sequences():
+            raise ConfigError(
+                "weight_column: compute_loss_func and sequence parallelism know no weights. Leave it out."
+            )
+        if not isinstance(self.data_collator, DataCollatorForLanguageModeling):
+            raise ConfigError("data_collator: rows with weights are batched by TRL's own. Leave it out.")
+        self.row_weights.check(self.train_dataset)
+        self.data_collator = WeightCollator(self.data_collator, self.row_weights)
 
     def _packed_rows(self, attention: str) -> PackedRows | None:
         """Return what is known of rows that hold several documents; None: the model's own attention reads them all.
@@ -133,7 +171,7 @@ class LigerTrainer(CheckpointingTrainer):
         collator = self.data_collator
         while hasattr(collator, "collator"):
             collator = collator.collator
-        return type(collator) is DataCollatorForLanguageModeling
+        return type(collator) in (DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling)
 
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
@@ -162,7 +200,8 @@ class LigerTrainer(CheckpointingTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         saves = self.args.save_strategy != "no"
-        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self):
+        without_tower = tower_without_gradients(self.model)
+        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self), without_tower:
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()
@@ -176,7 +215,7 @@ class LigerTrainer(CheckpointingTrainer):
             undo_evaluation_wrap(self.model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self._padding_tokens = inputs.pop(PADDING, 0)
+        self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
         if self._shards_sequences() or (self.compute_loss_func is not None and self.model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.use_own_loss()
@@ -185,10 +224,13 @@ class LigerTrainer(CheckpointingTrainer):
             inputs["output_router_logits"] = True
         if self.compute_loss_func is not None:
             return self._evaluate_user_loss(model, inputs, return_outputs, num_items_in_batch)
-        with padded_on_the_right(self._pads_on_the_right()):
-            teacher_inputs = self.teacher_inputs(inputs)
+        by_lengths = self.packed_rows is not None and self.packed_rows.by_lengths and "cu_seq_lens_q" in inputs
+        with padded_on_the_right(self._pads_on_the_right()), documents_come_along(by_lengths):
+            more = self.teacher_inputs(inputs)
+            if weights is not None and self.model.training:
+                more["token_weights"] = TokenWeights(weights)
             outputs = model(
-                **inputs, **teacher_inputs, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
+                **inputs, **more, fused_lm_head=True, num_items_in_batch=num_items_in_batch,
                 num_processes=self._averaged_ranks(),
             )  # fmt: skip
         if getattr(outputs, "token_loss", None) is None:
@@ -378,4 +420,5 @@ def _num_tokens(inputs: dict[str, Any]) -> Tensor:
     """Count the tokens of the micro-batch without padding. Padding-free batches carry no attention mask."""
     if "attention_mask" in inputs:
         return _count(inputs["attention_mask"])
-    return torch.tensor(inputs["input_ids"].numel(), dtype=torch.float64, device=inputs["input_ids"].device)
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)  # torch.tensor would wait for the device

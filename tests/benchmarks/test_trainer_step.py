@@ -211,6 +211,7 @@ def test_rows_that_compile_come_last_and_without_holding_up_others():
     assert [row.provider.name for row in order] == ["trl", "ours", "trl", "ours", "trl_compiled", "trl_compiled"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_a_failure_of_its_own():
     dying, hanging = (Process(Misbehaving, name, True) for name in ("dying", "hanging"))
     assert dying.call("answer") == ("dying", None)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import compiled, kd_step, lora_step
+from benchmarks import compiled, kd_step, lora_step, moe_step, vision_step
 from benchmarks.processes import FLOOR, Benchmark, Result, main
 
 KD = {"loss": 1e-3, "gradient norm": 1e-3, "gradients": 1e-2}
@@ -16,6 +16,8 @@ BENCHMARKS = pytest.mark.parametrize(
         pytest.param(compiled.BENCHMARK, "a case", KD, id="compiled"),
         pytest.param(kd_step.BENCHMARK, "a case", KD, id="kd"),
         pytest.param(lora_step.BENCHMARK, lora_step.Case("Llama-3.2-1B", "bf16 adapters"), LORA, id="lora"),
+        pytest.param(vision_step.BENCHMARK, vision_step.SHAPES[0], LORA, id="vision"),
+        pytest.param(moe_step.BENCHMARK, lora_step.Case(moe_step.SHAPE, "bf16 adapters"), LORA, id="moe"),
     ],
 )
 
@@ -71,8 +73,9 @@ def test_the_table_has_ratios_to_ours_and_failures(benchmark, row):
         ),
         (kd_step.BENCHMARK, ["--providers", "ours", "trl"], {"plain", "trl", "ours"}, kd_step.STEPS),
         (lora_step.BENCHMARK, ["--providers", "ours", "--shapes", "Qwen3-1.7B"], {"peft", "ours"}, lora_step.STEPS),
+        (vision_step.BENCHMARK, ["--providers", "ours"], {"stock", "ours"}, vision_step.STEPS),
     ],
-    ids=["compiled", "kd", "lora"],
+    ids=["compiled", "kd", "lora", "vision"],
 )
 def test_a_tiny_run(benchmark, arguments, providers, steps, tmp_path):
     assert main(benchmark, ["--tiny", "--rounds", "1", "--output", str(tmp_path), *arguments]) == 0

@@ -55,6 +55,7 @@ MATRIX = {  # what: by DDP, by FSDP2
     "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", "")),
     "losses between hidden states": (("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", "")),
     "... with projectors": (("ddp", "hidden", 2), PROJECTORS),
+    "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", "")),
     "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", "")),
     "... by adapters": (None, ("fsdp2", "tied lora on_policy", "")),
     "... by the teacher (`seq_kd`)": (("ddp", "seq_kd", 2), ("fsdp2", "seq_kd", "")),

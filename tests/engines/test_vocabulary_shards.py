@@ -11,7 +11,7 @@ from liger_trainer.kernels._chunking import Execution
 from liger_trainer.kernels._vocab_parallel import VocabParallel, check_parallel, chunk_rows
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("shards") / "results.pt"
     run_on(request.param, "engines/vocabulary_shards.py", path)

@@ -10,9 +10,12 @@ import torch
 from kernel_checks import PATHS, TRITON_DEVICE, random_inputs, set_path
 
 from liger_trainer.kernels._low_rank import Adapter
+from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.gated_linear import gated_linear
+from liger_trainer.kernels.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linears import linears
+from liger_trainer.kernels.lora_experts import StackedProjection, lora_experts
 from liger_trainer.kernels.lora_linear import lora_linear
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.relu2 import relu2
@@ -72,12 +75,23 @@ def adapter() -> list[Adapter]:
     return [Adapter(leaf_of(2, 8), leaf_of(6, 2), 1.0)]
 
 
+def ids() -> torch.Tensor:
+    return torch.arange(10, device=TRITON_DEVICE).view(5, 2) % 3
+
+
+def experts(rows: int, columns: int) -> StackedProjection:
+    return StackedProjection(leaf_of(3, rows, columns).detach())
+
+
 OPS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "swiglu": (swiglu, (5, 8)),
     "relu2": (relu2, (5, 8)),
     "gated_linear": (lambda x: gated_linear(x, None, leaf_of(6, 4)), (5, 8)),
     "linears": (lambda x: linears(x, [leaf_of(6, 8), leaf_of(4, 8)])[1], (5, 8)),
     "lora_linear": (lambda x: lora_linear(x, leaf_of(6, 8).detach(), None, adapter()), (5, 8)),
+    "gated_rms_norm": (lambda x: gated_rms_norm(x, leaf_of(5, 8), leaf_of(8)), (5, 8)),
+    "clamped_swiglu": (lambda x: clamped_swiglu(x, limit=1.0), (5, 8)),
+    "lora_experts": (lambda x: lora_experts(x, ids(), leaf_of(5, 2), experts(8, 8), experts(8, 4)), (5, 8)),
     "rope": (lambda q: rope(q, q, *angles())[0], (1, 2, 5, 8)),
     "qk_norm_rope": (lambda q: qk_norm_rope(q, q, leaf_of(8), leaf_of(8), *angles())[0], (1, 5, 2, 8)),
 }

@@ -134,6 +134,14 @@ def test_frozen(fp32, leaves):
     check_op(rope, rope_reference, tensors(fp32), leaves)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_alone(fp32, interleaved):
+    given = tensors(fp32, rotary=8, interleaved=interleaved)
+    given["k"] = given["k"][:, :0]
+    got = check_op(rope, rope_reference, given, ["q"], interleaved=interleaved)
+    assert got["out0"].shape == given["q"].shape
+
+
 def test_one_output_used(fp32):
     given = tensors(fp32)
     q, k = given["q"].requires_grad_(), given["k"].requires_grad_()

@@ -328,6 +328,22 @@ def test_a_row_that_was_not_prepared(teacher):
         trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
 
 
+def test_rows_of_weight_0_are_as_if_they_were_not_there(teacher):
+    """But for the divisor, which counts them. The rows are prepared twice, once as the teacher reads them."""
+    rows = completions(8).add_column("weight", [float(i % 2) for i in range(8)])
+    common = {"losses": [*MIXED, {"type": "hidden_mse", "weight": 0.5}], "optim": "sgd", "learning_rate": 0.0}
+    weighted = make(teacher, rows, **common, per_device_train_batch_size=8, weight_column="weight")
+    kept = make(teacher, rows.select(range(1, 8, 2)), **common, per_device_train_batch_size=4)
+    got, want = (capture_gradients(trainer) for trainer in (weighted, kept))
+    for trainer in (weighted, kept):
+        trainer.train()
+    all_tokens, tokens = (trainer.row_facts["train"].supervised_tokens for trainer in (weighted, kept))
+    logs, of_kept = (trainer.state.log_history[0]["loss"] for trainer in (weighted, kept))
+    assert logs * all_tokens == pytest.approx(of_kept * tokens, rel=1e-5)
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name] * all_tokens, gradient * tokens, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_rows_that_the_teacher_makes_nothing_of(teacher, monkeypatch):
     """They have cross-entropy alone; the others keep their own partners, in whatever order they come back."""
     rows, read = completions(8), CrossTokenizerTeacher._read_by_teacher

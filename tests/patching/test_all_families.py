@@ -108,6 +108,7 @@ def test_every_family_that_can_be_built():
 
 
 OPTION_OF = {
+    "gated RMSNorm": "rms_norm",
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "rope": "rope", "QK norm + rope": "rope",
     "shared input": "linear", "fused loss": "fused_linear_cross_entropy",

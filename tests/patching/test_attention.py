@@ -23,7 +23,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer.patching import deferred_norm, rotary
+from liger_trainer.patching import attention, deferred_norm, rotary
 from liger_trainer.patching.deferred_norm import DeferredNorm
 from liger_trainer.patching.norms import prove_norm
 from liger_trainer.patching.patcher import patch
@@ -315,13 +315,18 @@ def test_norm_after_the_rotation_stays():
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("name", ["nanochat", "gptj"])
-def test_what_is_left_alone(name):
-    model = build(name, {"nanochat": "NanoChatForCausalLM", "gptj": "GPTJForCausalLM"}[name])
-    patched = patch(model, **{**ALONE, "rms_norm": True, "layer_norm": True})
+@pytest.mark.parametrize("case", ["no rotation", "other arguments"])
+def test_what_is_left_alone(case, monkeypatch):
+    def of_more(q, k, cos, sin, factor):
+        return TURN(q, k, cos, sin)
+
+    function = function_with(halves, scale=1.01) if case == "no rotation" else of_more
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
+    monkeypatch.setattr(attention, "_methods_with_rotary_calls", attention._methods_with_rotary_calls.__wrapped__)
+    patched = patch(model_of("llama"), **{**ALONE, "rms_norm": True})
     assert ROPE not in patched.report.swapped
     (reason,) = patched.report.left_alone.values()
-    assert reason.startswith("it is no rotation" if name == "nanochat" else "it takes (tensor, sin, cos)")
+    assert reason.startswith("it is no rotation" if case == "no rotation" else "it takes (q, k, cos, sin, factor)")
 
 
 def test_a_replaced_forward_is_left_alone():
@@ -360,7 +365,7 @@ TURN = function_with(halves)
 @pytest.mark.parametrize(
     ("function", "layout"),
     [
-        (function_with(lambda x: -halves(x)), "halves"),
+        (function_with(lambda x: -halves(x)), "pairs"),
         (function_with(lambda x: halves(x).flip(-1)), "halves"),
         (function_with(halves, scale=1.01), "halves"),
         (function_with(halves), "pairs"),
@@ -381,6 +386,8 @@ def test_proof_refuses(function, layout):
 
 def test_proof_accepts():
     assert rotary.prove_rotary(function_with(halves), frozenset({"halves"})) == rotary.RotaryRule(promotes=True)
+    backwards = rotary.RotaryRule(reverse=True, promotes=True)
+    assert rotary.prove_rotary(function_with(lambda x: -halves(x)), frozenset({"halves"})) == backwards
     cast = rotary.RotaryRule(interleaved=True)
     assert rotary.prove_rotary(function_with(pairs, cast=True), frozenset({"pairs"})) == cast
     assert rotary.prove_rotary(function_with(pairs, cast=True), frozenset()) == cast

@@ -8,7 +8,10 @@ import torch
 import transformers
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 import liger_trainer
 from liger_trainer import PatchOptions, patch
@@ -17,6 +20,8 @@ from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.patching import families
 from liger_trainer.patching.families import apply_liger_kernel_to_llama
 from liger_trainer.patching.patcher import patched_record
+
+TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +58,7 @@ def assert_same_step(model, plain):
 
 def test_there_is_a_function_for_every_causal_lm_of_transformers():
     names = [name for name in dir(families) if name.startswith(families.PREFIX)]
-    assert len(names) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) > 100
+    assert len(names) == len(TYPES) > 150
     for name in names:
         function = getattr(liger_trainer, name)
         assert function.__name__ == name and function is getattr(families, name)
@@ -185,7 +190,7 @@ def test_the_function_for_instances_of_any_family():
 def test_the_function_for_types_patches_what_is_constructed():
     """By each type's name, those with a hyphen too; the table holds the functions of the families."""
     table = liger_trainer.MODEL_TYPE_TO_APPLY_LIGER_FN
-    assert set(table) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(table) == TYPES
     assert table["llama"] is apply_liger_kernel_to_llama and table["gpt-sw3"] is families.apply_liger_kernel_to_gpt_sw3
     with liger_trainer._apply_liger_kernel("llama", rms_norm=False):
         record = patched_record(tiny_model("llama"))

@@ -19,6 +19,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLDenseMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 from transformers.models.persimmon.modeling_persimmon import PersimmonMLP
@@ -82,6 +83,15 @@ class Base(nn.Module):
         return self.down(self.drop(self.middle(self.gate(x), self.up(x))))
 
 
+class ClampedMLP(Base):
+    def __init__(self):
+        super().__init__()
+        self.limit = 0.7
+
+    def middle(self, gate, up):
+        return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
 def seed_oss(dropout):
     return SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=INNER, residual_dropout=dropout))
 
@@ -101,6 +111,11 @@ MLPS = {
     "persimmon, biased": (lambda: PersimmonMLP(config(hidden_act="relu2")), "ReLU2"),
     "multipliers of 1": (lambda: FalconH1MLP(config()), "SwiGLU"),
     "dropout of 0": (lambda: seed_oss(0.0), "SwiGLU"),
+    "clamped": (lambda: ClampedMLP(), "SwiGLU"),
+    "clamped, packed": (
+        lambda: MiniMaxM3VLDenseMLP(config(swiglu_alpha=1.7, swiglu_limit=0.7, dense_intermediate_size=INNER)),
+        "SwiGLU",
+    ),
 }
 OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2"}
 
@@ -220,8 +235,8 @@ REFUSED = {
     "one plus up": (otherwise(lambda self, gate, up: self.act(gate) * (up + 1)), "it is not"),
     "another activation": (otherwise(lambda self, gate, up: gate * torch.sigmoid(1.702 * gate) * up), "it is not"),
     "interleaved": (Interleaved, "it is not"),
-    "dropout": (lambda: base_with(drop=nn.Dropout(0.1)), "it is not"),
-    "dropout of a real family": (lambda: seed_oss(0.1), "it is not"),
+    "dropout": (lambda: base_with(drop=nn.Dropout(0.1)), "it drops out elements in training"),
+    "dropout of a real family": (lambda: seed_oss(0.1), "it drops out elements in training"),
     "rounding in training": (otherwise(rounding), "it is not"),
     "another gradient": (otherwise(lambda self, gate, up: self.act(gate.detach()) * up), "it is not"),
     "the weight without its layer": (
@@ -325,6 +340,22 @@ def up_first(self, packed):
     return F.silu(gate) * up
 
 
+def clamped_to_limits(self, packed):
+    gate, up = packed.chunk(2, -1)
+    return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+def clamped_after_the_activation(self, packed):
+    gate, up = packed.chunk(2, -1)
+    return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+def limited(**methods):
+    module = experts(kind=changed(MixtralExperts, **methods))
+    module.limit = 0.8
+    return module
+
+
 def clamped(self, packed):
     gate, up = packed.chunk(2, -1)
     return F.silu(gate) * up.clamp(-100, 100)
@@ -336,6 +367,8 @@ EXPERTS = {
     "gelu": (lambda: experts(hidden_act="gelu"), "GEGLU"),
     "tanh": (lambda: experts("batched_mm", hidden_act="gelu_pytorch_tanh"), "GEGLU"),
     "up first": (lambda: experts(kind=changed(MixtralExperts, _apply_gate=up_first)), "SwiGLU"),
+    "gpt-oss": (lambda: gpt_oss(), "SwiGLU"),
+    "clamped": (lambda: limited(_apply_gate=clamped_to_limits), "SwiGLU"),
 }
 
 
@@ -377,8 +410,8 @@ REFUSED_EXPERTS = {
     "a loop": (lambda: experts("eager"), "its implementation (eager) does not call `_apply_gate`"),
     "no code to read": (lambda: experts("partial"), "its implementation (partial) does not call `_apply_gate`"),
     "clamped": (lambda: experts(kind=changed(MixtralExperts, _apply_gate=clamped)), "its gate is not"),
-    "gpt-oss": (gpt_oss, "its gate is not"),
-    "no gate": (LoopExperts, "its experts have no `_apply_gate` to replace"),
+    "clamped elsewhere": (lambda: limited(_apply_gate=clamped_after_the_activation), "its gate is not"),
+    "no gate": (LoopExperts, "its experts run by a loop of their own"),
     "replaced": (with_another_gate, "its `_apply_gate` has been replaced"),
 }
 

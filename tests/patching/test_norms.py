@@ -12,6 +12,7 @@ from layers import assert_same, changed, layer, run, swapped
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4UnweightedRMSNorm
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWeightlessRMSNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -271,3 +272,14 @@ def test_a_width_is_proved_for_itself(widths):
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gemma"])
 def test_a_norm_of_one_column_is_served(name):
     assert patched(norm(name, 1))[1].swapped == {"RMSNorm": 1}
+
+
+def test_a_buffer_that_the_layer_does_not_use_is_no_weight():
+    """FalconMamba has one for the kernels of others."""
+    torch.manual_seed(0)
+    own = FalconMambaWeightlessRMSNorm(H)
+    ours, report = patched(own)
+    assert report.swapped == {"RMSNorm": 1}
+    x = torch.randn(3, H)
+    own.weight.fill_(2.0)
+    torch.testing.assert_close(ours(x), own(x))

@@ -120,11 +120,15 @@ def foreign(origin: str) -> Callable[[Place], None]:
 
 
 class Played(NamedTuple):
-    """`before` makes what the command finds; with `small` its configuration becomes so; `extra` are further words."""
+    """`before` makes what the command finds; with `small` its configuration becomes so; `extra` are further words.
+
+    With `model_first` the first argument is a model, which a stand-in takes the place of.
+    """
 
     before: Callable[[Place], Any] = lambda place: None
     small: str | None = None
     extra: tuple[str, ...] = ()
+    model_first: bool = False
 
 
 def demo(name: str, *extra: str, before: Callable[[Place], Any] = lambda place: None) -> Played:
@@ -146,6 +150,11 @@ COMMANDS = {
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
     "liger-trainer eval outputs/my": Played(trained()),
+    "liger-trainer eval smollm2/distill_layerdrop num_draft_prompts=8": demo("smollm2/distill_layerdrop"),
+    "liger-trainer generate demo:smollm2-135m-instruct data/generated num_rows=2000": Played(
+        extra=("num_rows=1", "max_new_tokens=4", "max_prompt_tokens=8", "batch_size=64", "keep_unfinished=true"),
+        model_first=True,
+    ),
     "liger-trainer init-student my.yaml": Played(my_yaml(), "my.yaml", ("keep_every_nth_layer=2",)),
     "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
         my_yaml(), "my.yaml", ("student_num_layers=2",)
@@ -166,6 +175,7 @@ COMMANDS = {
     "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
+    "liger-trainer run smollm2/distill_draft": demo("smollm2/distill_draft", "num_draft_prompts=1"),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(),
@@ -240,12 +250,14 @@ def test_every_command_is_known():
 
 @pytest.mark.parametrize("command", [command for command in DOCUMENTED if command in COMMANDS])
 def test_a_documented_command_runs(command, place, monkeypatch, capsys):
-    before, small, extra = COMMANDS[command]
-    before(place)
-    changes = place.small(small) if small else []
+    played, words = COMMANDS[command], shlex.split(command)[1:]
+    played.before(place)
+    changes = place.small(played.small) if played.small else []
+    if played.model_first:
+        words[1] = str(place.stand_ins.path(words[1]))
     launched = []
     monkeypatch.setattr(launching, "launch", lambda *arguments: launched.append(arguments) or sys.exit(0))
-    place.run(*shlex.split(command)[1:], *changes, *extra)
+    place.run(*words, *changes, *played.extra)
     assert bool(launched) == (" -- " in command)
     if launched:
         assert launched == [(["--num_processes", "2"], ["run", "my.yaml"])]

@@ -71,6 +71,29 @@ def test_forms(load, rows, form):
     assert facts.test_rows_seen_in_training == 1  # both rows are the same
 
 
+@pytest.mark.parametrize("key", ["weight_column", "teacher_prompt_column"])
+def test_columns_that_settings_name_are_kept(load, key):
+    """Beside those of the form. What is repeated and what the hash is of does not depend on them."""
+    files = {
+        split: lines([{"text": f"{split} {i % 2}", "extra": f"{i}", "stray": i} for i in range(3)])
+        for split in ("train", "test")
+    }
+    where = {f"rows/{split}.jsonl": text for split, text in files.items()}
+    teacher = ["teacher_model_name_or_path=t"]
+    plain, data = load("rows", where, *teacher), load("rows", where, *teacher, f"{key}=extra")
+    assert data.train.column_names == data.test.column_names == ["text", "extra"]
+    assert (plain.facts.sha256, plain.facts.train_rows_repeated) == (data.facts.sha256, 1)
+    assert data.facts.columns_used == ("text", "extra")
+    with pytest.raises(DataError, match=f"no column 'other', which {key} names; they have text, extra, stray"):
+        load("rows", None, *teacher, f"{key}=other")
+    where["rows/test.jsonl"] = lines([{"text": "x"}])
+    if key == "weight_column":  # evaluations are not weighted
+        assert load("rows", where, *teacher, f"{key}=extra").test.column_names == ["text"]
+    else:
+        with pytest.raises(DataError, match="held-out rows have no column 'extra'"):
+            load("rows", where, *teacher, f"{key}=extra")
+
+
 def test_repeated_rows_are_counted(load):
     rows = [{"text": text, "source": i} for i, text in enumerate("a b a a c b d".split())]  # the text alone counts
     files = {"d/train.jsonl": lines(rows), "d/test.jsonl": lines(rows[1:4])}
@@ -153,7 +176,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ('{"messages": []}\n' * 2, "column 'messages': .*got an empty list"),
         ('{"prompt": "a", "completion": [{"role": "user"}]}\n' * 2, "column 'completion': .*got a list"),
         ('{"input_ids": []}\n' * 2, "column 'input_ids': expected a list of integers, got an empty list"),
-        ('{"text": "a", "image": "b"}\n' * 2, "the rows hold images"),
+        ('{"text": "a", "image": "b"}\n' * 2, "rows.jsonl:1: an image is not there, got b"),
         ('{"text": "a"}\n', "one row cannot be both trained on and held out"),
         ("\n\n", "split 'train' has no rows"),
         ("", "the file is empty"),

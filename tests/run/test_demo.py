@@ -188,7 +188,10 @@ def test_an_installed_package_is_used_and_not_imported(tiny, tmp_path, monkeypat
     assert (demo_model_dir("tiny", cache_dir=tmp_path / "cache") / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("field", "what"), [("wheel_sha256", "wheel liger_tiny"), ("gguf_sha256", "Tiny.Q4_1.gguf")])
+@pytest.mark.parametrize(
+    ("field", "what"),
+    [pytest.param("wheel_sha256", "wheel liger_tiny", marks=pytest.mark.slow), ("gguf_sha256", "Tiny.Q4_1.gguf")],
+)
 def test_wrong_checksum(tiny, tmp_path, monkeypatch, field, what):
     right = getattr(tiny.model, field)
     monkeypatch.setitem(demo.DEMO_MODELS, "tiny", replace(tiny.model, **{field: "0" * 64}))

@@ -41,10 +41,13 @@ from liger_trainer.kernels._divergence_shards import divergence_shard  # noqa: E
 from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kept  # noqa: E402
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
+from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
+from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
+from liger_trainer.kernels.gated_rms_norm import gated_rms_norm  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
 from liger_trainer.kernels.jsd import jsd  # noqa: E402
 from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
@@ -53,6 +56,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy  # n
 from liger_trainer.kernels.linear_divergence import KINDS, linear_divergence  # noqa: E402
 from liger_trainer.kernels.linear_log_probs import linear_log_probs  # noqa: E402
 from liger_trainer.kernels.linear_sparse_divergence import linear_sparse_divergence  # noqa: E402
+from liger_trainer.kernels.lora_experts import SILU, StackedProjection, lora_experts  # noqa: E402
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope  # noqa: E402
 from liger_trainer.kernels.relu2 import relu2  # noqa: E402
 from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
@@ -137,6 +141,7 @@ def norms(dtype: torch.dtype) -> None:
     step(rms_norm, x, w)
     step(add_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
     step(layer_norm, x, w, b)
+    step(gated_rms_norm, x, leaf(N + 1, 1000, dtype=dtype), w)
     if not in_every_way(dtype):
         return
     wide, frozen = leaf(16384, dtype=torch.float32), leaf(4096, dtype=dtype, frozen=True)
@@ -147,6 +152,12 @@ def norms(dtype: torch.dtype) -> None:
     step(rms_norm, leaf(N, 2000, dtype=dtype)[:, :1000])  # strided, no weight
     step(add_rms_norm, x, x.detach().float(), w.float(), cast_before_weight=True)
     step(lambda *given: add_rms_norm(*given)[0], x_4096, x_4096.detach(), frozen)  # the sum is not used
+    gate = leaf(N, 4096, dtype=dtype)
+    step(gated_rms_norm, x_4096, gate, frozen, activation="sigmoid")
+    step(gated_rms_norm, x_4096, gate, leaf(4096, dtype=torch.float32), gate_first=True, groups=4)
+    step(gated_rms_norm, x_4096.detach(), gate, frozen, gate_first=True)
+    step(gated_rms_norm, leaf(N * 32, 128, dtype=dtype), leaf(N * 32, 128, dtype=dtype), leaf(128, dtype=dtype))
+    step(gated_rms_norm, leaf(N, 8192, dtype=dtype), leaf(N, 8192, dtype=dtype), leaf(8192, dtype=dtype))
     step(layer_norm, x_4096, frozen, leaf(4096, dtype=dtype))
     step(layer_norm, x.detach(), w, b.detach())
     step(layer_norm, x)
@@ -200,6 +211,9 @@ def gated(dtype: torch.dtype) -> None:
     for activation in ("gelu", "relu2"):
         step(gated_linear, gate, up, weight, bias, activation=activation)
     step(gated_linear, packed, None, weight)
+    step(clamped_swiglu, gate, up, limit=7.0)
+    step(clamped_swiglu, gate, up.detach(), limit=7.0)
+    step(clamped_swiglu, packed, limit=7.0, alpha=1.702, shift=1.0, interleaved=True)
     step(gated_linear, gate, up, weight.detach())
     step(gated_linear, gate.detach(), up.detach(), weight)
 
@@ -223,6 +237,37 @@ def low_rank(dtype: torch.dtype) -> None:
     add_gradients(values[:, :16].float(), a[:16].float(), seed, runs, 1, x, dx)
     for count, form in product((1, 3), ("hml", "hmlh", "hhhm")):
         split(torch.rand(N, count, 16), form, torch.empty(N, len(form), 40, dtype=dtype)[..., 8:24], 2.0)
+
+
+def experts(dtype: torch.dtype) -> None:
+    index = torch.stack([torch.randperm(6)[:2] for _ in range(N)])
+
+    def layer(outputs: int, inputs: int, rank: int, bias: bool) -> StackedProjection:
+        low = (leaf(6, rank, inputs, dtype=dtype), leaf(6, outputs, rank, dtype=dtype)) if rank else (None, None)
+        biases = leaf(6, outputs, dtype=dtype, frozen=True) if bias else None
+        return StackedProjection(leaf(6, outputs, inputs, dtype=dtype, frozen=True), biases, *low)
+
+    def run(gate: Gate = SILU, width: int = 72, inner: int = 80, rank: int = 16, bias: bool = False) -> None:
+        x, weights = leaf(N, width, dtype=dtype), leaf(N, 2, dtype=dtype)
+        step(
+            lora_experts,
+            x,
+            index,
+            weights,
+            layer(2 * inner, width, rank, bias),
+            layer(width, inner, rank, bias),
+            gate=gate,
+        )
+
+    run()
+    if not in_every_way(dtype):
+        return
+    run(Gate("gelu_tanh", "up first"), inner=1200)  # several blocks of the gate
+    run(Gate("gelu"), width=2048, rank=64)
+    run(Gate(layout="interleaved", limit=7.0, alpha=1.702, shift=1.0), bias=True)
+    run(rank=0, bias=True)  # a bias alone is added
+    x, weights = leaf(N, 72, dtype=dtype, frozen=True), leaf(N, 2, dtype=torch.float32, frozen=True)
+    step(lora_experts, x, index, weights, layer(160, 72, 5, False), layer(72, 80, 0, False))
 
 
 def distributions(dtype: torch.dtype) -> None:
@@ -341,7 +386,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in DTYPES if ALL else DTYPES[:2]:
         compiler.dtype = name
-        for group in (norms, rotary, gated, low_rank, distributions, cross_entropies, heads, shards):
+        for group in (norms, rotary, gated, low_rank, experts, distributions, cross_entropies, heads, shards):
             group(getattr(torch, name))
 
 

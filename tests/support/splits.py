@@ -46,6 +46,7 @@ OBJECTIVES = {
     "cached hidden": [{"type": "jsd"}, {"type": "reverse_kl", "weight": 0.5}, {"type": "ce", "weight": 0.5}],
     "callback": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "lora kd": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
+    "weighted": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # rows, by a column
 }  # fmt: skip
 # greedy, so that the students of all processes write the same
 STOCK = ("stock flag", "callback")  # trainers of transformers and TRL
@@ -158,7 +159,10 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1,
         "optim": "sgd", "learning_rate": 0.0,
     }  # fmt: skip
-    common = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tiny_tokenizer()}
+    rows = ROWS
+    if objective == "weighted":  # by weights that bf16 would round
+        rows, options["weight_column"] = [{**row, "weight": 1.001 * i} for i, row in enumerate(ROWS)], "weight"
+    common = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
     student, losses = student_of(objective, family), OBJECTIVES[objective]
     width = 32 if objective == "hidden, one width" else 48
     teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=width)

@@ -126,6 +126,8 @@ class StandIns:
         for key in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name"):
             if config.values.get(key) in (*MODELS, *DATASETS):
                 yield f"{key}={self.path(config[key])}"
+        if (config["keep_every_nth_layer"] or 0) > LAYERS["num_hidden_layers"]:
+            yield "keep_every_nth_layer=2"
         if config.given("max_completion_length"):
             yield "max_completion_length=4"
         if config.given("cache_entries"):

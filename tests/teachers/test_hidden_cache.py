@@ -99,6 +99,7 @@ FORMS = {
     "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     "padding-free": (completions, {"padding_free": True, "max_length": None}),
     "assistant": (chats, {"assistant_only_loss": True}),
+    "weighted": (lambda n: completions(n).add_column("w", [0.25, 2.0] * (n // 2)), {"weight_column": "w"}),
 }
 
 

@@ -28,7 +28,7 @@ def run(capsys, *arguments):
 def test_a_model_type():
     report = doctor.diagnose(doctor.config_of("llama"))
     assert report.model == "llama" and not report.left_alone
-    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "fused loss": 1}
+    assert report.swapped == {"rope": 32, "RMSNorm": 65, "SwiGLU": 32, "shared input": 64, "fused loss": 1}
 
 
 def test_a_directory_needs_no_weights_and_gives_the_report_of_the_model(tmp_path, monkeypatch):
@@ -58,8 +58,8 @@ def test_code_of_a_model_is_neither_run_nor_offered_to_be_run(tmp_path, monkeypa
 
 def test_options_and_a_model_with_nothing_to_patch():
     options = PatchOptions(**{name: name == "geglu" for name in vars(PatchOptions())})
-    report = doctor.diagnose(doctor.config_of("gpt_oss"), options)
-    assert not report.swapped and "GptOssExperts" in report.left_alone
+    report = doctor.diagnose(doctor.config_of("llama4_text"), options)
+    assert not report.swapped and "Llama4TextExperts" in report.left_alone
 
 
 def test_a_model_that_computes_its_loss_itself_says_so():
@@ -99,12 +99,12 @@ def test_unknown_models_are_errors_with_a_hint(tmp_path):
 
 
 def test_the_command(capsys):
-    code, out, _ = run(capsys, "gpt_oss")
+    code, out, _ = run(capsys, "llama4_text")
     assert code == 0
-    assert "GptOssForCausalLM" in out and "RMSNorm" in out and "its gate is not" in " ".join(out.split())
+    assert "Llama4ForCausalLM" in out and "RMSNorm" in out and "its experts run by a loop" in " ".join(out.split())
     assert "Left alone: none." in run(capsys, "llama")[1]
-    code, out, _ = run(capsys, "gpt_oss", "--markdown")
-    assert code == 0 and "| RMSNorm | 73 |" in out and "| GptOssExperts | its gate is not" in out
+    code, out, _ = run(capsys, "llama4_text", "--markdown")
+    assert code == 0 and "| RMSNorm | 133 |" in out and "| Llama4TextExperts | its experts run by a loop" in out
 
 
 def test_exit_codes(capsys):
@@ -117,7 +117,9 @@ def test_exit_codes(capsys):
 @pytest.fixture(scope="module")
 def some():
     """What `--all` finds where transformers has these alone: all of it would take a minute."""
-    names = {family: doctor.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in ("llama", "gpt_oss", "reformer")}
+    names = {
+        family: doctor.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in ("llama", "llama4_text", "reformer")
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names)
         patch.setattr(doctor, "other_classes", lambda: [*OTHERS])
@@ -136,17 +138,20 @@ def test_every_family(some, capsys, monkeypatch):
     code, out, _ = run(capsys, "--all")
     assert code == 0
     assert all(
-        word in out for word in ("llama", "gpt_oss", "reformer", "SwiGLU", "fused", "GptOssExperts", "is_decoder=True")
+        word in out
+        for word in ("llama", "llama4_text", "reformer", "SwiGLU", "fused", "Llama4TextExperts", "is_decoder=True")
     )
     code, out, _ = run(capsys, "--all", "--markdown")
     assert code == 0
     assert f"transformers {transformers.__version__}" in out
-    assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 1" in out
-    assert "| llama | RMSNorm | SwiGLU | rope | fused |" in out
+    assert "Of 3 families 2 can be built" in out and "norms of 2, the MLPs or experts of 2" in out
+    assert "| llama | RMSNorm | SwiGLU | rope |  | fused |  |" in out
+    # of Llama and Llama 4 each: norm, MLP, attention; an L2 norm; Llama 4's experts are left alone
+    assert "These families have 8 classes of norms, MLPs, experts and attention with a rotation: 1 (12 %)" in out
     assert "Of 3 other classes with a causal-LM head 2 can be built" in out and "loss, which no longer stores" in out
     assert "| MoonshineForConditionalGeneration | LayerNorm |" in out and "| T5ForConditionalGeneration | " in out
     assert re.search(r"\| loss \| .*does not call `loss_function`.* \| T5ForConditionalGeneration \|", out)
-    assert re.search(r"\| GptOssExperts \| its gate is not .* \| gpt_oss \|", out)
+    assert re.search(r"\| Llama4TextExperts \| its experts run by a loop .* \| llama4_text \|", out)
     assert "Not compared" not in out
     assert re.search(r"## Not built\n.*\| reformer \| .*is_decoder.*\| ChameleonFor", out, re.DOTALL)
 
@@ -172,7 +177,7 @@ def test_the_documented_table_is_the_commands(some, name):
         family = name in doctor.CONFIG_MAPPING
         config = doctor.config_of(name) if family else getattr(transformers, name).config_class()
         reports[name] = doctor.diagnose(config)
-    for row in {name, "llama", "gpt_oss"}:
+    for row in {name, "llama", "llama4_text"}:
         assert f"\n| {row} | {' | '.join(doctor.cells(reports[row]).values())} |\n" in text
     for row, why in doctor.NOT_COMPARED.items():
         assert f"\n| {row} | {why} |\n" in text

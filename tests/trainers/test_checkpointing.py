@@ -1,11 +1,14 @@
 """Checkpoints of the trainers: there as a whole or not at all, and damage is found before training goes on from it."""
 
+import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from engines.damaged_checkpoints import ENGINES
 from held_folders import held_by_a_child
 from processes import run_on
@@ -184,6 +187,28 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
     flip(best / "model.safetensors")
     with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
         trainer._load_best_model()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monkeypatch, sharded):
+    """Experts are stacked in memory, and apart in the files. Trainer would go on from the weights at hand."""
+    monkeypatch.setattr(sys.modules[__name__], "tiny_model", functools.partial(tiny_model, "mixtral"))
+    if sharded:
+        save = transformers.PreTrainedModel.save_pretrained
+        small = functools.partialmethod(save, max_shard_size="50KB")
+        monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", small)
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-2}
+    whole = make(tmp_path / "out", **every_step)
+    whole.train()
+    if not sharded:
+        assert b"experts.0.w1.weight" in weights(tmp_path / "out" / "checkpoint-1")
+    resumed = make(tmp_path / "out", **every_step)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    got, want = ({log["step"]: log["loss"] for log in t.state.log_history if "loss" in log} for t in (resumed, whole))
+    assert got == pytest.approx(want, rel=1e-6) and len(got) == 4
+    best = min(log["eval_loss"] for log in whole.state.log_history if "eval_loss" in log)
+    for trainer in (whole, resumed):
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 
 def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):

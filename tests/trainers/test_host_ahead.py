@@ -8,7 +8,7 @@ import torch
 from caches import captured, trainer_of
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import completions, texts, tiny_model, tiny_tokenizer, train_args
+from tiny import WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -283,6 +283,30 @@ def test_packed_rows_in_graphs_train_as_those_without(bf16):
     for plain, graphed in zip(*curves.values(), strict=True):
         assert graphed[0] == pytest.approx(plain[0], rel=2e-2 if bf16 else 1e-4)
         assert graphed[1] == plain[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_loss_that_is_replayed_does_not_wait_for_the_device(monkeypatch, packing):
+    options, rows = {**ON_GPU, "packing": packing, "bf16": True}, fixed_rows()
+    if packing:  # as many documents in each row
+        options |= {"max_length": 64, "dataset_kwargs": None}
+        rows = Dataset.from_list([{"text": " ".join(WORDS[i % 30 : i % 30 + 5])} for i in range(400)])
+    trainer = sft(tiny_model("qwen3", head_dim=16), rows, cuda_graphs="always", **options)
+    compute, checked = trainer.compute_loss, []
+
+    def compute_loss(*args, **how):
+        replays = trainer.state.global_step > 5
+        torch.cuda.set_sync_debug_mode("error" if replays else "default")
+        try:
+            return compute(*args, **how)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            checked.append(replays)
+
+    monkeypatch.setattr(trainer, "compute_loss", compute_loss)
+    trainer.train()
+    assert checked.count(True) >= 4
 
 
 @pytest.mark.gpu

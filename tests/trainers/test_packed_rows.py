@@ -7,12 +7,13 @@ import torch
 from packed import SquareTensors
 from peft import LoraConfig, PrefixTuningConfig
 from tiny import assert_same_gradients, completions, gradients, texts, tiny_model, tiny_tokenizer, train_args
-from transformers import Trainer
+from transformers import Trainer, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from liger_trainer import DistillationCallback, LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
+from liger_trainer.patching.document_mask import documents_come_along
 
 PACKING = {"packing": True, "max_length": 24, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 PACKED = "liger_packed_sdpa"
@@ -50,6 +51,25 @@ def test_auto_and_model_train_alike():
     assert by_lengths.evaluate()["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-6)
     assert logged(by_lengths) == pytest.approx(logged(own), rel=1e-5)
     assert_same_gradients(dict(by_lengths.model.named_parameters()), dict(own.model.named_parameters()), 1e-4)
+
+
+def test_transformers_is_not_asked_for_documents(monkeypatch):
+    """Its answer would wait for the device. Lengths come with the batch; they do not where rows are padded."""
+    asked, find = [], masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: asked.append(ids) or find(ids))
+    replaced = masking_utils.find_packed_sequence_indices
+    sft(eval_data=texts(8, seed=1)).train()
+    assert not asked and masking_utils.find_packed_sequence_indices is replaced
+    sft(attention="model").train()
+    assert asked
+
+
+def test_documents_are_numbered_as_transformers_does():
+    lengths = [[1, 3, 2, 2], [4, 1, 1, 2], [8]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    with documents_come_along():
+        numbers = masking_utils.find_packed_sequence_indices(positions)
+    torch.testing.assert_close(numbers, masking_utils.find_packed_sequence_indices(positions))
 
 
 def test_a_step_is_that_of_documents_one_by_one():

@@ -7,13 +7,15 @@ another form is an error that says where the row stands, not a stack trace an ho
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
 from ...trainers.chat_rows import in_messages, split_last
 from ...trainers.rows import NO_PROMPT
+from .images import FORMS, decoded, hashable, image_column, image_problem, undecoded
 from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, row_problem
 from .sources import LoadedDataset, Place, load_source
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 
+OF_TRAINING = "weight_column"
+NAMING = ("teacher_column", "teacher_prompt_column", OF_TRAINING)
+"""Keys that name a column of the rows, the last one of the training rows alone."""
 EVERY = "every token"
 USERS_TOO = "every message, the user's too"
 
@@ -42,7 +47,7 @@ class DataFacts:
     held_out: str
     """how the test rows were chosen"""
     sha256: str
-    """over the used rows as JSON lines with sorted keys, train before test"""
+    """over the used rows as JSON lines with sorted keys, train before test, without columns that settings name"""
     licence: str | None
     learned: str
     """what of a row is supervised, in words"""
@@ -57,6 +62,8 @@ class DataFacts:
     """wrong rows that `bad_rows: skip` left out"""
     rows_skipped_for: dict[str, str] = field(default_factory=dict)
     """for each kind of problem, how many rows have it and where they are"""
+    images: str | None = None
+    """the column with the images of a row"""
 
 
 @dataclass(frozen=True)
@@ -80,32 +87,41 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         DataError: no rows, no usable column, JSON that cannot be read, a row of the wrong form.
     """
     bad = BadRows(config["bad_rows"] == "skip", vocabulary)
-    source = load_source(config, bad)
+    source = _with_images(config, load_source(config, bad))
     bad.check()
     form, used = _form(_pick(config, source, "dataset_train_split"), config)
+    images = image_column(used)
     train, test, held_out, at = _split(config, source)
-    columns = tuple(train.column_names)
-    missing = [c for c in used if c not in test.column_names]
+    columns, named = tuple(train.column_names), _named_columns(config, train)
+    missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
     if missing:
         raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
+    more = [c for c in dict.fromkeys(named.values()) if c not in used]
+    whole = [rows.select_columns([*used, *(c for c in more if c in rows.column_names)]) for rows in (train, test)]
     train, test = train.select_columns(list(used)), test.select_columns(list(used))
     digest = hashlib.sha256()
-    problem_of = partial(row_problem, form=form, text=config["dataset_text_field"], vocabulary=vocabulary)
+
+    def problem_of(row: dict[str, Any]) -> str | None:
+        problem = row_problem(row, form, config["dataset_text_field"], vocabulary)
+        return problem if problem is not None or images is None else image_problem(row)
+
     good = {
         split: _good_rows(rows, partial(at, split), problem_of, bad, digest)
         for split, rows in (("train", train), ("test", test))
     }
     bad.check(even_if_skipped=not all(good.values()))
     kept, hashes = {split: list(rows) for split, rows in good.items()}, list(good["test"].values())
+    train, test = whole
     if len(bad):
         train, test = train.select(kept["train"]), test.select(kept["test"])
     seen = set(good["train"].values())
     train, test, form = _as_the_trainer_reads(config, train, test, form)
+    train, test = decoded(train), decoded(test)
     facts = DataFacts(
         name=config["dataset_name"] or "mixture of " + ", ".join(d["path"] for d in config["datasets"]),
         form=form,
         columns=columns,
-        columns_used=used,
+        columns_used=(*used, *more),
         train_rows=len(train),
         test_rows=len(test),
         held_out=held_out,
@@ -118,10 +134,18 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
         blank_lines_skipped=source.blank_lines,
         rows_skipped=len(bad),
         rows_skipped_for=bad.summary(),
+        images=images,
     )
     for rows in (train, test):
         rows.info.dataset_name = facts.name  # for messages, wherever the rows go
     return RunData(train, test, facts, lambda split, i: BadRows.name(at(split, kept[split][i])))
+
+
+def _with_images(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
+    """Return the splits with undecoded images, whose files are looked for beside the dataset."""
+    path = Path(config["dataset_name"] or "").expanduser()
+    folder = path if path.is_dir() else path.parent if path.is_file() else None
+    return replace(source, splits={name: undecoded(rows, folder) for name, rows in source.splits.items()})
 
 
 def _split(config: "RunConfig", source: LoadedDataset) -> tuple["Dataset", "Dataset", str, Place]:
@@ -176,19 +200,33 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     """Return the form of the rows, and the columns that the trainer reads."""
     have, text = train.column_names, config["dataset_text_field"]
-    if "image" in have or "images" in have:
-        raise DataError(f"the rows hold images (columns: {', '.join(have)}); only text is supported.")
+    images = image_column(have)
     read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:
         form, needed = read
+        if images is not None and form not in FORMS:
+            raise DataError(
+                f"the rows have images and {form}; with images expected messages, conversations, prompt and "
+                f"completion, or {text}. Take the column {images} out to learn text alone."
+            )
         _check_mask_options(config, train, form)
         extras = OPTIONAL_COLUMNS.get(form, CHAT_COLUMNS)
-        return form, (*needed, *(c for c in extras if c in have))
+        return form, (*needed, *(c for c in (*extras, images) if c in have))
     raise DataError(
         f"no usable column. Expected messages, or prompt and completion, or {text} (named by dataset_text_field), "
         "or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; the rows have: "
         f"{', '.join(have)}."
     )
+
+
+def _named_columns(config: "RunConfig", train: "Dataset") -> dict[str, str]:
+    """Return the columns that settings name, by their keys."""
+    named = {key: config[key] for key in NAMING if config.values.get(key) is not None}
+    for key, column in named.items():
+        if column not in train.column_names:
+            have = ", ".join(train.column_names)
+            raise DataError(f"the training rows have no column {column!r}, which {key} names; they have {have}.")
+    return named
 
 
 def _check_mask_options(config: "RunConfig", train: "Dataset", form: str) -> None:
@@ -256,7 +294,7 @@ def _good_rows(
         if problem:
             bad.add(at(index), problem)
             continue
-        line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n"
+        line = json.dumps(hashable(row), sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n"
         digest.update(line)
         hashes[index] = hashlib.sha256(line).digest()
     return hashes

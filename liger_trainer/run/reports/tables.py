@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow, shown_rows
+from ..metric_rows import DISTILL_ROWS, DRAFT_ROWS, SFT_ROWS, MetricRow, shown_rows
 from .format import change, count, duration, figure, memory, shown
 from .read_run import RunRecord, number
 
@@ -65,7 +65,7 @@ def distills(runs: Sequence[RunRecord]) -> bool:
 
 def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
     """Return the metrics that any of the runs has; those that the runs were about come first."""
-    order = (*DISTILL_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
+    order = (*DISTILL_ROWS, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
     return shown_rows((*order, *MORE_ROWS), [{**run.before, **latest(run)[0]} for run in runs])
 
 

@@ -41,6 +41,8 @@ def row_lengths(config: "RunConfig") -> RowLengths | str:
         data = load_run_datasets(config)
         if data.facts.form == "prompt" or config.values.get("lmbda") or config.values.get("seq_kd"):
             return "completions are sampled"
+        if data.facts.images is not None:
+            return "the rows have images, and neither their tokens nor the vision tower's activations are counted"
         tokenizer = open_model(config, "model_name_or_path").tokenizer
         lengths = _lengths(data, tokenizer, config)
     except LigerTrainerError as error:

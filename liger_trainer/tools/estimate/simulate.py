@@ -17,9 +17,10 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
+from ...common.weights import auto_class
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
@@ -275,7 +276,7 @@ def _built(spec: ModelSpec, by_lengths: bool) -> Any:
     config = spec.config
     implementation = "eager" if spec.attention == "eager" else None
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=implementation)
+        model = auto_class(config).from_config(config, dtype=spec.dtype, attn_implementation=implementation)
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"The causal LM of a {type(config).__name__} cannot be built: {error}") from error
     if model.config._attn_implementation != "eager":

@@ -22,7 +22,7 @@ from ...run.data.datasets import RunData, load_run_datasets
 from ...run.drop_layers import drop_layers, kept_indices
 from ...run.environment import versions
 from ...run.metric_rows import DISTILL_ROWS
-from ...run.models import ModelFiles, check_student, load_original, open_model
+from ...run.models import ModelFiles, check_student, load_original, open_model, with_processor
 from ...run.output_dir import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.prepare_rows import Preparation
@@ -73,6 +73,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
     output_dir = check_student_dir(config)
     files = open_model(config, "model_name_or_path")
     data = load_run_datasets(config, files.vocab_size)
+    files = with_processor(config, files, data)
     check_student(config, files, data)
     _check_sizes(config, files)
     with writing_to(output_dir), staged_folder(output_dir) as staged:
@@ -84,7 +85,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         student, kept, shares = build_student(config, original, importance)
         student.config.use_cache = True
         student.save_pretrained(staged)
-        files.tokenizer.save_pretrained(staged)
+        files.processing.save_pretrained(staged)
         sizes = [_width(model) for model in (original, student)]
         record = StudentRecord(
             teacher=config["model_name_or_path"],
@@ -155,7 +156,7 @@ def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, 
         copy.copy(args),
         train_dataset=data.test,
         eval_dataset=data.test,
-        processing_class=copy.deepcopy(files.tokenizer),
+        processing_class=copy.deepcopy(files.processing),
     )
     rows.check_ids(original)
     original.to(args.device)
@@ -204,7 +205,7 @@ def _compare(
             args=args,
             train_dataset=data.test,
             eval_dataset=data.test,
-            processing_class=copy.deepcopy(files.tokenizer),
+            processing_class=copy.deepcopy(files.processing),
         )
     measured = trainer.evaluate()
     metrics = {row.metric: measured[f"eval_{row.metric}"] for row in DISTILL_ROWS}

@@ -1,0 +1,84 @@
+"""`generate`: data from a teacher alone, filtered, as a dataset that a run reads."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common.signals import handling, interrupt
+from ._shared import out_of_memory
+
+if TYPE_CHECKING:
+    from ..tools.generate.run import Generated
+
+TAKES_LESS = (
+    "What takes less: dtype=bfloat16, or a new folder with a smaller batch_size, max_new_tokens or max_prompt_tokens."
+)
+
+
+def generate(
+    teacher: Annotated[
+        str, typer.Argument(metavar="TEACHER", help="Directory, hub id or demo: name of a model.", show_default=False)
+    ],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="A new folder, or one to go on with.", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE | --KEY VALUE", help="Options; docs/generate.md.", show_default=False),
+    ] = None,
+) -> None:
+    """Sample data from a teacher, drop what is of no use, write a dataset; the same command goes on if interrupted."""
+    from ..tools.generate.options import read_options
+
+    options = read_options(settings or [])
+    from .run import _quieten
+
+    _quieten()
+    from ..tools.generate.run import generate as run
+
+    output_dir = output_dir.expanduser()
+    try:
+        with handling(interrupt), out_of_memory(TAKES_LESS), _progress() as progress:
+            generated = run(teacher, output_dir, options, progress)
+    except KeyboardInterrupt:
+        typer.echo("liger-trainer: interrupted; what was sampled is kept, and the same command goes on.", err=True)
+        raise typer.Exit(130) from None
+    _print(output_dir, generated)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar with the rows that are kept and the remaining time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("rows", total=None)
+        yield lambda rows, asked: bar.update(task, completed=rows, total=asked)
+
+
+def _print(path: Path, generated: "Generated") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..tools.generate.sieve import FILTERS
+
+    console = Console(highlight=False)
+    if generated.dropped:
+        table = Table("dropped", "samples", "why", "the first of them")
+        for name, why in FILTERS.items():
+            if name in generated.dropped:
+                example = Text(generated.examples[name])  # no markup: a model wrote it
+                table.add_row(name, f"{generated.dropped[name]:,}", why, example)
+        console.print(table)
+    rows = f"{generated.rows:,} rows of {generated.samples:,} samples ({generated.tokens:,} tokens)"
+    console.print(f"{rows}: {path / 'train.jsonl'}", soft_wrap=True)
+    if generated.asked is not None and generated.rows < generated.asked:
+        console.print(f"{generated.asked:,} rows were asked for; sampling ended before there were so many.")
+    console.print(f"Train on them: dataset_name: {path}", soft_wrap=True)

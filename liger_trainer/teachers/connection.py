@@ -1,0 +1,175 @@
+"""Requests to a server of `/v1/completions`: several at a time, each with as many attempts as it takes."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from ..errors import ConfigError, TeacherServerError
+from ..secrets import SECRET, redact, remember
+
+logger = logging.getLogger(__name__)
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt makes sense
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts; each is twice the one before
+LONGEST_RETRY_AFTER = 60.0  # seconds; a server that asks for more is asked again after these
+SHOWN = 300  # characters of an answer in a message
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Where a server is and how patient its client is. `url` ends before `/completions`."""
+
+    url: str
+    model: str
+    timeout: float = 60.0  # seconds of silence
+    retries: int = 5
+    concurrency: int = 16
+    api_key: str | None = None
+
+
+class Connection:
+    """A server of `/v1/completions`.
+
+    Raises:
+        ConfigError: the address is not a URL; when asked, the server refuses or redirects.
+        TeacherServerError: when asked, it cannot be reached, or fails, after all attempts.
+    """
+
+    def __init__(self, options: ConnectionOptions, pause: Callable[[float], None] = time.sleep):
+        self.options, self._pause = options, pause
+        try:
+            self._url = httpx.URL(options.url.rstrip("/") + "/completions")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"teacher_server_base_url is not a URL: {error}.") from None
+        self.endpoint = _shown_url(self._url)
+        # Redirects are never followed: they would carry the prompts, and perhaps the key, to another host.
+        self._client = httpx.Client(
+            headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
+            timeout=options.timeout,
+            limits=httpx.Limits(max_connections=options.concurrency),
+            follow_redirects=False,
+        )
+
+    def for_each(self, ask: Callable[[Any], Any], questions: Iterable[Any]) -> list[Any]:
+        """Return the answers in the order of the questions, asked several at a time. The first error ends them all."""
+        questions = list(questions)
+        if not questions:
+            return []
+        pool = ThreadPoolExecutor(min(self.options.concurrency, len(questions)))
+        try:
+            return list(pool.map(ask, questions))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def post(self, request: dict[str, Any], most: int) -> Any:
+        """Return the parsed answer, after as many attempts as it takes.
+
+        Args:
+            most: bytes; a longer answer is refused, as it would fill the memory.
+        """
+        for attempt in range(self.options.retries + 1):
+            try:
+                return self._sent(request, most)
+            except _TransientError as error:
+                if attempt == self.options.retries:
+                    attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
+                    raise TeacherServerError(f"The teacher's server {self.endpoint}, {attempts}: {error}") from None
+                seconds = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) if error.after is None else error.after
+                logger.warning("%s: %s; again in %.1f s", self.endpoint, error, seconds)
+                self._pause(seconds)
+        raise AssertionError("unreachable")
+
+    def quoted(self, text: str | bytes) -> str:
+        """Shorten what a server said, and hide the key: some servers quote it."""
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        if self.options.api_key:
+            text = text.replace(self.options.api_key, SECRET)
+        text = redact(text).strip()
+        return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+
+    def _sent(self, request: dict[str, Any], most: int) -> Any:
+        try:
+            with self._client.stream("POST", self._url, json=request) as response:
+                content = self._body(response, request, most)
+        except httpx.TimeoutException:
+            raise _TransientError(f"no answer within {self.options.timeout:g} s") from None
+        except httpx.RequestError as error:
+            raise _TransientError(self.quoted(f"{type(error).__name__}: {error}")) from None
+        if not response.is_success:
+            raise self._refusal(response, content)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise _TransientError(f"the answer is no JSON: {self.quoted(content)}") from None
+
+    def _body(self, response: httpx.Response, request: dict[str, Any], most: int) -> bytes:
+        content = bytearray()
+        for chunk in response.iter_bytes():
+            content += chunk
+            if len(content) > most:
+                raise ConfigError(
+                    f"The teacher's server {self.endpoint} answers with more than {most:,} bytes to a prompt of "
+                    f"{len(request['prompt'])} tokens: this is no answer to the question."
+                )
+        return bytes(content)
+
+    def _refusal(self, response: httpx.Response, content: bytes) -> Exception:
+        message = f"HTTP {response.status_code} {response.reason_phrase}: {self.quoted(content)}"
+        if response.status_code in TRANSIENT:
+            return _TransientError(message, _retry_after(response.headers.get("Retry-After")))
+        if response.has_redirect_location:
+            target = _shown_url(response.url.join(response.headers["Location"]))
+            return ConfigError(
+                f"The teacher's server {self.endpoint} redirects to {target} (HTTP {response.status_code}). Redirects "
+                "are not followed: if you trust that server, set teacher_server_base_url to it."
+            )
+        return ConfigError(f"The teacher's server {self.endpoint} refuses: {message}")
+
+
+class _TransientError(Exception):
+    """A failure that may not come again. `after`: seconds that the server wants to be left alone."""
+
+    def __init__(self, message: str, after: float | None = None):
+        super().__init__(message)
+        self.after = after
+
+
+def _retry_after(header: str | None) -> float | None:
+    """Read a `Retry-After` header, seconds or an HTTP date, as seconds from now; None where it is neither."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    if seconds != seconds:  # "nan" is a float, and no pause
+        return None
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
+
+
+def _shown_url(url: httpx.URL) -> str:
+    """Return a URL for messages, without user, password and query."""
+    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
+
+
+def key_in(variable: str | None) -> str | None:
+    """Return the API key that an environment variable holds; None without a name.
+
+    Raises:
+        ConfigError: there is no such variable, or it is empty.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()  # a key read from a file often ends with a newline
+    if not key:
+        raise ConfigError(f"teacher_server_api_key_env: the environment variable {variable} is not set.")
+    remember(key)
+    return key

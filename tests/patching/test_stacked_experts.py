@@ -1,0 +1,256 @@
+"""Frozen stacked experts, with PEFT's adapters and without: loss and gradients are PEFT's, nothing is merged."""
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from tiny import assert_same_gradients, completions, masked_batch, named_gradients, tiny_tokenizer, train_args
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerTrainer
+from liger_trainer.patching.patcher import patch
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about a second adapter
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def tiny(family: str = "qwen3_moe", experts: str = "grouped_mm", **overrides: Any) -> Any:
+    overrides = {"num_experts_per_tok": 2, **overrides}
+    return build(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], experts=experts, **overrides).train()
+
+
+def wrapped(model: Any, parameters: list[str] = BOTH, **options: Any) -> Any:
+    torch.manual_seed(1)
+    given = {"r": 3, "lora_alpha": 5, "target_modules": ["o_proj"], "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(target_parameters=parameters, **given)).train()
+
+
+def assert_same(patched: Any, plain: Any) -> None:
+    batch = masked_batch()
+    losses = [model(**batch).loss for model in (patched, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    if losses[1].requires_grad:
+        want = named_gradients(plain, losses[1])
+        assert_same_gradients(named_gradients(patched, losses[0]), want)
+
+
+@pytest.fixture
+def merges(monkeypatch) -> list[str]:
+    """The parameters that PEFT has merged adapters into, for a forward."""
+    calls, activate = [], ParamWrapper._activate_lora
+    monkeypatch.setattr(
+        ParamWrapper,
+        "_activate_lora",
+        lambda self, names: (calls.append(self.parameter_name), activate(self, names))[1],
+    )
+    return calls
+
+
+# by layout and gate: SiLU; with a shared expert beside; transposed; transposed with biases, interleaved and clamped
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [*((family, "grouped_mm") for family in FAMILIES), ("qwen3_moe", "eager"), ("gpt_oss", "batched_mm")],
+)
+def test_adapters_on_both(family, implementation, merges):
+    plain, ours = (wrapped(tiny(family, implementation)) for _ in range(2))
+    if not any(isinstance(m, ParamWrapper) for m in ours.modules()):
+        pytest.skip("this transformers has its experts elsewhere")
+    report = patch(ours).report
+    assert report.swapped["LoRA experts"] == sum(isinstance(m, ParamWrapper) for m in ours.modules()) // 2 > 0
+    assert not report.left_alone
+    loss = ours(**masked_batch()).loss
+    loss.backward()
+    assert not merges
+    assert_same(ours, plain)
+    router = [p for name, p in ours.named_parameters() if "mlp.gate." in name or "router" in name]
+    assert router and not any(p.requires_grad for p in router)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(parameters=BOTH[:1]), dict(parameters=BOTH[1:]), dict(use_rslora=True),
+     dict(parameters=[], target_modules=["q_proj", "v_proj"])],
+    ids=["gate and up", "down", "rslora", "none: frozen experts"],
+)  # fmt: skip
+def test_adapters_on_some(options):
+    plain, ours = (wrapped(tiny(), **options) for _ in range(2))
+    kind = "LoRA experts" if options.get("parameters", BOTH) else "frozen experts"
+    assert patch(ours).report.swapped[kind] == 2
+    assert_same(ours, plain)
+
+
+def set_both(model: Any) -> None:
+    model.base_model.set_adapter(["default", "other"])
+
+
+STATES = {
+    "the first of two": (lambda model: model.set_adapter("default"), False),
+    "the second of two": (lambda model: model.set_adapter("other"), False),
+    "both": (set_both, False),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), False),
+    "merged": (lambda model: model.base_model.merge_adapter(), False),
+    "merged and taken apart": (lambda model: [model.base_model.merge_adapter(), model.base_model.unmerge_adapter()],
+                               False),
+    "rescaled": (lambda m: [x.scale_layer(0.3) for x in m.modules() if hasattr(x, "scale_layer")], False),
+    "trained experts": (lambda m: [p.requires_grad_() for n, p in m.named_parameters() if n.endswith("down_proj")],
+                        True),
+    "hooked experts": (lambda m: [x.register_forward_hook(lambda *_: None) for n, x in m.named_modules()
+                                  if type(x).__name__.endswith("Experts")], True),
+    "hooked adapters": (lambda m: [x.lora_A["default"].register_forward_hook(lambda *_: None) for x in m.modules()
+                                   if isinstance(x, ParamWrapper)], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_states(state, merges):
+    """Switched after patching: what experts compute is decided when they are called."""
+    switch, by_peft = STATES[state]
+    plain, ours = wrapped(tiny()), wrapped(tiny())
+    for model in (plain, ours):
+        torch.manual_seed(2)
+        model.add_adapter(
+            "other", LoraConfig(r=2, target_parameters=BOTH, target_modules=["o_proj"], init_lora_weights=False)
+        )
+    patch(ours)
+    for model in (plain, ours):
+        switch(model)
+    ours(**masked_batch())
+    assert bool(merges) == by_peft
+    assert_same(ours, plain)
+
+
+def test_wrapped_after_the_patch():
+    """PEFT's forward runs, on experts whose own forward the patch may have swapped."""
+    model = tiny().requires_grad_(False)
+    assert patch(model).report.swapped["frozen experts"] == 2
+    assert_same(wrapped(model), wrapped(tiny()))
+
+
+def test_undone_and_copied():
+    plain, ours = (wrapped(tiny()) for _ in range(2))
+    patched = patch(ours)
+    clone = copy.deepcopy(ours.get_base_model())
+    patched.undo()
+    assert not any("forward" in vars(m) for m in ours.modules() if isinstance(m, ParamWrapper))
+    assert_same(ours, plain)
+    assert_same(clone, plain.get_base_model())
+
+
+class Eighth(nn.Module):
+    """Stands for a quantised weight: it is kept as integers and made anew whenever it is read."""
+
+    def forward(self, packed):
+        return packed.float() / 8
+
+
+def quantise(model: Any) -> Any:
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            for name in ("gate_up_proj", "down_proj"):
+                packed = (getattr(module, name).detach() * 8).round().to(torch.int8)
+                del module._parameters[name]
+                module.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+                parametrize.register_parametrization(module, name, Eighth(), unsafe=True)
+    return model
+
+
+def test_quantised_experts():
+    """A base that only its own parametrisation can unpack, as in 4 bits."""
+    model = quantise(tiny().requires_grad_(False))
+    want = tiny().requires_grad_(False)
+    for module in want.modules():
+        if type(module).__name__.endswith("Experts"):
+            for name in ("gate_up_proj", "down_proj"):
+                getattr(module, name).data = (getattr(module, name) * 8).round() / 8
+    every = [f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")]
+    plain, ours = wrapped(want), wrapped(model, every)  # PEFT wants whole names there
+    pairs = list(zip(adapters(ours), adapters(plain), strict=True))
+    for own, other in pairs:
+        own.data = other.data.clone()
+    assert patch(ours).report.swapped["LoRA experts"] == 2
+    for model in (ours, plain):
+        model(**masked_batch()).loss.backward()
+    for own, other in pairs:
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def adapters(model: Any) -> list[nn.Parameter]:
+    """A and B of the experts, in one order, whichever wrapper is the outer one."""
+    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper)]
+    wrappers = [
+        wrappers[i] for start in (0, 2) for i in sorted((start, start + 1), key=lambda i: wrappers[i].parameter_name)
+    ]
+    return [x["default"].weight for w in wrappers for x in (w.lora_A, w.lora_B)]
+
+
+def other_implementation(model: Any) -> None:
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.config._experts_implementation = "another"
+
+
+REFUSED = {
+    "another implementation": (other_implementation, "the experts' implementation (another) is none of"),
+    "another gate": (
+        lambda m: [setattr(x, "_apply_gate", types.MethodType(lambda self, packed: packed, x)) for x in m.modules()
+                   if type(x).__name__.endswith("Experts")],
+        "its `_apply_gate` has been replaced",
+    ),
+    "trained": (lambda m: [p.requires_grad_() for n, p in m.named_parameters() if n.endswith("gate_up_proj")],
+                "the experts are trained too"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_left_to_peft_has_a_reason(case, monkeypatch):
+    change, reason = REFUSED[case]
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "another", lambda self, x, *_: x)
+    model = wrapped(tiny())
+    change(model)
+    report = patch(model).report
+    assert "LoRA experts" not in report.swapped
+    assert reason in report.left_alone["LoRA on down_proj, gate_up_proj"], str(report)
+
+
+def train(cls, **options):
+    args = train_args(SFTConfig, max_steps=3, max_length=12, **options)
+    peft_config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], target_parameters=BOTH, init_lora_weights=False)
+    torch.manual_seed(3)
+    trainer = cls(
+        tiny(), args=args, train_dataset=completions(), processing_class=tiny_tokenizer(), peft_config=peft_config
+    )
+    trainer.train()
+    return trainer
+
+
+RUNS = {
+    "plain": ({}, 1e-5),
+    "checkpointing": ({"gradient_checkpointing": True}, 1e-5),
+    "reentrant checkpointing": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        1e-5,
+    ),
+    "autocast": ({"bf16": True, "gradient_checkpointing": True}, 2e-2),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_through_the_trainer(run):
+    options, rtol = RUNS[run]
+    ours, theirs = train(LigerTrainer, **options), train(SFTTrainer, **options)
+    got, want = ([row["loss"] for row in t.state.log_history if "loss" in row] for t in (ours, theirs))
+    assert got == pytest.approx(want, rel=rtol) and len(want) == 3
+    patched = ours.model.get_base_model()
+    assert patched._liger_patched.report.swapped["LoRA experts"] == 2

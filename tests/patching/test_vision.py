@@ -1,0 +1,180 @@
+"""Both towers of vision-language models: what is swapped, on real images, computes what the model computed."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from recorders import RunsAgain
+from tiny import assert_same_gradients, named_gradients, train_args
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Trainer, TrainingArguments
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from vision import VISION_FAMILIES, picture_chats, vision_model, vision_processor
+
+import liger_trainer
+from liger_trainer import patch
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching import rotary
+from liger_trainer.patching.call_structure import NotCapturable
+from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching.patcher import patched_record
+
+QUICK = ("qwen3_vl", "gemma3")
+families = pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
+)
+ALONE = dict.fromkeys(vars(liger_trainer.PatchOptions()), False)
+# of two layers in each tower; the text's come first
+SWAPPED = {
+    "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2},
+    "qwen3_vl": {"rope": 2, "QK norm + rope": 2, "RMSNorm": 5, "LayerNorm": 7, "SwiGLU": 2},
+    "gemma3": {"QK norm + rope": 2, "RMSNorm": 10, "LayerNorm": 5, "GEGLU": 2},
+    "gemma4": {"RMSNorm": 33, "GEGLU": 2},
+    "smolvlm": {"rope": 2, "RMSNorm": 5, "LayerNorm": 5, "SwiGLU": 2},
+    "llava": {"rope": 2, "RMSNorm": 5, "LayerNorm": 6, "SwiGLU": 2},
+    "internvl": {"rope": 2, "RMSNorm": 5 + 4, "LayerNorm": 5, "SwiGLU": 2},
+}
+
+
+@functools.cache
+def batch_of(family):
+    rows = picture_chats(3)
+    return dict(DataCollatorForVisionLanguageModeling(vision_processor(family))([rows[i] for i in range(3)]))
+
+
+def step(model, family):
+    loss = model(**batch_of(family), use_cache=False).loss
+    return loss.item(), named_gradients(model, loss)
+
+
+@families
+def test_a_patched_model_computes_what_it_computed(family):
+    """As a whole, and each part alone. Every gradient, so that of the patches' embedding too."""
+    model = vision_model(family).train()
+    want = step(model, family)
+    with patch(model) as patched:
+        swapped = {kind: count for kind, count in patched.report.swapped.items() if kind != "fused loss"}
+        got = step(model, family)
+    assert SWAPPED[family].items() <= swapped.items()
+    parts = [got]
+    for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "fused_linear_cross_entropy"):
+        try:
+            with patch(model, {**ALONE, option: True}):
+                parts.append(step(model, family))
+        except ConfigError:
+            assert option != "fused_linear_cross_entropy"
+    for loss, grads in parts:
+        assert loss == pytest.approx(want[0], rel=1e-5)
+        assert_same_gradients(grads, want[1])
+    assert len(parts) > 3
+    again = step(model, family)
+    assert again[0] == want[0]
+
+
+def angles(seed=0, tokens=12, width=8, layout="halves"):
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(tokens, heads, width, generator=generator) for heads in (4, 2))
+    cos, sin = (rotary.LAYOUTS[layout](torch.randn(tokens, width // 2, generator=generator)) for _ in range(2))
+    return q, k, cos, sin
+
+
+def test_the_rotary_function_of_a_tower():
+    rule = rotary.prove_rotary(apply_rotary_pos_emb_vision, frozenset({"pairs"}))  # whatever the text's layout is
+    assert rule == rotary.RotaryRule(layout="halves")
+    ours = rotary.tower_replacement(apply_rotary_pos_emb_vision, rule)
+    rotated = []
+    ours_rotates = rotary.rotate
+
+    def counting(*args, **kwargs):
+        rotated.append(args)
+        return ours_rotates(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr(rotary, "rotate", counting)
+        for inputs in (angles(), [x[None] for x in angles(1)]):  # a batch of tokens, as some towers have it
+            for a, b in zip(ours(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
+                torch.testing.assert_close(a, b)
+        assert len(rotated) == 2
+        half = [x.bfloat16() if i < 2 else x for i, x in enumerate(angles(2))]
+        assert [x.dtype for x in ours(*half)] == [torch.bfloat16] * 2 and len(rotated) == 3
+        other = rotary.tower_replacement(apply_rotary_pos_emb_vision, rule)
+        with FakeTensorMode() as mode:  # nothing can be read yet
+            other(*(mode.from_tensor(x) for x in angles(3)))
+        inputs = angles(4, layout="pairs")
+        for a, b in zip(other(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(rotated) == 3
+
+
+def test_a_function_that_is_no_such_rotation_is_left_alone():
+    def scaled(q, k, cos, sin):
+        q, k = apply_rotary_pos_emb_vision(q, k, cos, sin)
+        return q * 1.01, k
+
+    assert "no rotation" in rotary.prove_rotary(scaled, frozenset())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_stock_flag(family):
+    """use_liger_kernel of TRL's and of transformers' trainer, unmodified."""
+    rows, processor = picture_chats(4), vision_processor(family)
+    collate = DataCollatorForVisionLanguageModeling(processor)
+
+    def losses(trainer_class, config_class, **options):
+        model = vision_model(family)
+        args = train_args(
+            config_class, max_steps=2, per_device_train_batch_size=2, remove_unused_columns=False, **options
+        )
+        trainer = trainer_class(model, args=args, train_dataset=rows, processing_class=processor, data_collator=collate)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], patched_record(model)
+
+    for classes, extra in (((SFTTrainer, SFTConfig), {"max_length": None}), ((Trainer, TrainingArguments), {})):
+        want, record = losses(*classes, **extra)
+        assert record is None
+        liger_trainer.enable()
+        try:
+            got, record = losses(*classes, use_liger_kernel=True, **extra)
+        finally:
+            liger_trainer.disable()
+        assert record is not None and ("fused loss" in record.report.swapped) == (classes[0] is Trainer)
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_the_function_of_a_family():
+    with liger_trainer.apply_liger_kernel_to_qwen2_5_vl(rms_norm=False) as handle:
+        record = patched_record(vision_model("qwen2_5_vl"))
+    assert handle.family == "qwen2_5_vl" and record is not None and "RMSNorm" not in record.report.swapped
+    assert record.report.swapped["rope"] == 4
+    model = vision_model("llava")
+    assert liger_trainer.apply_liger_kernel_to_llava(model=model).report.swapped["SwiGLU"] == 2
+    assert isinstance(model, transformers.LlavaForConditionalGeneration)
+
+
+@families
+def test_decoder_layers_in_graphs(family):
+    """What a graph replays takes what the model does between layers, such as Qwen3-VL's deep features of images."""
+    plain, graphed = (vision_model(family).train() for _ in range(2))
+    for model in (plain, graphed):
+        patch(model)
+    try:
+        layers = GraphedLayers(graphed, recorder=RunsAgain)
+    except NotCapturable as reason:
+        pytest.fail(str(reason))
+    replays = RunsAgain.replays
+    for _ in range(4):
+        for model in (plain, graphed):
+            step(model, family)
+            with torch.no_grad():  # other values in each pass
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+        want, got = step(plain, family), step(graphed, family)
+        assert got[0] == pytest.approx(want[0], rel=1e-5)
+        assert_same_gradients(got[1], want[1])
+    recorded = family != "gemma4"  # whose layers write keys and values into a dictionary
+    assert layers.report.startswith("CUDA graphs: 2 layers") == recorded, layers.report
+    assert (RunsAgain.replays > replays) == recorded
+    layers.undo()

@@ -1,0 +1,146 @@
+"""Recipes on rows with images: files beside the dataset, what is refused, and what a run writes."""
+
+import json
+import random
+import re
+
+import pytest
+from commands import call, settings, write_rows
+from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from vision import drawn, vision_model, vision_processor
+
+SETTINGS = settings(num_sample_completions=2, max_new_tokens=3, max_length=None, per_device_train_batch_size=2)
+FAMILY = "gemma3"  # whose processor transformers can read without torchvision
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("student", "teacher")):
+        vision_model(FAMILY, seed=seed, num_hidden_layers=2 + 2 * seed).save_pretrained(folder / name)
+        vision_processor(FAMILY).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def folder(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    for name in ("student", "teacher"):
+        (tmp_path / name).symlink_to(models / name)
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    return tmp_path
+
+
+def fill(folder, rows, count=10):
+    """Rows in a folder of their own, with their images beside them."""
+    rng = random.Random(0)
+    (folder / "data" / "pictures").mkdir(parents=True)
+    for i in range(count):
+        drawn(rng).save(folder / "data" / "pictures" / f"{i}.png")
+    write_rows(folder / "data" / "rows.jsonl", map(rows, range(count)))
+    return "dataset_name=data/rows.jsonl"
+
+
+def answers(i):
+    answer = [{"role": "assistant", "content": " ".join(WORDS[i : i + 3])}]
+    return {"image": f"pictures/{i}.png", "prompt": [{"role": "user", "content": WORDS[i]}], "completion": answer}
+
+
+def llava(i):
+    human = f"<image>\n{WORDS[i]}" if i % 2 else WORDS[i]  # half of the rows leave the place open
+    return {"image": f"pictures/{i}.png", "conversations": [
+        {"from": "human", "value": human}, {"from": "gpt", "value": " ".join(WORDS[i : i + 3])}]}  # fmt: skip
+
+
+def parted(i):
+    part = {"type": "image", "text": None}, {"type": "text", "text": WORDS[i]}
+    content = [{"role": "user", "content": [*part, part[0]]}, {"role": "assistant", "content": [part[1]]}]
+    return {"images": [f"pictures/{i}.png", f"pictures/{i - 1 if i else 1}.png"], "messages": content}
+
+
+@pytest.mark.parametrize("rows", [answers, llava, parted])
+def test_fine_tuning_on_files_of_images(folder, rows, capsys):
+    code, out, err = call(capsys, "run", "run.yaml", fill(folder, rows))
+    assert code == 0, err + out
+    metrics = json.loads((folder / "out" / "metrics.json").read_text())
+    assert metrics["data"]["images"] == ("images" if rows is parted else "image")
+    assert all(("[image]" in text["prompt"]) == (rows is not answers) for text in metrics["completions"])
+    assert len(metrics["completions"]) == 2 and metrics["after"]["loss"] < metrics["before"]["loss"]
+    AutoModelForImageTextToText.from_pretrained(folder / "out")
+    assert AutoProcessor.from_pretrained(folder / "out").image_processor is not None
+
+
+def test_distillation_with_a_frozen_tower_and_adapters(folder, capsys):
+    code, out, err = call(
+        capsys, "run", "run.yaml", fill(folder, answers), "teacher_model_name_or_path=teacher", "use_peft=true",
+        "lora_target_modules=all-linear", "freeze_vision_tower=true",
+    )  # fmt: skip
+    assert code == 0, err + out
+    metrics = json.loads((folder / "out" / "metrics.json").read_text())
+    assert metrics["after"]["kd_loss"] > 0 and metrics["completions"][0]["teacher"] is not None
+    adapters = json.loads((folder / "out" / "adapter_config.json").read_text())
+    assert "vision_tower" in adapters["exclude_modules"]
+
+
+def test_validate_preview_and_a_student_of_fewer_layers(folder, capsys):
+    rows = fill(folder, answers)
+    assert call(capsys, "validate", "run.yaml", rows)[0] == 0
+    code, out, err = call(capsys, "preview", "run.yaml", rows)
+    assert code == 0, err + out
+    assert "<image_soft_token> x 4" in out
+    code, out, err = call(
+        capsys, "init-student", "run.yaml", rows, "model_name_or_path=teacher", "student_num_layers=2",
+        "student_output_dir=made",
+    )  # fmt: skip
+    assert code == 0, err + out
+    assert AutoModelForImageTextToText.from_pretrained(folder / "made").config.text_config.num_hidden_layers == 2
+    assert AutoProcessor.from_pretrained(folder / "made").image_processor is not None
+    code, out, err = call(capsys, "run", "run.yaml", rows, "model_name_or_path=made")
+    assert code == 0, err + out
+    code, out, err = call(capsys, "eval", "out")
+    assert code == 0, err + out
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"image": "pictures/none.png"}, "an image is not there, got data/pictures/none.png"),
+        ({"image": "rows.jsonl"}, "an image cannot be read, got .*rows.jsonl"),
+        ({"image": None}, "column 'image': expected an image, got null"),
+        ({"image": 3}, "column 'image': expected images, each the path of a file or bytes and path"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}, "got 1 for 0"),
+    ],
+)
+def test_rows_that_cannot_be_read(folder, capsys, changes, words):
+    def row(i):
+        return {**answers(i), **changes}
+
+    code, _, err = call(capsys, "run", "run.yaml", fill(folder, row))
+    assert code == 4
+    assert re.search(words, " ".join(err.split())), err
+
+
+def test_models_without_a_processor_and_settings_for_text(folder, capsys):
+    rows = fill(folder, answers)
+    code, _, err = call(capsys, "run", "run.yaml", rows, "packing=true", "max_length=64")
+    assert code == 2 and "packing does not go with rows that have images" in " ".join(err.split())
+    tiny_model("llama").save_pretrained(folder / "text")
+    tiny_tokenizer().save_pretrained(folder / "text")
+    code, _, err = call(capsys, "run", "run.yaml", rows, "model_name_or_path=text")
+    assert code == 2 and "no processor for them" in " ".join(err.split())
+
+
+def test_adapters_are_merged_into_a_model_with_its_processor(folder, capsys):
+    rows = fill(folder, answers)
+    assert call(capsys, "run", "run.yaml", rows, "use_peft=true", "lora_target_modules=all-linear")[0] == 0
+    code, out, err = call(capsys, "merge", "out", "merged")
+    assert code == 0, err + out
+    AutoModelForImageTextToText.from_pretrained(folder / "merged")
+    assert AutoProcessor.from_pretrained(folder / "merged").image_processor is not None
+
+
+def test_an_estimate_of_memory_says_that_images_are_left_out(folder, capsys):
+    code, out, err = call(capsys, "estimate", "run.yaml", fill(folder, answers), "max_length=64")
+    assert code == 0, err + out

@@ -1,0 +1,324 @@
+"""`generate`: rows are what the teacher samples and the filters keep, however often it is killed; a run reads them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from served import served
+from tiny import WORDS, tiny_model, tiny_tokenizer
+
+import liger_trainer
+from liger_trainer.cli import main
+from liger_trainer.errors import ConfigError, CorruptError, DataError
+from liger_trainer.tools.generate import run as generation
+from liger_trainer.tools.generate.options import GenerateOptions, read_options
+from liger_trainer.tools.generate.sieve import Sample, Sieve, grams_of
+from liger_trainer.tools.generate.text_grams import NearDuplicates, repetition
+
+SMALL = {"max_new_tokens": 24, "max_prompt_tokens": 24, "batch_size": 4, "near_duplicates": 1.0, "max_repetition": 1.0}
+
+
+def words_of(line: str) -> list[str]:
+    return line.lower().split()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("teacher")
+    tiny_model(seed=3).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    rng = random.Random(os.urandom(4))
+    path = tmp_path / "prompts.jsonl"
+    texts = [" ".join([word, *rng.choices(WORDS, k=rng.randint(0, 8))]) for word in rng.sample(WORDS, 10)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def rows_in(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+
+
+def made(teacher: str, folder: Path, **options):
+    return generation.generate(teacher, folder, GenerateOptions(**{**SMALL, **options}))
+
+
+def test_greedy_completions_are_those_of_the_model(teacher, prompts, tmp_path):
+    """Of each prompt alone, without padding; a batch has prompts of several lengths."""
+    options = {"prompts": prompts, "temperature": 0, "keep_unfinished": True}
+    generated = made(teacher, tmp_path / "out", **options)
+    model, tokenizer = tiny_model(seed=3), tiny_tokenizer()
+    want = {}
+    for line in Path(prompts).read_text().splitlines():
+        messages = [{"role": "user", "content": json.loads(line)["prompt"]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        alone = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        out = model.generate(**alone, max_new_tokens=24, do_sample=False)[0, len(ids) :]
+        want[messages[0]["content"]] = tokenizer.decode(out, skip_special_tokens=True).strip()
+    got = {row["prompt"][0]["content"]: row["completion"][0]["content"] for row in rows_in(tmp_path / "out")}
+    assert got.items() <= want.items() and generated.rows == len(got)
+    texts = {prompt for prompt, text in want.items() if text}
+    assert got.keys() == texts and generated.dropped.get("empty", 0) == len(want) - len(texts)
+    assert len(texts) > 3
+
+
+def test_drawn_prompts_follow_the_models_probabilities(teacher, tmp_path):
+    """The first word of a prompt is drawn as the model predicts after `<user>`."""
+    made(teacher, tmp_path / "out", num_rows=270, batch_size=256, keep_unfinished=True, max_new_tokens=2)
+    assert len(rows_in(tmp_path / "out")) == 270
+    firsts = Counter()
+    for line in (tmp_path / "out/samples/part-000000.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        firsts[sample["prompt"][0]["content"].split()[0] if sample["prompt"] else ""] += 1
+    tokenizer = tiny_tokenizer()
+    with torch.no_grad():
+        p = tiny_model(seed=3)(torch.tensor([tokenizer("<user>")["input_ids"]])).logits[0, -1].softmax(-1)
+    likeliest = int(p[: len(WORDS)].argmax())
+    n, expected = sum(firsts.values()), float(p[likeliest])
+    assert abs(firsts[WORDS[likeliest]] / n - expected) < 5 * (expected * (1 - expected) / n) ** 0.5 + 0.02
+    for row in rows_in(tmp_path / "out"):
+        assert not {"<user>", "<assistant>", "<eos>"} & {*row["prompt"][0]["content"].split()}
+
+
+def test_the_seed_decides_the_rows(teacher, prompts, tmp_path):
+    def texts(name, **options):
+        made(teacher, tmp_path / name, prompts=prompts, keep_unfinished=True, **options)
+        return (tmp_path / name / "train.jsonl").read_bytes()
+
+    assert texts("a") == texts("b") != texts("c", seed=7)
+    assert texts("greedy", temperature=0) == texts("k", top_k=1) == texts("p", top_p=1e-6)
+    two = Counter(
+        row["prompt"][0]["content"] for row in map(json.loads, texts("d", completions_per_prompt=2).split(b"\n")[:-1])
+    )
+    assert max(two.values()) == 2
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from liger_trainer.tools.generate import run
+from liger_trainer.tools.generate.options import GenerateOptions
+calls, number = 0, int(sys.argv[4])
+def mortal(function):
+    def call(*args):
+        global calls
+        calls += 1
+        if calls == number: os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args)
+        calls += 1
+        if calls == number: os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+from liger_trainer.tools.generate import store
+store.PARTS_OF_A_SHARD = 2
+for moment in range(number, 60, 11):
+    child = os.fork()
+    if child == 0:
+        number = moment
+        os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
+        run.generate(sys.argv[1], Path(sys.argv[2]), GenerateOptions(**eval(sys.argv[3])))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print("killed" if os.WIFSIGNALED(status) else "done", flush=True)
+run.generate(sys.argv[1], Path(sys.argv[2]), GenerateOptions(**eval(sys.argv[3])))
+"""
+
+
+def test_killed_runs_end_with_the_same_files(teacher, prompts, tmp_path):
+    options = {**SMALL, "prompts": prompts, "completions_per_prompt": 3, "keep_unfinished": True}
+    generation.generate(teacher, tmp_path / "whole", GenerateOptions(**options))
+    words = [sys.executable, "-c", KILLED, teacher, str(tmp_path / "killed"), repr(options), "1"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert out.stdout.count("killed") >= 3
+    for name in ("train.jsonl", "README.md"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "killed/samples").glob("*.tmp"))
+
+
+def test_ctrl_c_keeps_the_batches_before(teacher, prompts, tmp_path, monkeypatch, capsys):
+    words = [f"{k}={v}" for k, v in {**SMALL, "prompts": prompts, "keep_unfinished": True}.items()]
+    ask, asked = generation.LocalTeacher.ask, []
+
+    def interrupted(self, ids, *rest):
+        asked.append(ids)
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return ask(self, ids, *rest)
+
+    monkeypatch.setattr(generation.LocalTeacher, "ask", interrupted)
+    assert command("generate", teacher, str(tmp_path / "out"), *words) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert command("generate", teacher, str(tmp_path / "out"), *words) == 0
+    assert len(asked) == 4  # three batches of ten prompts, the third one twice
+    before = (tmp_path / "out/train.jsonl").read_bytes()
+    assert command("generate", teacher, str(tmp_path / "out"), *words) == 0
+    assert len(asked) == 4 and (tmp_path / "out/train.jsonl").read_bytes() == before
+    assert command("generate", teacher, str(tmp_path / "out"), *words, "seed=1") == 2
+    assert "seed was 42 and is 1" in capsys.readouterr().err
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    return int(stopped.value.code or 0)
+
+
+def test_a_run_reads_the_rows(teacher, prompts, tmp_path, capsys):
+    folder, counts = tmp_path / "out", []
+    options = GenerateOptions(**SMALL, prompts=prompts, keep_unfinished=True)
+    generated = liger_trainer.generate_dataset(teacher, str(folder), options, lambda *rows: counts.append(rows))
+    assert counts[-1] == (generated.rows, None) and len(counts) == 4  # nothing stored, then three batches
+    (tmp_path / "my.yaml").write_text(f"model_name_or_path: {teacher}\ndataset_name: {folder}\nuse_cpu: true\n")
+    assert command("preview", str(tmp_path / "my.yaml"), "--rows", "1") == 0
+    assert "<assistant>" in capsys.readouterr().out
+    import datasets
+
+    assert datasets.load_dataset(str(folder), split="train").num_rows == len(rows_in(folder))
+    card = (folder / "README.md").read_text()
+    assert str(tmp_path) not in card and "seed" in card and "prompts.jsonl" in card
+
+
+def test_damage_and_strangers_are_noticed(teacher, prompts, tmp_path):
+    options = {"prompts": prompts, "keep_unfinished": True}
+    made(teacher, tmp_path / "out", **options)
+    part = tmp_path / "out/samples/part-000001.jsonl"
+    part.write_bytes(part.read_bytes().replace(b"w", b"v", 1))
+    (tmp_path / "out/train.jsonl").unlink()
+    with pytest.raises(CorruptError, match=r"part-000001\.jsonl is not what was written"):
+        made(teacher, tmp_path / "out", **options)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"other files \(mine\.txt\)"):
+        made(teacher, tmp_path / "other", **options)
+    with pytest.raises(DataError, match="none is left"):
+        made(teacher, tmp_path / "none", prompts=prompts, min_completion_words=99)
+    with pytest.raises(ConfigError, match="reads at most 128"):
+        made(teacher, tmp_path / "long", prompts=prompts, max_new_tokens=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["temprature=1"], "temprature: unknown option of generate. Did you mean temperature?"),
+        (["num_rows=2.5", "top_p=2"], "num_rows: expected an integer or null, got 2.5"),
+        (["held_out_ngram=5"], "held_out_ngram: has no effect without `held_out`."),
+        (["prompt_column=x"], "prompt_column: has no effect without `prompts`."),
+        (["teacher_server_base_url=http://x/v1", "dtype=float32"], "dtype: has no effect with a server."),
+        (["~seed"], "~seed: generate reads no file"),
+    ],
+)
+def test_wrong_options_are_named(words, message):
+    with pytest.raises(ConfigError) as refused:
+        read_options(words)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 2}, {"num_rows": 2.5}, {"held_out_ngram": 5}, {"dtype": "int8"}])
+def test_wrong_options_are_named_in_python(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        GenerateOptions(**options)
+
+
+def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path):
+    def answered(request):
+        return {"choices": [{"text": " w1 w2 \udc00", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+
+    with served(tiny_model()) as server:
+        server.answer = answered
+        options = {
+            "prompts": prompts,
+            "teacher_server_base_url": server.url,
+            "teacher_server_model": "tiny",
+            "top_k": 5,
+        }
+        generated = made(teacher, tmp_path / "out", **options)
+    assert {row["completion"][0]["content"] for row in rows_in(tmp_path / "out")} == {"w1 w2 ?"}
+    assert len(server.requests) == generated.samples == 10 and generated.tokens == 30
+    asked = server.requests[0]
+    assert (asked["model"], asked["max_tokens"], asked["top_k"], asked["temperature"]) == ("tiny", 24, 5, 1.0)
+    assert len({request["seed"] for request in server.requests}) == 10
+    tokenizer = tiny_tokenizer()
+    texts = {tokenizer.decode(request["prompt"]) for request in server.requests}
+    assert texts == {
+        f"<user> {json.loads(line)['prompt']} <assistant>" for line in Path(prompts).read_text().splitlines()
+    }
+
+
+def sieved(samples: list[Sample], held_out_rows=(), **options) -> list[str | None]:
+    chosen = GenerateOptions(**options)
+    sieve = Sieve(chosen, grams_of(held_out_rows, chosen.held_out_ngram))
+    reasons = [sieve.judge(sample) for sample in samples]
+    assert Counter(r for r in reasons if r) == sieve.dropped and sieve.rows == reasons.count(None)
+    assert sieve.examples.keys() == sieve.dropped.keys()
+    return reasons
+
+
+def test_each_filter_drops_what_it_names():
+    text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    samples = [
+        Sample("p", ""),
+        Sample("p", "cut off here", finished=False),
+        Sample("p", "one two three"),
+        Sample("p", "la la la la la la la la la la"),
+        Sample("p", f"he said: {text}!"),
+        Sample("p", text.replace("seven", "7")),
+        Sample("p", text.replace("seven", "7").upper()),
+        Sample("p", text.replace("seven", "7") + " and one more"),
+        Sample("another", "zero " + " ".join(reversed(text.split()))),
+    ]
+    reasons = sieved(samples, [{"prompt": "x", "completion": text}], min_completion_words=4, near_duplicates=0.6)
+    assert reasons == [
+        "empty", "unfinished", "short", "repetition", "held-out overlap", None, "duplicate", "near duplicate", None,
+    ]  # fmt: skip
+    assert sieved(samples[1:2], keep_unfinished=True) == [None]
+
+
+def test_overlap_is_that_of_plain_loops():
+    rng = random.Random(os.urandom(4))
+    texts = [" ".join(rng.choices("abcd", k=rng.randint(1, 12))) for _ in range(120)]
+    held_out, rows = texts[:20], texts[20:]
+    n = 5
+
+    def runs(text):
+        words = text.split()
+        return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}
+
+    forbidden = set().union(*map(runs, held_out))
+    samples = [Sample("prompt", text) for text in rows]
+    reasons = sieved(
+        samples, [{"text": text} for text in held_out], held_out_ngram=n, held_out="x", near_duplicates=1.0,
+        max_repetition=1.0,
+    )  # fmt: skip
+    assert [r == "held-out overlap" for r in reasons] == [bool(runs(text) & forbidden) for text in rows]
+    assert 0 < reasons.count("held-out overlap") < len(rows)
+
+
+def test_minhash_estimates_the_jaccard_similarity():
+    rng = random.Random(os.urandom(4))
+    texts = [[f"w{rng.randint(0, 10**6)}" for _ in range(200)] for _ in range(3)]
+    for share in (0.05, 0.2, 0.5, 0.9):
+        texts.append(texts[0][: int(200 * (1 - share))] + [f"v{rng.random()}" for _ in range(int(200 * share))])
+    near = NearDuplicates(0.8)
+    signatures = [near.signature(text) for text in texts]
+
+    def jaccard(a, b):
+        a, b = ({tuple(x[i : i + 5]) for i in range(len(x) - 4)} for x in (a, b))
+        return len(a & b) / len(a | b)
+
+    for (a, x), (b, y) in combinations(zip(texts, signatures, strict=True), 2):
+        assert abs((x == y).mean() - jaccard(a, b)) < 5 * 0.044
+    near.add(signatures[0])
+    assert [near.like(s) for s in signatures] == [0, None, None, 0, None, None, None]
+    assert repetition(["a", "b", "c", "d"] * 3) == pytest.approx(1 - 4 / 9)
