@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 from .report import git_commit, join_versions, slug, table, write
@@ -66,6 +67,7 @@ ARMS = {
         (),
         ("cache_kind=topk", "cache_entries=64", "cache_tail_draws=32"),
     ),
+    "cache_hidden": Arm("forward KL, cache of hidden states", ("cache_kind=hidden",), ("cache_kind=hidden",)),
     "cache_12": Arm("forward KL, cache of 12 draws", (), ("cache_kind=sampled", "cache_entries=12")),
     "on_policy_half": Arm("forward KL, half on-policy", ("lmbda=0.5", "max_completion_length=48")),
     "on_policy": Arm("forward KL, on-policy", ("lmbda=1.0", "max_completion_length=48")),
@@ -109,7 +111,8 @@ def capture(arm: str, overrides: list[str], folder: Path) -> Cache:
 
     where, start = folder / f"cache-{arm}", time.perf_counter()
     with _logged(folder / f"cache-{arm}.log"):
-        command(CONFIG, [f"teacher_cache_dir={where}", *overrides, *ARMS[arm].cache])
+        alone: Any = SimpleNamespace(obj=None)  # no arguments for a launcher
+        command(alone, CONFIG, [f"teacher_cache_dir={where}", *overrides, *ARMS[arm].cache])
     index = json.loads((where / "index.json").read_text())
     size = sum(shard["bytes"] for shard in index["shards"])
     _release()

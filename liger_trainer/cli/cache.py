@@ -15,7 +15,7 @@ from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_n
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
-    from ..teachers.cache.store import CacheIndex
+    from ..teachers.cache.store import CacheIndex, CacheSettings, HiddenSettings
 
 
 TAKES_LESS = (
@@ -38,7 +38,7 @@ class _CaptureByDefault(TyperGroup):
 app = typer.Typer(
     cls=_CaptureByDefault,
     no_args_is_help=True,
-    help="Write down a teacher's log-probabilities for the rows of CONFIG; look at what was written.",
+    help="Write down what a teacher says to the rows of CONFIG; look at what was written.",
 )
 CacheDir = Annotated[Path, typer.Argument(metavar="DIR", help="A teacher_cache_dir.", show_default=False)]
 
@@ -129,22 +129,19 @@ def _print(path: Path, index: "CacheIndex") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    settings, prints, form = index.settings, index.fingerprints, index.settings.format
+    settings, prints = index.settings, index.fingerprints
     done, size = index.tokens_read, sum(s.bytes for s in (*index.shards, *index.parts))
-    rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
-    kinds = {
-        "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",
-        "sampled": f"{settings.entries} draws from the teacher, seed {settings.seed}",
-    }
+    head = f", and {index.head.bytes / 2**20:,.1f} MiB of the head" if index.head else ""
+    ids = "" if settings.kind == "hidden" else f", {settings.format.id_bits} bits each"
     teacher = f"{index.teacher.name}{f' at {index.teacher.revision}' if index.teacher.revision else ''}"
     rows = {
         "state": "finished" if index.finished else f"not finished: {done:,} of {index.tokens:,} tokens",
-        "holds": f"{kinds[settings.kind]}, at temperature {settings.temperature:g}",
+        "holds": _contents(settings),
         "rows": f"{index.rows:,} with {index.tokens:,} supervised tokens",
-        "bytes per token": f"{form.bytes} in a record, {size / max(1, done):.1f} on disk",
-        "size": f"{size / 2**20:,.1f} MiB in {len(index.shards)} shards",
+        "bytes per token": f"{settings.format.bytes} in a record, {size / max(1, done):.1f} on disk",
+        "size": f"{size / 2**20:,.1f} MiB in {len(index.shards)} shards{head}",
         "teacher": f"{teacher}, {index.teacher.dtype}; weights in {prints.teacher_from}: {prints.teacher[:16]}",
-        "tokenizer": f"{settings.vocab_size:,} tokens, {form.id_bits} bits each: {prints.tokenizer[:16]}",
+        "tokenizer": f"{settings.vocab_size:,} tokens{ids}: {prints.tokenizer[:16]}",
         "chat template": prints.chat_template[:16] if prints.chat_template else "none",
         "data": prints.data[:16],
         "max_length": str(settings.max_length),
@@ -155,3 +152,19 @@ def _print(path: Path, index: "CacheIndex") -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _contents(settings: "CacheSettings | HiddenSettings") -> str:
+    """Say in words what a record holds."""
+    if settings.kind == "hidden":
+        cap = "" if settings.softcap is None else f" and softcap {settings.softcap:g}"
+        return (
+            f"hidden states of {settings.width:,} values in {settings.dtype}, beside the head with scale "
+            f"{settings.scale:g}{cap}; for any temperature"
+        )
+    rest = f", {settings.tail_draws} draws from it, seed {settings.seed}" if settings.tail_draws else ""
+    kinds = {
+        "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",
+        "sampled": f"{settings.entries} draws from the teacher, seed {settings.seed}",
+    }
+    return f"{kinds[settings.kind]}, at temperature {settings.temperature:g}"

@@ -59,6 +59,13 @@ class DenseAnswer(TeacherAnswer):
             return self.loss(student, targets, LossOptions(distillation=plain)).jsd
 
 
+@dataclass(frozen=True)
+class RecordedAnswer(DenseAnswer):
+    """Logits of which only those that predict a label of the caller's are there, as a cache has them."""
+
+    covers_all_tokens = False
+
+
 def _is_plain(how: Distillation) -> bool:
     """Whether a JSD computed beside this loss is that at temperature 1 and beta 0.5, against the teacher alone."""
     return how.temperature == how.teacher_share == 1 and (how.beta == 0.5 or "jsd" not in how.weights)

@@ -114,7 +114,10 @@ def _check_layers(kind: str, layers: Any) -> None:
 
 
 # the keys of a configuration that decide its loss
-FIELDS = ("losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "lmbda")
+FIELDS = (
+    "losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "cache_kind",
+    "lmbda",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,16 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
         raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
     if plan.of("uld"):
         _check_uld(plan, values.get("teacher", "model"))
-    if values.get("teacher") in ("cache", "server"):
+    if knows_few_tokens(values):
         _check_sparse(plan, values)
+    elif values.get("teacher") == "cache":
+        _check_recorded(plan)
     return plan
+
+
+def knows_few_tokens(fields: Mapping[str, Any]) -> bool:
+    """Whether the teacher of a configuration is known at a few tokens of the vocabulary, not at all of them."""
+    return fields.get("teacher") in _SPARSE and (fields["teacher"] != "cache" or fields.get("cache_kind") != "hidden")
 
 
 def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -192,7 +202,7 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
-    if fields.get("label_smoothing_factor") and fields.get("teacher") in _SPARSE:
+    if fields.get("label_smoothing_factor") and knows_few_tokens(fields):
         yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
     elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
@@ -229,6 +239,7 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
             f"{'losses' if 'losses' in values else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with "
             f"or without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
             "losses with forward_kl and ce."
+            + (" With cache_kind: hidden a cache serves every divergence." if teacher == "cache" else "")
         )
     if "temperature" in plan.schedules:
         raise ValueError(f"schedules: temperature: what teacher: {teacher} answers is of one temperature.")
@@ -241,6 +252,15 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
     weight = plan.schedules.get("forward_kl_weight")
     if weight is not None and 0 in (weight.start, weight.end):
         raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
+
+
+def _check_recorded(plan: LossPlan) -> None:
+    """Refuse what recorded hidden states of the last layer cannot do."""
+    if plan.of("hidden"):
+        raise ValueError(
+            f"losses: {plan.of('hidden')[0].type} compares the outputs of layers, and a cache of hidden states has "
+            "what the teacher's head reads alone. Take the teacher itself, teacher: model."
+        )
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from ..common.options import (
     clashes,
     conflicts_of,
     equals,
+    given,
     has_entry,
     on,
     option,
@@ -40,12 +41,18 @@ ENTRY_KEYS = ("name", "teacher", "weight", "routes", *OF_ONE_TEACHER)
 MAX_ENTRIES = 1024  # of a position in a cache
 
 CACHE, SELF, SERVER = equals("teacher", "cache"), equals("teacher", "self"), equals("teacher", "server")
+_HIDDEN_CACHE = equals("cache_kind", "hidden")
 SAMPLES = on("lmbda") | on("seq_kd") | has_entry("schedules", "lmbda")
 """Completions are sampled at some time in training; see SamplingConfig."""
 _TOO_MANY = Fact(
     ("cache_entries", "cache_tail_draws"),
     lambda o: bool(o["cache_tail_draws"]) and (o["cache_entries"] or 64) + o["cache_tail_draws"] > MAX_ENTRIES,
 )
+
+
+def _of_tokens(key: str) -> tuple[Fact, str]:
+    """The conflict of an option about recorded tokens with `cache_kind: hidden`."""
+    return given(key) & _HIDDEN_CACHE, "has no effect with `cache_kind: hidden`: hidden states are stored, not tokens."
 
 
 _NOTHING_LOADED = "has no effect with `teacher: self` or `server`: nothing is loaded."
@@ -96,9 +103,10 @@ class TeacherConfig:
         teacher_cache_dir: the directory of a cache. `liger-trainer cache` writes it.
         verify_teacher_cache: read the whole cache and compare its checksums before training.
         cache_kind, cache_entries, cache_tail_draws, cache_bits, cache_shard_mb: what is captured: "topk", the likeliest
-            tokens and the mass of the rest, or "sampled", tokens drawn from the teacher; how many (default 64
-            likeliest, 12 drawn); of "topk", how many are drawn from the rest (default 32); bits of a log-probability,
-            8 or 16; MiB of a shard. Training reads them out of the cache.
+            tokens and the mass of the rest, "sampled", tokens drawn from the teacher, or "hidden", its last hidden
+            states and its head; how many tokens (default 64 likeliest, 12 drawn); of "topk", how many are drawn from
+            the rest (default 32); bits of a log-probability, 8 or 16; MiB of a shard. Training reads all but "hidden"
+            out of the cache.
         teacher_column: the column that names the teacher of each row. Without it every teacher teaches every row, and
             the divergences are added up, each times its weight.
         teacher_prompt, teacher_prompt_column: what the teacher reads before each row and the student does not, or the
@@ -237,10 +245,16 @@ class TeacherConfig:
     )
     verify_teacher_cache: bool = option(False, "Compare the checksums of the whole cache before training.", needs=CACHE)
     cache_kind: str = option(
-        "topk", "Captured: the likeliest tokens and the rest's mass, or draws.", choices=["topk", "sampled"]
+        "topk",
+        "Captured: the likeliest tokens and the rest's mass, draws, or last hidden states with the teacher's head.",
+        choices=["topk", "sampled", "hidden"],
     )
     cache_entries: int | None = option(
-        None, "Tokens captured a position: 64 likeliest, or 12 draws.", ge=1, le=MAX_ENTRIES
+        None,
+        "Tokens captured a position: 64 likeliest, or 12 draws.",
+        ge=1,
+        le=MAX_ENTRIES,
+        conflicts=[_of_tokens("cache_entries")],
     )
     cache_tail_draws: int | None = option(
         None,
@@ -256,9 +270,12 @@ class TeacherConfig:
                 _TOO_MANY,
                 "a cache holds at most 1,024 entries a token, cache_entries and cache_tail_draws together.",
             ),
+            _of_tokens("cache_tail_draws"),
         ],
     )
-    cache_bits: int = option(8, "Bits of a captured log-probability.", choices=[8, 16])
+    cache_bits: int = option(
+        8, "Bits of a captured log-probability.", choices=[8, 16], conflicts=[_of_tokens("cache_bits")]
+    )
     cache_shard_mb: int = option(64, "MiB of a shard of the cache.", ge=1)
 
     if TYPE_CHECKING:  # the fields of SFTConfig, which stands beside this class in LigerDistillConfig

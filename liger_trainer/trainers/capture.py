@@ -10,6 +10,7 @@ has the same rows whoever reads it, so any number of processes writes the same f
 
 import dataclasses
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,11 +26,13 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.console import announce
 from ..common.files import sha256, write_atomically
 from ..common.storage import writing_to
 from ..errors import ConfigError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from ..teachers.cache.reader import TeacherReader
+from ..teachers.cache.hidden import HEAD
+from ..teachers.cache.reader import HiddenReader, Reader, TeacherReader
 from ..teachers.cache.records import RecordFormat
 from ..teachers.cache.store import (
     INDEX,
@@ -37,6 +40,8 @@ from ..teachers.cache.store import (
     CacheIndex,
     CacheSettings,
     Fingerprints,
+    HeadFile,
+    HiddenSettings,
     Shard,
     TeacherName,
     check_shards,
@@ -194,7 +199,7 @@ class _Capture:
 
     path: Path
     plan: CapturePlan
-    reader: TeacherReader
+    reader: Reader
     index: CacheIndex
     batch_size: int
     rank: int
@@ -205,12 +210,17 @@ class _Capture:
         cls, path: Path, teacher: PreTrainedModel | str, args: LigerDistillConfig, rows: PreparedRows,
         before: CacheIndex | None,
     ) -> "_Capture":  # fmt: skip
-        settings = _settings(args, rows.tokenizer)
-        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
+        vocabulary = max(rows.tokenizer.get_vocab().values()) + 1
+        form = None if args.cache_kind == "hidden" else _token_format(args, vocabulary)
         model = _ready(load_teacher(teacher, args), args)
-        _check_vocabulary(model, settings.vocab_size)
+        _check_vocabulary(model, vocabulary)
         check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
-        check_ids(rows.largest_ids, "labels", settings.vocab_size, "the tokenizer has")
+        check_ids(rows.largest_ids, "labels", vocabulary, "the tokenizer has")
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        reader, settings = (
+            _hidden(model, args, vocabulary, autocast) if form is None else _tokens(model, args, form, autocast)
+        )
+        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
         path_or_id = teacher if isinstance(teacher, str) else None
         index = CacheIndex(
             version=VERSION,
@@ -240,8 +250,6 @@ class _Capture:
                     f"{'; '.join(different)}. Restore them, remove it, or choose another teacher_cache_dir."
                 )
             index = before
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        reader = TeacherReader(model, settings.format, settings.temperature, settings.seed or 0, autocast)
         return cls(path, plan, reader, index, args.per_device_eval_batch_size, args.process_index, args.world_size)
 
     def run(self, progress: Progress) -> CacheIndex:
@@ -251,6 +259,11 @@ class _Capture:
             return self.index
         if not (self.path / INDEX).is_file():
             write_index(self.path, self.index)
+        self._announce_size()
+        if isinstance(self.reader, HiddenReader) and self.index.head is None:
+            content = self.reader.head.pack()
+            write_atomically(self.path / HEAD, content)
+            self._update(head=HeadFile(name=HEAD, bytes=len(content), sha256=sha256(content)))
         for number in range(len(self.index.shards), self.plan.shards):
             rows = self._read_shard(number, progress)
             shard = self._write(f"shard-{number:05}.safetensors", rows)
@@ -258,6 +271,14 @@ class _Capture:
             _remove_parts(self.path, self.index)
         self._update(finished=True)
         return self.index
+
+    def _announce_size(self) -> None:
+        left = self.index.tokens - self.index.tokens_read
+        size, free = left * self.index.settings.format.bytes / MIB, shutil.disk_usage(self.path).free / MIB
+        announce(
+            f"teacher cache: {left:,} tokens of {self.index.settings.format.bytes:,} bytes are to be written, "
+            f"{size:,.0f} MiB; {free:,.0f} MiB are free in {self.path}"
+        )
 
     def _help_to_read(self, number: int) -> None:
         """Read this process's batches of a shard, and hand them to the first one."""
@@ -325,11 +346,15 @@ class _Capture:
         write_index(self.path, self.index)
 
 
-def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
+def _token_format(args: LigerDistillConfig, vocab_size: int) -> RecordFormat:
     kind: Any = args.cache_kind
-    form = RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocabulary)
-    return CacheSettings.model_validate(
+    return RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocab_size)
+
+
+def _tokens(
+    model: PreTrainedModel, args: LigerDistillConfig, form: RecordFormat, autocast: torch.dtype | None
+) -> tuple[Reader, CacheSettings]:
+    settings = CacheSettings.model_validate(
         {
             **dataclasses.asdict(form),
             "temperature": float(args.loss_temperature),
@@ -338,6 +363,18 @@ def _settings(args: LigerDistillConfig, tokenizer: Any) -> CacheSettings:
             "shard_mb": args.cache_shard_mb,
         }
     )
+    return TeacherReader(model, form, settings.temperature, settings.seed or 0, autocast), settings
+
+
+def _hidden(
+    model: PreTrainedModel, args: LigerDistillConfig, vocab_size: int, autocast: torch.dtype | None
+) -> tuple[Reader, HiddenSettings]:
+    reader = HiddenReader(model, vocab_size, autocast)
+    head, form = reader.head, reader.head.format
+    return reader, HiddenSettings(
+        kind="hidden", width=form.width, dtype=form.dtype, scale=head.scale, softcap=head.softcap,
+        vocab_size=vocab_size, max_length=args.max_length, shard_mb=args.cache_shard_mb,
+    )  # fmt: skip
 
 
 def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:

@@ -66,8 +66,8 @@ class LigerDistillTrainer(LigerTrainer):
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity (LigerTrainer's perplexity, by the
     name that stands beside teacher_perplexity), teacher_perplexity, teacher_entropy. With completions that are sampled
     in training: on_policy_share, completion_length, sampled_tokens_per_second, and where some are and some are not,
-    each metric of the teacher also as on_policy/... and off_policy/.... From a cache there is no reverse_kl, and
-    forward_kl only at temperature 1 (docs/cache.md).
+    each metric of the teacher also as on_policy/... and off_policy/.... From a cache of tokens there is no
+    reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the

@@ -55,6 +55,8 @@ def test_the_settings_of_every_arm_are_valid_and_differ_in_the_arm_alone(tmp_pat
 def test_a_run_that_fails_says_why(tmp_path: Path):
     with pytest.raises(RuntimeError, match="ce-0: ConfigError.*no_such_key"):
         distillation.run("ce", 0, ["no_such_key=1"], None, tmp_path)
+    with pytest.raises(RuntimeError, match="cache-cache_12: ConfigError.*no_such_key"):
+        distillation.capture("cache_12", ["no_such_key=1"], tmp_path)
 
 
 def test_a_run_that_fails_costs_no_other(monkeypatch, capsys):

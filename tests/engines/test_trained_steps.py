@@ -45,8 +45,9 @@ def test_adapters_are_computed_by_our_ops(two_processes):
     }
 
 
-def test_processes_capture_the_files_of_one(two_processes, one_process):
-    assert two_processes["fsdp2", "cached", ""]["files"] == one_process["cached"]["files"]
+@pytest.mark.parametrize("kind", ["cached", "cached hidden"])
+def test_processes_capture_the_files_of_one(two_processes, one_process, kind):
+    assert two_processes["fsdp2", kind, ""]["files"] == one_process[kind]["files"]
 
 
 def test_a_teacher_that_differs_between_processes_is_not_sharded(two_processes):

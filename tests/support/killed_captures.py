@@ -21,7 +21,8 @@ BYTES_OF_A_SHARD = 512
 
 
 def captured(folder: str, kind: str) -> None:
-    options = {"cache_kind": kind, "cache_entries": 8, "per_device_eval_batch_size": 2, "cache_shard_mb": 1}
+    options = {"cache_kind": kind, "per_device_eval_batch_size": 2, "cache_shard_mb": 1}
+    options |= {} if kind == "hidden" else {"cache_entries": 8}
     args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=folder, **options)
     cache_capture.capture(tiny_model(seed=3), args, tiny_tokenizer(), completions(24))
 

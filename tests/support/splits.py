@@ -43,6 +43,7 @@ OBJECTIVES = {
     "lora": None,
     "stock flag": None,
     "cached": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
+    "cached hidden": [{"type": "jsd"}, {"type": "reverse_kl", "weight": 0.5}, {"type": "ce", "weight": 0.5}],
     "callback": [{"type": "reverse_kl"}, {"type": "ce", "weight": 0.5}],
     "lora kd": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],
     "weighted": [{"type": "forward_kl"}, {"type": "ce", "weight": 0.5}],  # rows, by a column
@@ -133,15 +134,14 @@ def shared_out(model):
     return sum(isinstance(module, FSDPModule) and "DecoderLayer" in type(module).__name__ for module in modules)
 
 
-def capture_of(teacher, losses):
+def capture_of(teacher, losses, hidden):
     """Capture the rows in several shards and batches; return where, and what is there."""
     directory = shared(tempfile.mkdtemp())
     options = {
         "teacher": "cache",
         "teacher_cache_dir": directory,
-        "cache_tail_draws": 0,
-        "cache_entries": 8,
         "cache_shard_mb": 1,
+        **({"cache_kind": "hidden"} if hidden else {"cache_tail_draws": 0, "cache_entries": 8}),
     }
     args = train_args(
         LigerDistillConfig, losses=losses, beta=0.4, temperature=2.0, per_device_eval_batch_size=1, **options
@@ -171,8 +171,8 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
         options["model_init_kwargs"] = {"dtype": "float32"}
     options.update(changes)
     files = None
-    if objective == "cached":
-        (cache, files), teacher = capture_of(teacher, losses), None
+    if objective.startswith("cached"):
+        (cache, files), teacher = capture_of(teacher, losses, "hidden" in objective), None
         options.update(cache)
     if objective == "stock flag":
         liger_trainer.enable()

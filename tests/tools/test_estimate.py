@@ -370,6 +370,24 @@ def test_a_teachers_weights_are_as_it_is_loaded(project, capsys):
     assert teacher("teacher_load_in_4bit=true") < teacher("teacher_load_in_8bit=true") < default
 
 
+HIDDEN = ("recipe=distill", "teacher=cache", "teacher_cache_dir=c", "cache_kind=hidden")
+
+
+def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, capsys):
+    """The head lies beside the student; the rest of the teacher does not. Width from the teacher, or from the cache."""
+    config_of(num_hidden_layers=3, hidden_size=128).save_pretrained("teacher")
+    named = _json(capsys, *HIDDEN, "teacher_model_name_or_path=teacher", "beta=0.5", "bf16=true")
+    head = VOCAB * 128 * 2
+    assert named["parts_mib"]["teacher weights"] == pytest.approx(head / 2**20)
+    tokens = named["tokens_per_step"] / 4 * 38  # four rows a step, 38 in all
+    assert named["cache_mib"] == pytest.approx((tokens * 256 + head) / 2**20, rel=0.02)
+    wide = _json(capsys, *HIDDEN, "teacher_model_name_or_path=teacher", "bf16=false")
+    assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
+    with pytest.raises(SystemExit):
+        main(["estimate", "run.yaml", *HIDDEN])
+    assert "teacher_model_name_or_path: missing, and no cache tells the width" in capsys.readouterr().err
+
+
 def test_what_cannot_be_estimated_is_said(project, capsys):
     (project / "list.json").write_text("[]")
     for arguments, message in (

@@ -144,7 +144,9 @@ def test_duplicates_are_captured_once(tmp_path):
     assert TeacherCache(tmp_path / "c").index.rows == 5
 
 
-@pytest.mark.parametrize("kind, moments", [("topk", 5), pytest.param("sampled", 15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, moments", [("topk", 5), *(pytest.param(kind, 15, marks=pytest.mark.slow) for kind in ("sampled", "hidden"))]
+)
 def test_killed_captures_end_with_the_same_files(tmp_path, kind, moments):
     """By SIGKILL, at random moments and around the calls that make files durable."""
     run_on(1, "killed_captures.py", tmp_path, kind, moments)
@@ -330,3 +332,32 @@ def test_capture_then_train_from_the_command_line(tmp_path, monkeypatch, capsys)
     result = json.loads(Path("out/metrics.json").read_text())
     assert result["after"]["forward_kl"] < result["before"]["forward_kl"]
     assert "reverse_kl" not in result["after"] and result["completions"][0]["teacher"] is None
+
+
+def test_hidden_states_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """The live run's metrics, of another divergence and temperature, with the teacher's files gone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_model(seed=seed).save_pretrained(name)
+        tiny_tokenizer().save_pretrained(name)
+    rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("run.yaml").write_text(RUN + "beta: 0.5\nkd_temperature: 2.0\n")
+    code, said = end_of(capsys, "validate", "run.yaml")
+    assert code == 2 and "With cache_kind: hidden a cache serves every divergence." in said
+    assert end_of(capsys, "validate", "run.yaml", "cache_kind=hidden")[0] == 0
+    code, said = end_of(capsys, "run", "run.yaml", "cache_kind=hidden", "cache_bits=8")
+    assert code == 2 and "cache_bits: has no effect with `cache_kind: hidden`" in said
+    code, said = end_of(capsys, "cache", "run.yaml", "cache_kind=hidden", "kd_temperature=1.0")
+    assert code == 0 and "128 in a record" in said
+    live = ["teacher=model", "~teacher_cache_dir", "output_dir=live"]
+    assert end_of(capsys, "run", "run.yaml", *live)[0] == 0
+    shutil.rmtree("teacher")
+    assert end_of(capsys, "run", "run.yaml", "cache_kind=hidden", "~teacher_model_name_or_path")[0] == 0
+    cached, live = (json.loads(Path(folder, "metrics.json").read_text()) for folder in ("out", "live"))
+    for name in ("forward_kl", "reverse_kl", "loss", "teacher_entropy"):
+        assert cached["before"][name] == pytest.approx(live["before"][name], rel=1e-5), name
+        assert cached["after"][name] == pytest.approx(live["after"][name], rel=1e-4), name
+    code, said = end_of(capsys, "eval", "out")
+    assert code == 0 and "everse" in said, said

@@ -315,12 +315,14 @@ def test_teachers_of_every_kind(tmp_path):
         resumed(distill(tmp_path, {"b": other, "c": one}), tmp_path)
 
 
-def test_another_cache(tmp_path):
+@pytest.mark.parametrize("kind", ["topk", "hidden"])
+def test_another_cache(tmp_path, kind):
     def options(name):
-        return {"kind": "cache", "teacher_cache_dir": str(tmp_path / name)}
+        return {"kind": "cache", "teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
 
     for seed, name in ((5, "one"), (6, "other")):
-        args = train_args(LigerDistillConfig, teacher="cache", teacher_cache_dir=str(tmp_path / name))
+        chosen = {"teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}
+        args = train_args(LigerDistillConfig, teacher="cache", **chosen)
         capture(tiny_model(seed=seed), args, tiny_tokenizer(), completions())
     distill(tmp_path, **options("one")).train()
     shutil.copytree(tmp_path / "one", tmp_path / "moved")

@@ -1,8 +1,8 @@
 """A teacher reads rows and writes a record for each supervised token. Logits of a whole batch are never stored."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,28 +13,22 @@ from ...common.replacements import Replacements
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.deferred_logits import DeferredLogits, Forward
 from ...losses.model_parts import Head, device_of, output_module
+from .hidden import TeacherHead
 from .records import Draws, RecordFormat
 
 _CHUNK_LOGITS = 2**27  # logits in a chunk: 512 MiB in fp32, and again as much for each step on them
 
 
-class TeacherReader:
+class Reader(ABC):
     """Make records of rows.
 
     Args:
         teacher: any causal LM with an output head, on its device, in eval mode.
-        form: the layout of a record.
-        temperature: of the log-probabilities.
-        seed: of the draws, which depend on it and the row's key, not on the batch.
         autocast: the dtype of autocast; None without.
     """
 
-    def __init__(
-        self, teacher: nn.Module, form: RecordFormat, temperature: float = 1.0, seed: int = 0,
-        autocast: torch.dtype | None = None,
-    ):  # fmt: skip
-        self.teacher, self.form, self.temperature, self.seed = teacher, form, temperature, seed
-        self.autocast = autocast
+    def __init__(self, teacher: nn.Module, autocast: torch.dtype | None = None):
+        self.teacher, self.autocast = teacher, autocast
         self.device = device_of(teacher)
 
     @torch.no_grad()
@@ -47,31 +41,90 @@ class TeacherReader:
             ids[i, : len(row_ids)], mask[i, : len(row_ids)] = row_ids, 1
             targets[i, : len(row_ids) - 1] = labels[1:]
         counts = (targets != -100).sum(-1).tolist()
-        uniform = self._uniform(keys, counts)
-        logits, labels = self._logits(ids, mask, targets != -100), targets[targets != -100].to(self.device)
-        size = max(1, _CHUNK_LOGITS // self.form.vocab_size)
-        records = [
-            self._records(logits(slice(at, at + size)), labels[at : at + size], uniform[at : at + size])
-            for at in range(0, len(labels), size)
-        ]
-        return list(torch.cat(records).cpu().split(counts))
+        kept = self.logits(ids, mask)[(targets != -100).to(self.device)]
+        labels = targets[targets != -100].to(self.device)
+        return list(self.records(kept, labels, keys, counts).cpu().split(counts))
 
-    def _logits(self, ids: Tensor, mask: Tensor, keep: Tensor) -> Callable[[slice], Tensor]:
-        """Return a function that computes the fp32 logits of a slice of the positions to keep."""
-        dtype = self.autocast
-        autocast = partial(torch.autocast, self.device.type, dtype=dtype, enabled=dtype is not None)
-        ids, mask, keep = ids.to(self.device), mask.to(self.device), keep.to(self.device)
-        with autocast(), _held_back(self.teacher):
-            logits: Any = self.teacher(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        kept = logits[keep]
+    @abstractmethod
+    def records(self, logits: Any, labels: Tensor, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
+        """Return the records (tokens, bytes) uint8 of (deferred) logits (tokens, V) and what they should predict.
 
-        def compute(rows: slice) -> Tensor:
-            with autocast():
-                chunk: Any = kept[rows]
-                chunk = chunk.compute() if isinstance(chunk, DeferredLogits) else chunk
-            return chunk[:, : self.form.vocab_size].float().to(self.device)
+        Args:
+            keys, counts: of the rows, and how many of the tokens each has.
+        """
 
-        return compute
+    @torch.no_grad()
+    def logits(self, ids: Tensor, mask: Tensor) -> Any:
+        """Return the logits of a batch, deferred where the model lets them be."""
+        with self.autocasting(), _held_back(self.teacher, self.device):
+            return self.teacher(
+                input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
+            ).logits
+
+    def autocasting(self) -> Any:
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+class HiddenReader(Reader):
+    """Make records of hidden states; `head` is what makes logits of them.
+
+    Raises:
+        ConfigError: the model's head, or what it does with its logits, cannot be written down.
+    """
+
+    def __init__(self, teacher: nn.Module, vocab_size: int, autocast: torch.dtype | None = None):
+        super().__init__(teacher, autocast)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        logits, module = self.logits(ids, torch.ones_like(ids)), output_module(teacher)
+        assert module is not None  # `logits` needs it too
+        self.head = TeacherHead.of(module, self._deferred(logits), vocab_size, autocast)
+
+    def records(self, logits: Any, labels: Tensor, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
+        records = self.head.format.encode(self._deferred(logits).hidden)
+        if not bool(self.head.format.decode(records).isfinite().all()):
+            raise LigerTrainerError(
+                f"The teacher's hidden states are NaN or infinite in {self.head.format.dtype}. Nothing of this batch "
+                "was written."
+            )
+        return records
+
+    def _deferred(self, logits: Any) -> DeferredLogits:
+        if isinstance(logits, DeferredLogits) and not logits.stored:
+            return logits
+        raise ConfigError(
+            f"cache_kind: hidden: {type(self.teacher).__name__} does more with its logits than scale and cap them, so "
+            "they cannot be computed from its head. Capture it with cache_kind: topk."
+        )
+
+
+class TeacherReader(Reader):
+    """Make records of likely or drawn tokens.
+
+    Args:
+        teacher, autocast: as for `Reader`.
+        form: the layout of a record.
+        temperature: of the log-probabilities.
+        seed: of the draws, which depend on it and the row's key, not on the batch.
+    """
+
+    def __init__(
+        self, teacher: nn.Module, form: RecordFormat, temperature: float = 1.0, seed: int = 0,
+        autocast: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(teacher, autocast)
+        self.form, self.temperature, self.seed = form, temperature, seed
+
+    def records(self, logits: Any, labels: Tensor, keys: Sequence[bytes], counts: Sequence[int]) -> Tensor:
+        uniform, size = self._uniform(keys, counts), max(1, _CHUNK_LOGITS // self.form.vocab_size)
+        chunks = (slice(at, at + size) for at in range(0, len(labels), size))
+        return torch.cat([self._records(self._computed(logits, rows), labels[rows], uniform[rows]) for rows in chunks])
+
+    def _computed(self, logits: Any, rows: slice) -> Tensor:
+        """Return the fp32 logits of a slice of the tokens."""
+        with self.autocasting():
+            chunk = logits[rows]
+            chunk = chunk.compute() if isinstance(chunk, DeferredLogits) else chunk
+        return chunk[:, : self.form.vocab_size].float().to(self.device)
 
     def _records(self, logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
         log_p = logits.log_softmax(-1)
@@ -112,8 +165,12 @@ class TeacherReader:
 
 
 @contextlib.contextmanager
-def _held_back(model: nn.Module) -> Iterator[None]:
-    """Within the context the output head, of any class, returns `DeferredLogits`: its own forward is called later."""
+def _held_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the context the output head, of any class, returns `DeferredLogits`: its own forward is called later.
+
+    They are on `device`: accelerate moves what a spread model returns there, and only hidden states can be moved
+    without computing logits. The head's own hook takes them to its device again.
+    """
     module: Any = output_module(model)
     if module is None:
         raise ConfigError(f"{type(model).__name__} has no output head that can be found.")
@@ -121,7 +178,7 @@ def _held_back(model: nn.Module) -> Iterator[None]:
     head = Head(torch.empty(vocabulary, 0, device="meta"), None)  # only its size is used
     state, replacements = Forward(type(model).__name__), Replacements()
     project = module.forward
-    replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden, head, project, state))
+    replacements.set(module, "forward", lambda hidden: DeferredLogits(hidden.to(device), head, project, state))
     try:
         yield
     finally:

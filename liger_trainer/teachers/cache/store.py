@@ -2,6 +2,7 @@
 
     index.json                  settings, fingerprints, and of each shard its rows, tokens, bytes and SHA-256
     shard-00000.safetensors     keys (rows, 16), offsets (rows + 1,), records (tokens, bytes of a token)
+    head.safetensors            the teacher's output head, beside hidden states (hidden.py)
 
 Rows are sorted by key over all shards, so bisection finds a row. The index is rewritten after every shard, and its
 last version says that the cache is finished. Every file is written atomically, so a killed capture leaves whole files.
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -28,6 +29,7 @@ from ...common.files import sha256, write_atomically
 from ...errors import ConfigError, CorruptError
 from ..fingerprints import shortened, template_fingerprint, tokenizer_fingerprint
 from ..row_keys import KEY_BYTES, documents
+from .hidden import HEAD, Dtype, HiddenFormat, TeacherHead
 from .records import RecordFormat
 
 VERSION = 1
@@ -40,7 +42,7 @@ class _Part(BaseModel):
 
 
 class CacheSettings(_Part):
-    """How a cache was captured. A capture goes on only where all of these are the same."""
+    """How a cache of tokens was captured. A capture goes on only where all of these are the same."""
 
     kind: Literal["topk", "sampled"]
     entries: int
@@ -55,6 +57,33 @@ class CacheSettings(_Part):
     @property
     def format(self) -> RecordFormat:
         return RecordFormat(self.kind, self.entries, self.bits, self.vocab_size, self.tail_draws)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Return what a run must have in common with the capture, by name."""
+        return {"max_length": self.max_length, "temperature": self.temperature}
+
+
+class HiddenSettings(_Part):
+    """How a cache of hidden states was captured; scale and softcap are the head's. It is of no temperature."""
+
+    kind: Literal["hidden"]
+    width: int
+    dtype: Dtype
+    scale: float
+    softcap: float | None
+    vocab_size: int
+    max_length: int | None
+    shard_mb: int
+
+    @property
+    def format(self) -> HiddenFormat:
+        return HiddenFormat(self.width, self.dtype)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Return what a run must have in common with the capture, by name."""
+        return {"max_length": self.max_length}
 
 
 class Fingerprints(_Part):
@@ -84,19 +113,29 @@ class Shard(_Part):
     sha256: str
 
 
+class HeadFile(_Part):
+    """The file of the teacher's head."""
+
+    name: Literal["head.safetensors"]
+    bytes: int
+    sha256: str
+
+
 class CacheIndex(_Part):
     """index.json, without its own checksum."""
 
     version: int
     finished: bool
     teacher: TeacherName
-    settings: CacheSettings
+    settings: Annotated[CacheSettings | HiddenSettings, Field(discriminator="kind")]
     fingerprints: Fingerprints
     rows: int
     tokens: int
     shards: tuple[Shard, ...]
     parts: tuple[Shard, ...] = ()
     """what an unfinished capture has of the next shard"""
+    head: HeadFile | None = None
+    """of hidden states, once it is written"""
 
     @property
     def tokens_read(self) -> int:
@@ -112,7 +151,7 @@ class CacheIndex(_Part):
             f"{part}.{name}: {shortened(value)} there, {shortened(getattr(theirs[part], name))} now"
             for part, model in ours.items()
             for name, value in model
-            if value != getattr(theirs[part], name)
+            if hasattr(theirs[part], name) and value != getattr(theirs[part], name)
         ]
 
 
@@ -145,7 +184,8 @@ def read_index(path: Path) -> CacheIndex:
 
 
 def write_index(path: Path, index: CacheIndex) -> None:
-    content = index.model_dump(mode="json", exclude=None if index.parts else {"parts"})
+    absent = {name for name in ("parts", "head") if not getattr(index, name)}
+    content = index.model_dump(mode="json", exclude=absent)
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
     write_atomically(path / INDEX, text)
 
@@ -195,10 +235,7 @@ class TeacherCache:
         if row is None:
             return None
         shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        start, end = (
-            self._offsets[row + shard],
-            self._offsets[row + shard + 1],
-        )  # each shard has one offset more than rows
+        start, end = self._offsets[row + shard : row + shard + 2]  # each shard has one offset more than rows
         try:
             return self._shard(shard).get_slice("records")[int(start) : int(end)]
         except SafetensorError as error:
@@ -211,6 +248,17 @@ class TeacherCache:
             return None
         row += int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return int(self._offsets[row + 1] - self._offsets[row])
+
+    def head(self) -> TeacherHead:
+        """Read the teacher's head, on the CPU, for a cache of hidden states.
+
+        Raises:
+            CorruptError: it is damaged.
+        """
+        settings, head = self.index.settings, self.index.head
+        assert isinstance(settings, HiddenSettings) and head is not None
+        _check_file(self.path, head, contents=True)
+        return TeacherHead.unpack((self.path / HEAD).read_bytes(), settings.scale, settings.softcap)
 
     def _find(self, key: bytes) -> int | None:
         wanted = np.frombuffer(key, dtype=">u8")
@@ -260,15 +308,22 @@ class TeacherCache:
         if template_fingerprint(tokenizer) != fingerprints.chat_template:
             raise self._refused("with another chat template")
 
-    def check_settings(self, max_length: int | None, temperature: float) -> None:
-        """Raise ConfigError where it was captured with another max_length or temperature."""
+    def check_settings(self, kind: str, **of_run: Any) -> None:
+        """Raise ConfigError where a run does not fit the capture.
+
+        Args:
+            kind: the run's `cache_kind`: "hidden" or, for what is recorded of tokens, another.
+            of_run: its `max_length` and `temperature`, which a cache of hidden states leaves open.
+        """
         settings = self.index.settings
-        for name, there, here in (
-            ("max_length", settings.max_length, max_length),
-            ("temperature", settings.temperature, temperature),
-        ):
-            if there != here:
-                raise self._refused(f"with {name} {there}, and this run has {here}")
+        if (settings.kind == "hidden") != (kind == "hidden"):
+            raise ConfigError(
+                f"The teacher cache {self.path} is of cache_kind: {settings.kind}, this run has cache_kind: {kind}. "
+                f"They serve different losses. Set cache_kind: {settings.kind}, or name another teacher_cache_dir."
+            )
+        for name, there in settings.fixed.items():
+            if there != of_run[name]:
+                raise self._refused(f"with {name} {there}, and this run has {of_run[name]}")
 
     def check_teacher(self, name: str, fingerprint: str) -> None:
         """Raise ConfigError where the cache was captured from a teacher with another fingerprint."""
@@ -301,22 +356,26 @@ class TeacherCache:
         )
 
 
-def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shard]:
-    """Yield each shard and part of the index once it is there, has its length and, on request, its SHA-256.
+def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shard | HeadFile]:
+    """Yield each file that the index names once it is there, has its length and, on request, its SHA-256.
 
     Raises:
-        CorruptError: at the first shard that is missing or damaged.
+        CorruptError: at the first one that is missing or damaged.
     """
-    for shard in (*index.shards, *index.parts):
-        file = path / shard.name
-        if not file.is_file():
-            raise CorruptError(f"{file} is missing.")
-        size = file.stat().st_size
-        if size != shard.bytes:
-            raise CorruptError(f"{file} has {size:,} bytes, and should have {shard.bytes:,}.")
-        if contents and sha256(file) != shard.sha256:
-            raise CorruptError(f"{file} is damaged: its content does not have the checksum of {INDEX}.")
-        yield shard
+    for file in (*(() if index.head is None else (index.head,)), *index.shards, *index.parts):
+        _check_file(path, file, contents)
+        yield file
+
+
+def _check_file(path: Path, expected: Shard | HeadFile, contents: bool) -> None:
+    file = path / expected.name
+    if not file.is_file():
+        raise CorruptError(f"{file} is missing.")
+    size = file.stat().st_size
+    if size != expected.bytes:
+        raise CorruptError(f"{file} has {size:,} bytes, and should have {expected.bytes:,}.")
+    if contents and sha256(file) != expected.sha256:
+        raise CorruptError(f"{file} is damaged: its content does not have the checksum of {INDEX}.")
 
 
 def pack_shard(keys: list[bytes], records: list[Tensor]) -> bytes:

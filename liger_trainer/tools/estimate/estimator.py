@@ -16,7 +16,7 @@ from .memory_tracker import Peak
 from .row_lengths import RowLengths, row_lengths
 from .sharding import Sharding, sharding_of
 from .simulate import StepMemory, StepSpec, simulate
-from .step_spec import cache_format, step_spec
+from .step_spec import step_spec
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
@@ -36,6 +36,7 @@ TEACHER_CHANGES = (
     ("teacher_dtype=bfloat16",),
     ("teacher_load_in_4bit=true",),
     ("teacher=cache", "teacher_cache_dir=teacher-cache"),
+    ("teacher=cache", "teacher_cache_dir=teacher-cache", "cache_kind=hidden"),
 )
 
 
@@ -153,7 +154,8 @@ def _tokens(config: "RunConfig", spec: StepSpec, lengths: RowLengths | str, shar
         if config["packing"]:
             epoch_rows, mean = math.ceil(lengths.rows * mean / longest), float(longest)
         if config.recipe == "distill" and config["teacher"] == "cache":
-            cache = epoch_rows * mean * cache_format(config, spec.student.config).record.bytes / MIB
+            assert spec.teacher_records is not None
+            cache = (epoch_rows * mean * spec.teacher_records.token_bytes + spec.teacher_records.fixed_bytes) / MIB
     if steps <= 0:
         steps = (
             None if epoch_rows is None else math.ceil(math.ceil(epoch_rows / rows_a_step) * config["num_train_epochs"])

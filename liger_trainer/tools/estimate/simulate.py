@@ -58,7 +58,7 @@ class StepSpec:
         autocast: its dtype; None without autocast.
         checkpointing: keywords of `gradient_checkpointing_enable`; None without checkpointing.
         optimizer: makes one from parameter groups.
-        teacher_records: makes the batch's records of a teacher cache, from rows and length.
+        teacher_records: the format of a teacher cache, which makes the records of a batch.
         teaches_itself: the teacher is the student without its adapters.
     """
 
@@ -71,7 +71,7 @@ class StepSpec:
     by_lengths: bool = False
     accumulation: int = 1
     teacher: ModelSpec | None = None
-    teacher_records: Callable[[int, int], Any] | None = None
+    teacher_records: Any = None
     teaches_itself: bool = False
     peft: Any = None
     patch: PatchOptions = field(default_factory=PatchOptions)
@@ -116,7 +116,8 @@ def simulate(spec: StepSpec) -> StepMemory:
         with fake:
             for model in (student, teacher) if teacher is not None else (student,):
                 _allocate(model)
-        step = _TrainerSteps(spec, student, teacher, tracker)
+            resident = [] if spec.teacher_records is None else spec.teacher_records.resident()
+        step = _TrainerSteps(spec, student, teacher, tracker, resident)
         try:
             with fake, tracker, on_a_gpu(spec.labelled, float(spec.labelled)):
                 step.run()
@@ -143,7 +144,9 @@ class _TrainerSteps:
     move them, so it is added at the end.
     """
 
-    def __init__(self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker):
+    def __init__(
+        self, spec: StepSpec, student: Any, teacher: Any, tracker: MemoryTracker, resident: list[Tensor]
+    ):  # fmt: skip
         self.spec, self.student, self.teacher, self.tracker = spec, student, teacher, tracker
         self.trained = [p for p in student.parameters() if p.requires_grad]
         frozen = {id(p) for p in student.parameters()} - {id(p) for p in self.trained}
@@ -152,6 +155,8 @@ class _TrainerSteps:
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
             tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
+        self.resident = resident  # of a teacher cache
+        tracker.add(resident, "teacher weights")
         self.used: set[Tensor] = set()
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
@@ -212,7 +217,7 @@ class _TrainerSteps:
         spec = self.spec
         if spec.teacher_records is not None:
             with self.tracker.during("teacher", "teacher records"):
-                return {"teacher_logits": spec.teacher_records(spec.rows, spec.length)}
+                return {"teacher_logits": spec.teacher_records.records(spec.rows, spec.length, self.resident)}
         teacher = base_of(self.student) if spec.teaches_itself else self.teacher
         if teacher is None:
             return {}

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,16 @@ from transformers.optimization import Adafactor
 from trl import get_peft_config
 
 from ...config.settings import Setting
+from ...errors import LigerTrainerError
+from ...losses.dense import RecordedAnswer
 from ...losses.sparse import SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
 from ...patching.patcher import PatchOptions
 from ...run.data.demo_model import DEMO_MODELS, demo_key
 from ...run.drop_layers import kept_indices, thinned_config
+from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
+from ...teachers.cache.store import HiddenSettings, read_index
 from ...trainers.step_config import ALWAYS, AUTO
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
@@ -170,9 +175,9 @@ def _student(config: "RunConfig") -> ModelSpec:
 
 
 def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bool) -> tuple[ModelSpec | None, Any]:
-    """Return (the teacher's model, None), or (None, a function that makes the records of a batch)."""
+    """Return (the teacher's model, None), or (None, the format of its cache)."""
     if args.teacher == "cache":
-        return None, cache_format(config, student).records
+        return None, cache_format(config, student, bf16)
     if args.teacher == "self":
         return None, None
     if args.teacher != "model":
@@ -200,12 +205,26 @@ def _dtype(name: Any, config: PreTrainedConfig) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class CacheFormat:
-    """The format of the records in a configuration's cache."""
+class TokenCache:
+    """What a cache of tokens takes.
+
+    Attributes:
+        token_bytes: of one token on disk.
+        fixed_bytes: on disk, however many tokens there are.
+    """
 
     record: RecordFormat
+    fixed_bytes: int = 0
 
-    def records(self, rows: int, length: int) -> SparseAnswer:
+    @property
+    def token_bytes(self) -> int:
+        return self.record.bytes
+
+    def resident(self) -> list[torch.Tensor]:
+        """Return what lies in memory as long as training lasts, without data."""
+        return []
+
+    def records(self, rows: int, length: int, resident: list[torch.Tensor]) -> SparseAnswer:
         """Return the decoded records of a batch, without data."""
         ids = torch.empty(rows, length, self.record.entries + self.record.tail_draws, dtype=torch.int32)
         values = (torch.empty(rows, length) for _ in range(3))
@@ -213,8 +232,57 @@ class CacheFormat:
         return SparseAnswer(targets, self.record.tail, self.record.vocab_size)
 
 
-def cache_format(config: "RunConfig", student: PreTrainedConfig) -> CacheFormat:
-    """Return the format that `liger-trainer cache` would write, with the vocabulary of the model."""
+@dataclass(frozen=True)
+class HiddenCache:
+    """What a cache of hidden states takes; the attributes are those of `TokenCache`."""
+
+    record: HiddenFormat
+    vocab_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.record.bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.vocab_size * self.record.bytes
+
+    def resident(self) -> list[torch.Tensor]:
+        """Return the head, without data. A bias is too small to count."""
+        return [torch.empty(self.vocab_size, self.record.width, dtype=self.record.torch_dtype)]
+
+    def records(self, rows: int, length: int, resident: list[torch.Tensor]) -> RecordedAnswer:
+        """Return the hidden states of a batch beside the resident head, without data."""
+        hidden = torch.empty(rows, length, self.record.width, dtype=self.record.torch_dtype)
+        return RecordedAnswer(TeacherHead(*resident, bias=None).logits(hidden))
+
+
+def cache_format(config: "RunConfig", student: PreTrainedConfig, bf16: bool) -> TokenCache | HiddenCache:
+    """Return what the cache takes that `liger-trainer cache` would write, with the vocabulary of the model.
+
+    Raises:
+        ConfigError: the width of hidden states is not known: no teacher is named, and nothing is captured yet.
+    """
     vocabulary = student.get_text_config(decoder=True).vocab_size
+    if config["cache_kind"] == "hidden":
+        return HiddenCache(_hidden_format(config, bf16), vocabulary)
     kind, entries, draws, bits = (config[f"cache_{name}"] for name in ("kind", "entries", "tail_draws", "bits"))
-    return CacheFormat(RecordFormat.of(kind, entries, draws, bits, vocabulary))
+    return TokenCache(RecordFormat.of(kind, entries, draws, bits, vocabulary))
+
+
+def _hidden_format(config: "RunConfig", bf16: bool) -> HiddenFormat:
+    if config["teacher_model_name_or_path"]:
+        model = read_config(
+            config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"}
+        )
+        named = config.init_kwargs("teacher_model_init_kwargs").get("dtype", config["teacher_dtype"])
+        dtype = _autocast(config, bf16) or (torch.float32 if named is None else _dtype(named, model))
+        name: Any = str(dtype).removeprefix("torch.")
+        return HiddenFormat(model.get_text_config(decoder=True).hidden_size, name)
+    try:
+        settings = read_index(Path(config["teacher_cache_dir"]).expanduser()).settings
+    except LigerTrainerError as error:
+        raise config.error("teacher_model_name_or_path", f"missing, and no cache tells the width: {error}") from None
+    if not isinstance(settings, HiddenSettings):
+        raise config.error("cache_kind", f"hidden, but the cache that is there is of {settings.kind}.")
+    return settings.format

@@ -21,8 +21,8 @@ ENGINES = {
 OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
     "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "callback": "llama",
-    "cached": "llama", "on_policy": "llama", "tied lora on_policy": "llama_tied", "seq_kd": "llama",
-    "weighted": "llama",
+    "cached": "llama", "cached hidden": "llama", "on_policy": "llama", "tied lora on_policy": "llama_tied",
+    "seq_kd": "llama", "weighted": "llama",
 }  # fmt: skip
 OPTIONS = {
     "": {},

@@ -1,0 +1,322 @@
+"""A cache of hidden states teaches as the live teacher does, whatever the loss; damage and mismatches are found."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from caches import captured, end_of, files_of, flip, teacher_model, trainer_of
+from caches import config as cache_config
+from splits import capture_gradients
+from tiny import VOCAB, chats, completions, largest_vocabulary_tensor, texts, tiny_model, tiny_tokenizer
+
+from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
+from liger_trainer.teachers.cache.hidden import HEAD, HiddenFormat
+from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
+from liger_trainer.trainers import capture as cache_capture
+from liger_trainer.trainers.capture import capture
+
+pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
+HIDDEN = {"cache_kind": "hidden", "cache_tail_draws": None}
+STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False}
+
+
+def config(folder, **options):
+    return cache_config(folder, **{**HIDDEN, **options})
+
+
+def hidden_cache(folder, *args, **options):
+    return captured(folder, *args, **{**HIDDEN, **options})
+
+
+def live_args(options):
+    return cache_config(None, **{**options, "teacher": "model", "cache_kind": "topk", "cache_tail_draws": None})
+
+
+def one_step(trainer):
+    gradients = capture_gradients(trainer)
+    trainer.train()
+    return trainer.state.log_history[0], gradients
+
+
+def assert_same_step(cached, live, tolerance=1e-6):
+    (logs, got), (truth, expected) = one_step(cached), one_step(live)
+    names = {name for name in truth if "runtime" not in name and "second" not in name}
+    assert names <= logs.keys()
+    for name in names:
+        assert logs[name] == pytest.approx(truth[name], rel=tolerance, abs=tolerance), name
+    total = torch.stack([g.norm() for g in expected.values()]).norm()
+    assert total > 1e-3
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).norm() <= tolerance * total, name
+
+
+EVERY = [{"type": name, "weight": weight} for name, weight in (("forward_kl", 0.7), ("reverse_kl", 0.3), ("ce", 0.4))]
+LOSSES = {
+    "forward KL": {},
+    "reverse KL": {"beta": 1.0, "kd_temperature": 3.0},
+    "JSD": {"beta": 0.3, "label_smoothing_factor": 0.0},
+    "mix": {"losses": EVERY, "kd_temperature": 2.0, "label_smoothing_factor": 0.1},
+    "skewed, total variation, adaptive": {
+        "losses": [{"type": "skew_kl"}, {"type": "skew_reverse_kl"}, {"type": "tvd"}, {"type": "adaptive_kl"}],
+        "temperature": 0.7,
+    },
+    "TAID": {"taid": {"start": 0.4}, "losses": [{"type": "symmetric_kl"}]},
+    "schedules": {"schedules": {"temperature": {"from": 4.0, "to": 1.0}, "forward_kl_weight": {"to": 0.0}}},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A cache of several shards in fp32, and the teacher it is of."""
+    folder, patch = tmp_path_factory.mktemp("hidden"), pytest.MonkeyPatch()
+    patch.setattr(cache_capture, "MIB", 2048)
+    hidden_cache(folder / "c", test=completions(6, seed=4), cache_shard_mb=1)
+    patch.undo()
+    assert len(read_index(folder / "c").shards) > 3
+    return folder
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+def test_every_loss_is_the_live_teachers(whole, losses):
+    """One capture serves all losses and temperatures, in training and evaluation."""
+    options, test = {**LOSSES[losses], **STEP}, completions(6, seed=4)
+    cached = trainer_of(config(whole / "c", **options), test=test)
+    live = trainer_of(live_args(options), test=test, teacher=teacher_model())
+    assert cached.teacher is None
+    evaluated, expected = cached.evaluate(), live.evaluate()
+    assert {"eval_reverse_kl", "eval_jsd", "eval_teacher_entropy"} <= evaluated.keys()
+    for name in (name for name in expected if "second" not in name and "time" not in name):
+        assert evaluated[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
+    assert_same_step(cached, live)
+
+
+FORMS = {
+    "packed": (completions, {"packing": True, "max_length": 48}),
+    "packed, cut": (completions, {"packing": True, "max_length": 9}),
+    "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    "padding-free": (completions, {"padding_free": True, "max_length": None}),
+    "assistant": (chats, {"assistant_only_loss": True}),
+    "weighted": (lambda n: completions(n).add_column("w", [0.25, 2.0] * (n // 2)), {"weight_column": "w"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_every_form(tmp_path, form):
+    """Packed rows are looked up document by document; the live teacher reads them packed, under the same masks."""
+    rows, options = FORMS[form]
+    options, teacher = {"beta": 0.5, **options, **STEP}, tiny_model(seed=3)
+    args = hidden_cache(tmp_path / "c", rows(10), teacher=copy.deepcopy(teacher), **options)
+    cached, live = trainer_of(args, rows(10)), trainer_of(live_args(options), rows(10), teacher=teacher)
+    assert_same_step(cached, live, 2e-6)
+
+
+@pytest.mark.parametrize("family", ["granite", "gpt2", "llama_tied", "cohere", "phi", "gemma3"])
+def test_heads_with_scales_caps_and_biases(tmp_path, family):
+    options, teacher = {"beta": 0.4, **STEP}, tiny_model(family, seed=3, vocab_size=80)
+    bias = teacher.get_output_embeddings().bias
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    args = hidden_cache(tmp_path / "c", teacher=copy.deepcopy(teacher), **options)
+    cache = TeacherCache(tmp_path / "c", verify=True)
+    head = cache.head()
+    assert head.weight.shape[0] == VOCAB and (head.bias is not None) == (family == "phi")  # padding is cut off
+    assert_same_step(trainer_of(args), trainer_of(live_args(options), teacher=teacher))
+
+
+@pytest.fixture
+def unpatched_teacher(monkeypatch):
+    """The live teacher runs transformers' own layers, as in a capture: others round bf16 elsewhere."""
+    monkeypatch.setattr("liger_trainer.teachers.model.patch_layers", lambda *_: None)
+
+
+def test_bf16_is_stored_in_two_bytes_and_gives_the_live_teachers_kl(tmp_path, unpatched_teacher):
+    """Under autocast, products are in bf16 anyway: nothing is lost by storing hidden states and head in it."""
+    options = {**STEP, "bf16": True, "beta": 0.5}
+    args = hidden_cache(tmp_path / "c", test=completions(6), **options)
+    cache = TeacherCache(tmp_path / "c")
+    assert cache.format == HiddenFormat(48, "bfloat16") and cache.format.bytes == 2 * 48
+    cached = trainer_of(args, test=completions(6))
+    live = trainer_of(live_args(options), test=completions(6), teacher=teacher_model())
+    got, truth = cached.evaluate(), live.evaluate()
+    for name in ("eval_loss", "eval_forward_kl", "eval_reverse_kl", "eval_jsd"):
+        assert truth[name] > 0.01 and got[name] == pytest.approx(truth[name], abs=1e-5), name
+    assert_same_step(cached, live, 1e-4)
+
+
+def test_a_cache_of_bf16_teaches_a_run_in_fp32(tmp_path, unpatched_teacher):
+    """A teacher whose weights are bf16 computes in bf16; the run's own dtype is its own business."""
+    teacher = teacher_model().to(torch.bfloat16)
+    args = hidden_cache(tmp_path / "c", teacher=copy.deepcopy(teacher), **STEP)
+    assert TeacherCache(tmp_path / "c").format.dtype == "bfloat16"
+    live, cached = trainer_of(live_args(STEP), teacher=teacher), trainer_of(args)
+    got, truth = (one_step(trainer)[0]["forward_kl"] for trainer in (cached, live))
+    assert got == pytest.approx(truth, abs=1e-5)
+
+
+def test_logits_are_never_stored(tmp_path, monkeypatch):
+    with largest_vocabulary_tensor(monkeypatch, 3) as seen:
+        args = hidden_cache(tmp_path / "c", **STEP)
+        assert seen.rows <= 3  # of a whole batch there are more
+        one_step(trainer_of(args))
+    assert 0 < seen.rows <= 3
+
+
+def test_the_head_of_a_spread_model_is_read_and_one_that_is_more_refused(tmp_path):
+    plain, spread = tiny_model(seed=3), tiny_model(seed=3)
+    dispatch_model(spread, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    assert "forward" in vars(spread.get_output_embeddings()) and "forward" in vars(spread)
+    for name, teacher in (("a", plain), ("b", spread)):
+        hidden_cache(tmp_path / name, teacher=teacher)
+    shards = [{k: v for k, v in files_of(tmp_path / name).items() if k.endswith("tensors")} for name in "ab"]
+    assert shards[0] == shards[1] and len(shards[0]) == 2
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    other = tiny_model(seed=3)
+    other.set_output_embeddings(Scaled(32, VOCAB, bias=False))
+    with pytest.raises(ConfigError, match="as one matrix, and its output head is a Scaled"):
+        hidden_cache(tmp_path / "c", teacher=other)
+    adapted = tiny_model(seed=3)
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(adapted, LoraConfig(target_modules=["lm_head"], r=2))
+    with pytest.raises(ConfigError, match="adapters are on its output head. Merge"):
+        hidden_cache(tmp_path / "d", teacher=wrapped)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path):
+    teacher = tiny_model(seed=3)
+    forward = teacher.forward
+
+    def without_some(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        outputs.logits[..., :3] = -1e4
+        return outputs
+
+    teacher.forward = without_some
+    with pytest.warns(Warning, match="assignment"), pytest.raises(ConfigError, match="more with its logits than scale"):
+        hidden_cache(tmp_path / "c", teacher=teacher)
+
+
+def test_a_teacher_of_nan_is_not_written_down(tmp_path):
+    teacher = teacher_model()
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[1:40] = torch.nan
+    with pytest.raises(LigerTrainerError, match="NaN or infinite in float32"):
+        hidden_cache(tmp_path / "c", teacher=teacher)
+    assert not list((tmp_path / "c").glob("shard*"))
+
+
+def test_damage_of_the_head_and_of_a_shard(whole, tmp_path, capsys):
+    cache = tmp_path / "c"
+    shutil.copytree(whole / "c", cache)
+    for name in (HEAD, "shard-00001.safetensors"):
+        content = (cache / name).read_bytes()
+        flip(cache / name, len(content) - 5, 3)
+        code, said = end_of(capsys, "cache", "verify", str(cache))
+        assert code == 6 and f"{name} is damaged" in said
+        with pytest.raises(CorruptError, match=f"{name} is damaged"):
+            trainer = trainer_of(config(cache, **STEP))
+            assert name != HEAD, "the whole loss depends on it, so it is compared before anything is trained"
+            trainer.train()
+        (cache / name).write_bytes(content)
+    (cache / HEAD).unlink()
+    with pytest.raises(CorruptError, match="head.safetensors is missing"):
+        trainer_of(config(cache))
+
+
+def test_interrupted_between_any_two_files(tmp_path, monkeypatch):
+    """Whatever was written last, the same command ends with the same files; other kinds and dtypes do not go on."""
+    hidden_cache(tmp_path / "whole", per_device_eval_batch_size=4)
+    truth, write = files_of(tmp_path / "whole"), cache_capture.write_atomically
+    monkeypatch.setattr(cache_capture, "SECONDS_OF_A_PART", 0.0)
+    for stop_at in (1, 2, 3):
+        folder, calls = tmp_path / str(stop_at), []
+
+        def mortal(path, content, calls=calls, stop_at=stop_at):
+            calls.append(path)
+            if len(calls) == stop_at:
+                raise KeyboardInterrupt
+            write(path, content)
+
+        monkeypatch.setattr(cache_capture, "write_atomically", mortal)
+        with pytest.raises(KeyboardInterrupt):
+            hidden_cache(folder, per_device_eval_batch_size=4)
+        monkeypatch.setattr(cache_capture, "write_atomically", write)
+        assert not read_index(folder).finished and (read_index(folder).head is None) == (stop_at == 1)
+        with pytest.raises(ConfigError, match="settings.kind: hidden there, topk now"):
+            captured(folder)
+        with pytest.raises(ConfigError, match="settings.dtype: float32 there, bfloat16 now"):
+            hidden_cache(folder, bf16=True)
+        hidden_cache(folder, per_device_eval_batch_size=4)
+        assert files_of(folder) == truth
+
+
+def test_info_and_what_a_checkpoint_knows_of_it(whole, capsys):
+    code, said = end_of(capsys, "cache", "info", str(whole / "c"))
+    assert code == 0 and "hidden states of 48 values in float32" in said and "192 in a record" in said
+    assert "softcap 2" in said and "the head" in said
+    index = read_index(whole / "c")
+    prints = trainer_of(config(whole / "c")).teaching.fingerprints()
+    assert prints["head"] == index.head.sha256 and prints["settings"]["kind"] == "hidden"  # type: ignore[union-attr]
+    assert "head" not in json.loads((whole / "c" / INDEX).read_text())["settings"]
+
+
+REFUSALS = [
+    ({"cache_entries": 8}, "cache_entries: has no effect with `cache_kind: hidden`"),
+    ({"cache_bits": 16}, "cache_bits: has no effect with `cache_kind: hidden`"),
+    ({"cache_tail_draws": 0}, "cache_tail_draws: has no effect with `cache_kind: hidden`"),
+    ({"losses": [{"type": "forward_kl"}, {"type": "hidden_mse"}]}, "hidden_mse compares the outputs of layers"),
+    ({"losses": [{"type": "uld"}]}, "uld needs the model of a teacher"),
+    ({"lmbda": 0.5}, "a cache knows the completions in the rows alone"),
+    ({"seq_kd": True}, "a cache knows the completions in the rows alone"),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSALS, ids=lambda value: str(value)[:40])
+def test_what_it_cannot_serve(options, message):
+    with pytest.raises(ValueError, match=message):
+        config("somewhere", **options)
+
+
+def test_a_run_of_another_kind_is_refused(whole, tmp_path):
+    with pytest.raises(ConfigError, match="is of cache_kind: hidden, this run has cache_kind: topk.*Set cache_kind"):
+        trainer_of(cache_config(whole / "c"))
+    captured(tmp_path / "c")
+    with pytest.raises(ConfigError, match="is of cache_kind: topk, this run has cache_kind: hidden"):
+        trainer_of(config(tmp_path / "c"))
+    with pytest.raises(ConfigError, match="with max_length 1024, and this run has 512"):
+        trainer_of(config(whole / "c", max_length=512))
+    with pytest.raises(ConfigError, match="from another teacher"):
+        trainer_of(config(whole / "c"), teacher=tiny_model("gemma2", seed=6, hidden_size=48))
+    trainer_of(config(whole / "c", temperature=7.0), teacher=teacher_model())
+
+
+def test_the_capture_needs_no_loss_of_its_own(tmp_path):
+    """Temperature and losses of the capture leave no trace: the files are the same."""
+    hidden_cache(tmp_path / "a", temperature=3.0, beta=1.0)
+    hidden_cache(tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    args = config(tmp_path / "b")
+    with pytest.raises(ConfigError, match="holds a finished teacher cache"):
+        capture(teacher_model(), args, tiny_tokenizer(), completions())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bf16", [False, True])
+def test_on_gpu(tmp_path, unpatched_teacher, bf16):
+    """Captured and trained on the GPU, with records that the host copies there."""
+    options = {**STEP, "use_cpu": False, "bf16": bf16, "beta": 0.5, "kd_temperature": 2.0}
+    args = hidden_cache(tmp_path / "c", test=completions(6), **options)
+    cached = trainer_of(args, test=completions(6))
+    live = trainer_of(live_args(options), test=completions(6), teacher=teacher_model())
+    got, truth = cached.evaluate(), live.evaluate()
+    assert next(cached.model.parameters()).is_cuda
+    for name in ("eval_loss", "eval_forward_kl", "eval_reverse_kl", "eval_jsd"):
+        assert got[name] == pytest.approx(truth[name], abs=1e-4), name
+    assert_same_step(cached, live, 5e-3 if bf16 else 1e-4)
