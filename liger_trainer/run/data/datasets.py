@@ -92,11 +92,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     form, used = _form(_pick(config, source, "dataset_train_split"), config)
     images = image_column(used)
     train, test, held_out, at = _split(config, source)
-    columns, named = tuple(train.column_names), _named_columns(config, train)
-    missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
-    if missing:
-        raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
-    more = [c for c in dict.fromkeys(named.values()) if c not in used]
+    columns, more = tuple(train.column_names), _further_columns(config, train, test, used)
     whole = [rows.select_columns([*used, *(c for c in more if c in rows.column_names)]) for rows in (train, test)]
     train, test = train.select_columns(list(used)), test.select_columns(list(used))
     digest = hashlib.sha256()
@@ -139,6 +135,19 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     for rows in (train, test):
         rows.info.dataset_name = facts.name  # for messages, wherever the rows go
     return RunData(train, test, facts, lambda split, i: BadRows.name(at(split, kept[split][i])))
+
+
+def _further_columns(config: "RunConfig", train: "Dataset", test: "Dataset", used: Sequence[str]) -> list[str]:
+    """Return the columns that settings name beside those that are used.
+
+    Raises:
+        DataError: the held-out rows lack a column that they need.
+    """
+    named = _named_columns(config, train)
+    missing = [c for c in (*used, *(named.values())) if c not in test.column_names and c != named.get(OF_TRAINING)]
+    if missing:
+        raise DataError(f"the held-out rows have no column {missing[0]!r}, which the training rows have.")
+    return [c for c in dict.fromkeys(named.values()) if c not in used]
 
 
 def _with_images(config: "RunConfig", source: LoadedDataset) -> LoadedDataset:
