@@ -171,9 +171,8 @@ CASES = {
         SFTTrainer, SFTConfig, rows_of, per_device_train_batch_size=12, per_device_eval_batch_size=12, **SPLIT
     ),
 }
-QUICK = {  # each way in which batches come, and each thing that is measured
-    "even_batches", "dispatch_batches", "stream", "compute_metrics", "predict", "kd_padding_free", "callback",
-    "callback_dispatched",
+QUICK = {  # what every run takes; the others take minutes
+    "even_batches", "dispatch_batches", "predict", "kd_padding_free", "callback",
 }  # fmt: skip
 RUNS = {  # processes, and what they evaluate
     "three": (3, QUICK), "two": (2, set(CASES)), "three, the others": (3, set(CASES) - QUICK),

@@ -32,6 +32,7 @@ def one_process():
     return {objective: step(objective, 8, 1) for objective in OBJECTIVES}
 
 
+@pytest.mark.slow  # two processes
 @pytest.mark.parametrize(("engine", "objective"), STEPS)
 def test_a_step_is_that_of_one_process(two_processes, one_process, engine, objective):
     got, want = two_processes[engine, objective], one_process[objective]
@@ -40,6 +41,7 @@ def test_a_step_is_that_of_one_process(two_processes, one_process, engine, objec
     torch.testing.assert_close(got["logits"], want["logits"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # two processes
 @pytest.mark.parametrize(("engine", "objective"), STEPS)
 def test_no_head_is_gathered(two_processes, engine, objective):
     result = two_processes[engine, objective]
@@ -50,6 +52,7 @@ def test_no_head_is_gathered(two_processes, engine, objective):
 
 
 @pytest.mark.skipif(not DTENSORS, reason="this transformers shards without DTensor")
+@pytest.mark.slow
 def test_tensor_parallel_heads_stay_sharded(two_processes):
     got, want = two_processes["tensor parallel"], gradients_of(student_of("ce"))
     assert got["walks"] == [33]

@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_goes_on_with_the_same_losses(folder, engine, count):
     want, got = (torch.load(folder / name)[engine] for name in ("begun-2.pt", f"resumed-{count}.pt"))

@@ -149,6 +149,7 @@ def test_batches_of_other_sizes_and_another_divisor(layers):
 
 
 @whole_graph
+@pytest.mark.slow
 def test_loss_without_gradients_leaves_the_logits_for_later():
     """One graph for all that is computed, and one break after it: a graph cannot make logits that wait."""
     plain, model, _ = pair(layers=0)

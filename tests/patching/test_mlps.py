@@ -397,7 +397,11 @@ class LoopExperts(nn.Module):
 def gpt_oss():
     settings = GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4)
     settings._experts_implementation = "grouped_mm"
-    return GptOssExperts(settings)
+    torch.manual_seed(0)
+    module = GptOssExperts(settings)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
 
 
 def with_another_gate():

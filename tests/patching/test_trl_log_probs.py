@@ -125,7 +125,13 @@ def numbers(trainer) -> list[tuple[str, float]]:
     return [(name, x) for name, x in logs if isinstance(x, (int, float)) and not any(t in name for t in TIMES)]
 
 
-@pytest.mark.parametrize("name, options", CASES.values(), ids=CASES)
+QUICK = ("sft", "dpo", "dpo, adapters", "kto", "grpo, entropy bonus", "rloo")
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [pytest.param(*x, id=case, marks=() if case in QUICK else pytest.mark.slow) for case, x in CASES.items()],
+)
 def test_trainers_train_as_stock_ones_and_store_no_logits(name, options, tmp_path, monkeypatch):
     want, wanted = trained(name, tmp_path, False, **options)
     with largest_vocabulary_tensor(monkeypatch, rows=8) as seen:

@@ -59,7 +59,7 @@ def by_loops(teacher, student, prompt: list[int], tokens: int, most: int, end: i
     return counts
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=WINDOWS)])
 def test_counts_are_those_of_plain_loops(family, tokens):
     teacher = tiny_model(family, seed=1)
@@ -150,6 +150,7 @@ def test_a_run_measures_before_and_after_and_eval_finds_the_same(folder, capsys,
     assert "draft" not in printed
 
 
+@pytest.mark.slow
 def test_models_in_other_dtypes_are_counted_and_not_timed(folder, capsys):
     Path("run.yaml").write_text(settings(**DRAFTS, max_steps=1, teacher_dtype="bfloat16"))
     with pytest.warns(UserWarning, match=r"Drafts are counted, not timed: the student's weights are torch\.float32"):

@@ -90,6 +90,7 @@ def test_adapters_of_a_teacher_are_merged_and_both_stages_have_it(folder, capsys
     assert taught == pytest.approx([corrected["after"]["perplexity"]] * 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_overwrites_begins_with_the_teacher(folder, capsys):
     two = {"recipe": "distill_two_stage", "second_stage": {"beta": 1.0}, "max_steps": 2}
     write(**TEACHER, teacher_correction={**CORRECTION, "max_steps": 2}, **two)

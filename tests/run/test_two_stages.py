@@ -93,10 +93,12 @@ def undisturbed(models, tmp_path_factory):
 @pytest.mark.parametrize(
     ("stage", "step", "left"),
     [
-        ("stage-1", 1, []),  # before the first checkpoint: from the beginning
-        ("stage-1", 3, ["stage-1/checkpoint-2"]),
+        pytest.param("stage-1", 1, [], marks=pytest.mark.slow),  # before the first checkpoint: from the beginning
+        pytest.param("stage-1", 3, ["stage-1/checkpoint-2"], marks=pytest.mark.slow),
         ("out", 1, ["stage-1/checkpoint-2", "stage-1/checkpoint-4"]),  # the first stage is not trained again
-        ("out", 3, ["stage-1/checkpoint-2", "stage-1/checkpoint-4", "checkpoint-2"]),
+        pytest.param(
+            "out", 3, ["stage-1/checkpoint-2", "stage-1/checkpoint-4", "checkpoint-2"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_killed_run_is_finished_by_resume_alone(folder, capsys, undisturbed, stage, step, left):

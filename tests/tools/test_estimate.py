@@ -168,6 +168,7 @@ def test_autocast_copies_each_weight_of_a_product_once_but_those_that_an_op_cast
     assert parts(simulate(bf16), "loss")["autocast copies"] == 0
 
 
+@pytest.mark.slow
 def test_checkpointing_lora_and_quantised_weights_take_less():
     plain = simulate(step(rows=8))
     checkpointed = simulate(step(rows=8, checkpointing={"use_reentrant": False}))
@@ -287,6 +288,7 @@ def test_shares_of_several_processes():
         assert ("autocast copies" in sharding.per_process(mixed)["forward"].parts) == copies
 
 
+@pytest.mark.slow
 def test_packed_rows_read_by_lengths_take_what_unpacked_rows_take(project, capsys):
     """Where the model's own attention reads them, the mask grows with the square of the row."""
     packed = ("packing=true", "max_length=13", "per_device_train_batch_size=8", "bf16=false")

@@ -136,6 +136,7 @@ run.generate(sys.argv[1], Path(sys.argv[2]), GenerateOptions(**eval(sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_killed_runs_end_with_the_same_files(teacher, prompts, tmp_path):
     options = {**SMALL, "prompts": prompts, "completions_per_prompt": 3, "keep_unfinished": True}
     generation.generate(teacher, tmp_path / "whole", GenerateOptions(**options))
