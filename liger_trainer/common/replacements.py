@@ -10,6 +10,16 @@ from torch import nn
 _PLACES = {"forward": "_old_forward", "_old_forward": "forward"}
 
 
+def _place(module: nn.Module) -> str:
+    """Return the attribute with the forward that runs: a hook of accelerate calls another than `forward`."""
+    return "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
+
+
+def forward_of(module: nn.Module) -> Callable:
+    """Return the forward in whose place `Replacements.forward` puts another."""
+    return getattr(module, _place(module))
+
+
 class _Absent:
     """The object had no such attribute of its own. A class, because a deep copy of it is itself."""
 
@@ -46,8 +56,7 @@ class Replacements:
 
         It is bound as a method, so that it runs on the copy in a deep copy of the module.
         """
-        hooked = hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
-        self.set(module, "_old_forward" if hooked else "forward", types.MethodType(forward, module))
+        self.set(module, _place(module), types.MethodType(forward, module))
 
     def undo(self) -> None:
         """Put the former attributes back. A second call does nothing."""

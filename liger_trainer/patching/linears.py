@@ -38,16 +38,18 @@ def patch_linears(model: nn.Module, options: PatchOptions, replacements: Replace
 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a linear layer can be replaced by its weight and bias: see `is_plain`; its forward may be ours."""
-    return is_plain(layer) or (_is_ours(layer) and type(layer.weight) in WEIGHTS and not is_hooked(layer))
+    return is_plain(layer) or _is_served(layer)
 
 
 def _is_trained(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     return layer is not None and is_plain(layer) and layer.weight.requires_grad
 
 
-def _is_ours(layer: Any) -> bool:
+def _is_served(layer: Any) -> TypeGuard[nn.Linear]:
+    """Whether a layer has our forward, and is nothing but its weight and bias."""
     forward = vars(layer).get("forward")
-    return type(layer) is nn.Linear and isinstance(forward, types.MethodType) and forward.__func__ is _forward
+    ours = isinstance(forward, types.MethodType) and forward.__func__ is _forward
+    return ours and type(layer) is nn.Linear and type(layer.weight) in WEIGHTS and not is_hooked(layer)
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in nn.Linear
@@ -60,6 +62,6 @@ def _forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in n
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """Return the outputs of layers for x, None if one of them has to be called."""
-    if not all(_is_ours(layer) and is_weight_and_bias(layer) for layer in layers):
+    if not all(map(_is_served, layers)):
         return None
     return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore

@@ -18,7 +18,7 @@ from .collators import DocumentCollator
 from .config import TeacherConfig, TeacherEntry, entries_of
 from .fingerprints import data_fingerprint
 from .model import ModelTeacher
-from .row_keys import documents, row_key
+from .row_keys import check_known, row_key, rows_with
 
 ROUTES, PRESENT = "teacher_routes", "teachers_present"
 NO_ROUTE = -1
@@ -71,18 +71,12 @@ class EnsembleTeacher(Teacher):
         """Remember the teacher of every document, by its key after truncation."""
         if self._column is None:
             return
-        if self._column not in dataset.column_names:
-            raise DataError(
-                f"The {name} dataset has no column {self._column!r}, which teacher_column names; it has "
-                f"{', '.join(dataset.column_names)}."
-            )
-        values = dataset[self._column]
-        for document in documents(dataset.select_columns(["input_ids", "labels"])):
-            route = self._index.get(str(values[document.row]))
+        for value, document in rows_with(self._column, dataset, "teacher_column", name):
+            route = self._index.get(str(value))
             if route is None:
                 raise DataError(
-                    f"Row {document.row} of the {name} dataset has {values[document.row]!r} in the column "
-                    f"{self._column!r}, and no teacher is of that name or route. Known: {', '.join(self._index)}."
+                    f"Row {document.row} of the {name} dataset has {value!r} in the column {self._column!r}, and no "
+                    f"teacher is of that name or route. Known: {', '.join(self._index)}."
                 )
             ids, labels = cut(document.input_ids), cut(document.labels)
             if self._routes.setdefault(row_key(ids, labels), route) != route:
@@ -104,18 +98,8 @@ class EnsembleTeacher(Teacher):
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         for teacher in self.teachers.values():
             teacher.check(dataset, name, tokenizer)
-        if self._column is None:
-            return
-        if not isinstance(dataset, Dataset):
-            raise ConfigError(
-                "teacher_column needs rows that the trainer prepares and can read beforehand: no stream, and no "
-                "skip_prepare_dataset."
-            )
-        if any(document.tokens and document.key not in self._routes for document in documents(dataset)):
-            raise ConfigError(
-                f"teacher_column does not go with packing_strategy: {self._strategy}, which cuts documents up. Use "
-                "bfd, or no packing."
-            )
+        if self._column is not None:
+            check_known(dataset, self._routes, "teacher_column", self._strategy)
 
     def collator(self, collator: Any) -> Any:
         for name, teacher in self.teachers.items():

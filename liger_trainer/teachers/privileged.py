@@ -22,7 +22,7 @@ from ..patching.patcher import base_of
 from .base import Cut, DistillHost, Teacher, without_labels
 from .config import TeacherConfig
 from .fingerprints import data_fingerprint
-from .row_keys import documents, row_key
+from .row_keys import row_key, rows_with
 
 IDS, SIZES, REPLACES = "teacher_prompt_ids", "teacher_prompt_sizes", "teacher_prompt_replaces"
 
@@ -143,14 +143,7 @@ class PrivilegedTeacher(Teacher):
         """Remember the prompt of every row, by its key after truncation."""
         if self._column is None:
             return
-        if self._column not in dataset.column_names:
-            raise DataError(
-                f"The {name} dataset has no column {self._column!r}, which teacher_prompt_column names; it has "
-                f"{', '.join(dataset.column_names)}."
-            )
-        values = dataset[self._column]
-        for document in documents(dataset.select_columns(["input_ids", "labels"])):
-            value = values[document.row]
+        for value, document in rows_with(self._column, dataset, "teacher_prompt_column", name):
             if not isinstance(value, str):
                 raise DataError(
                     f"Row {document.row} of the {name} dataset has {value!r} in the column {self._column!r}; expected "

@@ -5,12 +5,14 @@ packed row, whose `seq_lengths` say where one document ends and the next begins.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
+
+from ..errors import ConfigError, DataError
 
 KEY_BYTES = 16
 
@@ -57,6 +59,46 @@ def documents(dataset: Dataset) -> Iterator[Document]:
             for start, end in spans(len(row_ids), None if lengths is None else lengths[place]):
                 yield Document(row, start, row_ids[start:end], row_labels[start:end])
             row += 1
+
+
+def rows_with(column: str, dataset: Dataset, option: str, name: str) -> Iterator[tuple[Any, Document]]:
+    """Yield each tokenized row, before it is packed, with its value in a column.
+
+    Args:
+        option: which names the column.
+        name: the dataset's.
+
+    Raises:
+        DataError: no such column.
+    """
+    if column not in dataset.column_names:
+        raise DataError(
+            f"The {name} dataset has no column {column!r}, which {option} names; it has "
+            f"{', '.join(dataset.column_names)}."
+        )
+    values = dataset[column]
+    for document in documents(dataset.select_columns(["input_ids", "labels"])):
+        yield values[document.row], document
+
+
+def check_known(prepared: Any, known: Container[bytes], option: str, strategy: str | None) -> None:
+    """Raise ConfigError where rows were not read, or packing has cut them so that they are not found again.
+
+    Args:
+        prepared: the dataset as the trainer reads it, or None if nothing was read.
+        known: keys of the rows that were read.
+        option: which needs them.
+        strategy: of packing.
+    """
+    if not isinstance(prepared, Dataset):
+        raise ConfigError(
+            f"{option} needs rows that the trainer prepares and can read beforehand: no stream, and no "
+            "skip_prepare_dataset."
+        )
+    if any(document.tokens and document.key not in known for document in documents(prepared)):
+        raise ConfigError(
+            f"{option} does not go with packing_strategy: {strategy}, which cuts documents up. Use bfd, or no packing."
+        )
 
 
 def spans(length: int, seq_lengths: Iterable[int] | None) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..common.replacements import Replacements
+from ..common.replacements import Replacements, forward_of
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import placeholder_ids, reads_images
 from ..losses.spec import IGNORE_INDEX
@@ -191,9 +191,7 @@ def tower_without_gradients(model: Any) -> Iterator[None]:
     replacements, tower = Replacements(), vision_tower(model)
     if tower is not None and not any(parameter.requires_grad for parameter in tower[1].parameters()):
         module = tower[1]
-        hooked = hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
-        before: Any = module._old_forward if hooked else module.forward
-        replacements.forward(module, _without_gradients(before))
+        replacements.forward(module, _without_gradients(forward_of(module)))
     try:
         yield
     finally:

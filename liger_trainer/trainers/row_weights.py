@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..teachers.collators import DocumentCollator
-from ..teachers.row_keys import documents, row_key
+from ..teachers.row_keys import check_known, documents, row_key, rows_with
 
 TOKEN_WEIGHTS = "token_weights"  # in a batch, see `WeightCollator`
 TRAIN = "train"
@@ -42,23 +42,19 @@ class RowWeights:
         Raises:
             DataError: no such column; a value that is no weight; equal rows with different weights; only zeros.
         """
-        if name == TRAIN and self._column not in dataset.column_names:
-            raise DataError(
-                f"The training dataset has no column {self._column!r}, which weight_column names; it has "
-                f"{', '.join(dataset.column_names)}."
-            )
-        values = dataset[self._column] if name == TRAIN else None
-        for document in documents(dataset.select_columns(["input_ids", "labels"])):
-            weight = 1.0 if values is None else self._weight(values[document.row], document.row)
+        if name != TRAIN:
+            for document in documents(dataset.select_columns(["input_ids", "labels"])):
+                self.of.setdefault(row_key(document.input_ids[cut], document.labels[cut]), 1.0)
+            return
+        for value, document in rows_with(self._column, dataset, "weight_column", "training"):
+            weight = self._weight(value, document.row)
             key = row_key(document.input_ids[cut], document.labels[cut])
-            if values is None:
-                self.of.setdefault(key, weight)
-            elif self.of.setdefault(key, weight) != weight:
+            if self.of.setdefault(key, weight) != weight:
                 raise DataError(
                     f"Row {document.row} of the training dataset, beginning with {document.input_ids[:8].tolist()}, "
                     f"stands in it twice, with the weights {self.of[key]:g} and {weight:g}. Equal rows need one weight."
                 )
-        if values is not None and not any(self.of.values()):
+        if not any(self.of.values()):
             raise DataError(f"Every row of the training dataset has weight 0 in {self._column!r}: nothing is learned.")
 
     def _weight(self, value: Any, row: int) -> float:
@@ -71,16 +67,7 @@ class RowWeights:
 
     def check(self, prepared: Any) -> None:
         """Raise ConfigError where rows were not read, or packing has cut them so that they are not found again."""
-        if not isinstance(prepared, Dataset) or not self.of:
-            raise ConfigError(
-                "weight_column needs rows that the trainer prepares and can read beforehand: no stream, and no "
-                "skip_prepare_dataset."
-            )
-        if any(document.tokens and document.key not in self.of for document in documents(prepared)):
-            raise ConfigError(
-                f"weight_column does not go with packing_strategy: {self._strategy}, which cuts documents up. Use bfd, "
-                "or no packing."
-            )
+        check_known(prepared if self.of else None, self.of, "weight_column", self._strategy)
 
 
 class WeightCollator(DocumentCollator):

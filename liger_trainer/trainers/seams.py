@@ -50,7 +50,6 @@ SEAMS = (
     Seam("accelerate.accelerator", "_is_accelerate_prepared",
          "a model that was evaluated before training is prepared anew"),
     Seam("accelerate.accelerator", "_original_forward", "the forward below autocast, put back for the same reason"),
-    Seam("accelerate.hooks", "_old_forward", "the forward of a vision tower that accelerate has put a hook on"),
     # metrics and checkpoints
     Seam(_SFT, "SFTTrainer._tag_names", "tags of the model card"),
     Seam(_SFT, "SFTTrainer._name", "the method that the model card names"),

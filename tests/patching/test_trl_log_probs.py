@@ -6,8 +6,15 @@ import torch
 import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import assert_same_gradients, completions, largest_vocabulary_tensor, tiny_model, tiny_tokenizer, train_args
-from transformers import TrainerCallback
+from tiny import (
+    FirstGradients,
+    assert_same_gradients,
+    completions,
+    largest_vocabulary_tensor,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -87,17 +94,6 @@ CASES = {
     "grpo, adapters": ("grpo", {"peft_config": ADAPTERS}),
     "rloo": ("rloo", {}),
 }  # fmt: skip
-
-
-class FirstGradients(TrainerCallback):
-    """Of the trained parameters, before the first step of the optimizer."""
-
-    def __init__(self):
-        self.values = {}
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
-        if not self.values:
-            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def trained(name, folder, ours, family="llama", peft_config=None, **options):

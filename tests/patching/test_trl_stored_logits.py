@@ -8,8 +8,15 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import assert_same_gradients, completions, largest_vocabulary_tensor, tiny_model, tiny_tokenizer, train_args
-from transformers import TrainerCallback
+from tiny import (
+    FirstGradients,
+    assert_same_gradients,
+    completions,
+    largest_vocabulary_tensor,
+    tiny_model,
+    tiny_tokenizer,
+    train_args,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,17 +59,6 @@ def off_again():
 def preferences(n=8) -> Dataset:
     data = completions(n)
     return data.rename_column("completion", "chosen").add_column("rejected", completions(n, seed=9)["completion"])
-
-
-class FirstGradients(TrainerCallback):
-    """Of the trained parameters, before the first step of the optimizer."""
-
-    def __init__(self):
-        self.values = {}
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
-        if not self.values:
-            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def trained(name, ours, family="llama", peft_config=None, **options):

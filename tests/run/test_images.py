@@ -6,6 +6,7 @@ import re
 
 import pytest
 from commands import call, settings, write_rows
+from parts import enter
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision import drawn, vision_model, vision_processor
@@ -25,10 +26,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def folder(models, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    for name in ("student", "teacher"):
-        (tmp_path / name).symlink_to(models / name)
+    enter(tmp_path, models, monkeypatch)
     (tmp_path / "run.yaml").write_text(SETTINGS)
     return tmp_path
 

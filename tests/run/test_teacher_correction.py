@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import call, save_models, settings, write_rows
-from parts import killed, metrics, run, weights
-from tiny import WORDS
+from commands import call, settings
+from parts import enter, killed, metrics, run, two_models, weights, write_completions
 
 from liger_trainer.common.checkpoints import checkpoints_in
 
@@ -18,19 +17,13 @@ TEACHER = {"teacher_model_name_or_path": "teacher"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder, "student", "teacher")
-    return folder
+    return two_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def folder(models, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    for name in ("student", "teacher"):
-        Path(name).symlink_to(models / name)
-    rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i : i + 4])} for i in range(20)]
-    write_rows(Path("rows.jsonl"), rows)
+    enter(tmp_path, models, monkeypatch)
+    write_completions()
     return tmp_path
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import call, save_models, settings, write_rows
-from parts import killed, metrics, run, weights
+from commands import call, settings, write_rows
+from parts import enter, killed, metrics, run, two_models, weights, write_completions
 from safetensors.torch import load_file
 from tiny import WORDS
 from transformers import AutoModelForCausalLM
@@ -25,20 +25,14 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder, "student", "teacher")
-    return folder
+    return two_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def folder(models, tmp_path, monkeypatch):
-    """A folder with models, rows and run.yaml. Reports are left out, but where a test asks for one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    for name in ("student", "teacher"):
-        Path(name).symlink_to(models / name)
-    rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i : i + 4])} for i in range(20)]
-    write_rows(Path("rows.jsonl"), rows)
+    """A folder with models, rows and run.yaml."""
+    enter(tmp_path, models, monkeypatch)
+    write_completions()
     Path("run.yaml").write_text(TWO_STAGES)
     return tmp_path
 

@@ -6,11 +6,31 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from commands import call
+from commands import call, save_models, write_rows
+from tiny import WORDS
 
 from liger_trainer.cli import main
 from liger_trainer.common.files import sha256
 from liger_trainer.run import train_loop
+
+
+def enter(folder: Path, models: Path, monkeypatch: Any) -> None:
+    """Work in `folder`, with links to the models in another, and without reports, but where a test asks for one."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    for name in ("student", "teacher"):
+        Path(name).symlink_to(models / name)
+
+
+def two_models(folder: Path) -> Path:
+    """Save a student and a teacher; return the folder."""
+    save_models(folder, "student", "teacher")
+    return folder
+
+
+def write_completions() -> None:
+    rows = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i : i + 4])} for i in range(20)]
+    write_rows(Path("rows.jsonl"), rows)
 
 
 def run(capsys: Any, *words: str) -> str:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
@@ -138,6 +138,17 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+
+
+class FirstGradients(TrainerCallback):
+    """Of the trained parameters, before the first step of the optimizer."""
+
+    def __init__(self):
+        self.values = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        if not self.values:
+            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def named_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

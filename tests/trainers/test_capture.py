@@ -312,7 +312,9 @@ use_cpu: true
 """
 
 
-def test_capture_then_train_from_the_command_line(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with student, teacher and rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
     for seed, name in enumerate(("student", "teacher")):
@@ -320,6 +322,9 @@ def test_capture_then_train_from_the_command_line(tmp_path, monkeypatch, capsys)
         tiny_tokenizer().save_pretrained(name)
     rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_capture_then_train_from_the_command_line(folder, capsys):
     Path("run.yaml").write_text(RUN)
     settings = ["cache_kind=sampled", "cache_entries=16"]
     code, said = end_of(capsys, "run", "run.yaml", *settings)
@@ -334,15 +339,8 @@ def test_capture_then_train_from_the_command_line(tmp_path, monkeypatch, capsys)
     assert "reverse_kl" not in result["after"] and result["completions"][0]["teacher"] is None
 
 
-def test_hidden_states_from_the_command_line(tmp_path, monkeypatch, capsys):
+def test_hidden_states_from_the_command_line(folder, capsys):
     """The live run's metrics, of another divergence and temperature, with the teacher's files gone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
-    for seed, name in enumerate(("student", "teacher")):
-        tiny_model(seed=seed).save_pretrained(name)
-        tiny_tokenizer().save_pretrained(name)
-    rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(20)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("run.yaml").write_text(RUN + "beta: 0.5\nkd_temperature: 2.0\n")
     code, said = end_of(capsys, "validate", "run.yaml")
     assert code == 2 and "With cache_kind: hidden a cache serves every divergence." in said
