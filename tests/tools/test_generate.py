@@ -14,6 +14,7 @@ import pytest
 import torch
 from served import served
 from tiny import WORDS, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import liger_trainer
 from liger_trainer.cli import main
@@ -21,6 +22,7 @@ from liger_trainer.errors import ConfigError, CorruptError, DataError
 from liger_trainer.tools.generate import run as generation
 from liger_trainer.tools.generate.options import GenerateOptions, read_options
 from liger_trainer.tools.generate.sieve import Sample, Sieve, grams_of
+from liger_trainer.tools.generate.teachers import ServedTeacher
 from liger_trainer.tools.generate.text_grams import NearDuplicates, repetition
 
 SMALL = {"max_new_tokens": 24, "max_prompt_tokens": 24, "batch_size": 4, "near_duplicates": 1.0, "max_repetition": 1.0}
@@ -255,6 +257,73 @@ def test_a_server_is_asked_for_what_a_model_would_be(teacher, prompts, tmp_path)
     assert texts == {
         f"<user> {json.loads(line)['prompt']} <assistant>" for line in Path(prompts).read_text().splitlines()
     }
+
+
+def test_a_servers_key_and_patience_are_passed_on(teacher, monkeypatch):
+    monkeypatch.setenv("KEY_OF_THE_TEST", "a-secret")
+    options = GenerateOptions(
+        teacher_server_base_url="http://localhost:1/v1", teacher_server_api_key_env="KEY_OF_THE_TEST",
+        teacher_server_timeout=3.0, teacher_server_retries=2, teacher_server_concurrency=7,
+    )  # fmt: skip
+    patience = ServedTeacher(teacher, options)._server.options
+    assert (patience.url, patience.model, patience.api_key) == ("http://localhost:1/v1", teacher, "a-secret")
+    assert (patience.timeout, patience.retries, patience.concurrency) == (3.0, 2, 7)
+
+
+def asked_by(monkeypatch, teacher, folder, **options) -> list[str]:
+    """The prompts that the teacher reads."""
+    texts, ask, tokenizer = [], generation.LocalTeacher.ask, tiny_tokenizer()
+
+    def heard(self, prompts, *rest):
+        texts.extend(map(tokenizer.decode, prompts))
+        return ask(self, prompts, *rest)
+
+    monkeypatch.setattr(generation.LocalTeacher, "ask", heard)
+    made(teacher, folder, keep_unfinished=True, **options)
+    return texts
+
+
+def test_a_system_prompt_is_read_and_kept(teacher, prompts, tmp_path, monkeypatch):
+    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=prompts, system_prompt="w9 w8")
+    assert texts and all(text.startswith("<user> w9 w8 <user> ") for text in texts)
+    system = {"role": "system", "content": "w9 w8"}
+    assert all(row["prompt"][0] == system for row in rows_in(tmp_path / "out"))
+
+
+def test_plain_prompts_are_continued_as_they_are(teacher, prompts, tmp_path, monkeypatch):
+    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=prompts, plain=True)
+    given = {json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()}
+    assert set(texts) == given and {row["prompt"] for row in rows_in(tmp_path / "out")} <= given
+
+
+def test_prompts_come_from_the_split_that_is_named(teacher, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for split, word in (("train", "w1"), ("test", "w2")):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps({"prompt": word}) + "\n")
+    for split, word in (("train", "w1"), ("test", "w2")):
+        with monkeypatch.context() as patch:
+            options = {"prompts": str(tmp_path / "data"), "prompts_split": split}
+            assert asked_by(patch, teacher, tmp_path / split, **options) == [f"<user> {word} <assistant>"]
+
+
+@pytest.mark.parametrize("option, value", [("revision", "v2"), ("trust_remote_code", True)])
+def test_where_the_teacher_comes_from_is_passed_on(teacher, prompts, tmp_path, monkeypatch, option, value):
+    """To both files and weights."""
+    passed = []
+
+    def spied(cls):
+        load = cls.from_pretrained
+
+        def from_pretrained(*args, **how):
+            passed.append(how[option])
+            return load(*args, **{**how, "revision": "main", "trust_remote_code": False})
+
+        monkeypatch.setattr(cls, "from_pretrained", from_pretrained)
+
+    for cls in (AutoTokenizer, AutoModelForCausalLM):
+        spied(cls)
+    made(teacher, tmp_path / "out", prompts=prompts, keep_unfinished=True, **{option: value})
+    assert passed == [value, value]
 
 
 def sieved(samples: list[Sample], held_out_rows=(), **options) -> list[str | None]:
