@@ -31,11 +31,13 @@ def serve(connection: Any, worker_class: Callable[[str, bool], Any], provider: s
     while (request := connection.recv()) is not None:
         method, arguments = request
         try:
-            connection.send((getattr(worker, method)(*arguments), None))
+            answer = getattr(worker, method)(*arguments), None
         except Exception as error:  # a peer that fails must not stop the others
             traceback.print_exc()
-            connection.send((None, explain(error)))
+            answer = None, explain(error)
+        if answer[1] is not None:  # only now, since the error's frames held their tensors
             release_memory()
+        connection.send(answer)
 
 
 class Provider:
@@ -253,25 +255,33 @@ def _by_case(results: Sequence[Result]) -> Iterator[tuple[Any, Iterator[Result]]
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 if the gate refused."""
+    """Measure, write after each shape, and print; 1 if the gate refused."""
     options = _options(benchmark, arguments)
     deadline = time.monotonic() + options.seconds
     chosen = [name for name in benchmark.providers if name in (*options.providers, benchmark.reference)]
     providers = {name: Provider(benchmark.worker, name, options.tiny) for name in chosen}
+    results: list[Result] = []
+    text = ""
     try:
-        runs = (benchmark.run(shape, providers, options.rounds, deadline) for shape in options.shapes)
-        results = [result for run in runs for result in run]
+        for shape in options.shapes:
+            results += benchmark.run(shape, providers, options.rounds, deadline)
+            text = _report(benchmark, options, results)
     finally:
         for provider in providers.values():
             provider.close()
+    print(text)
+    return 1 if benchmark.beyond_bound(results) else 0
+
+
+def _report(benchmark: Benchmark, options: argparse.Namespace, results: Sequence[Result]) -> str:
+    """Write what is measured so far, so that a run that is stopped keeps it. Return the table."""
     header = {**provenance(benchmark.packages), **benchmark.batch(options.tiny), "rounds": options.rounds}
     wrong = benchmark.beyond_bound(results)
     text = benchmark.markdown(header, results, wrong)
-    print(text)
     if options.output:
         rows = [] if wrong else [asdict(result) for result in results]
         write(options.output / benchmark.name, {"header": header, "gate": wrong, "results": rows}, text)
-    return 1 if wrong else 0
+    return text
 
 
 def _options(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:

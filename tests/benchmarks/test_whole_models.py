@@ -1,10 +1,13 @@
 """The benchmarks of whole models: they run, and their gate refuses what errs more than it may."""
 
 import json
+import multiprocessing
+import weakref
 
 import pytest
+import torch
 
-from benchmarks import compiled, kd_step, lora_step, moe_step, vision_step
+from benchmarks import compiled, kd_step, lora_step, moe_step, processes, vision_step
 from benchmarks.processes import FLOOR, Benchmark, Result, main
 
 KD = {"loss": 1e-3, "gradient norm": 1e-3, "gradients": 1e-2}
@@ -59,6 +62,44 @@ def test_the_table_has_ratios_to_ours_and_failures(benchmark, row):
     assert row in text and f"| {benchmark.providers['liger']} | out of memory |" in text
     refused = benchmark.markdown(header, rows, ["the loss is off"])
     assert "the loss is off" in refused and "30.0" not in refused
+
+
+def test_a_run_that_is_stopped_keeps_the_shapes_before(monkeypatch, tmp_path):
+    measured = results(vision_step.BENCHMARK, vision_step.SHAPES[0], LORA, LORA)
+
+    def run(benchmark, shape, *others):
+        if shape != vision_step.SHAPES[0]:
+            raise KeyboardInterrupt
+        return measured
+
+    monkeypatch.setattr(Benchmark, "run", run)
+    monkeypatch.setattr(processes.Provider, "__init__", lambda *arguments: None)
+    monkeypatch.setattr(processes.Provider, "close", lambda provider: None)
+    with pytest.raises(KeyboardInterrupt):
+        main(vision_step.BENCHMARK, ["--tiny", "--output", str(tmp_path)])
+    kept = json.loads((tmp_path / "vision-step.json").read_text())["results"]
+    assert [row["case"] for row in kept] == [vision_step.SHAPES[0]] * len(measured)
+
+
+def test_a_provider_that_fails_frees_its_tensors_before_it_answers(monkeypatch):
+    class Failing:
+        def __init__(self, provider, tiny):
+            pass
+
+        def measure(self):
+            activations = torch.empty(8)
+            alive.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    alive: list[weakref.ref] = []
+    at_release = []
+    monkeypatch.setattr(processes, "release_memory", lambda: at_release.append(alive[0]()))
+    ours, theirs = multiprocessing.Pipe()
+    for request in (("measure", ()), None):
+        ours.send(request)
+    processes.serve(theirs, Failing, "stock", True)
+    answer, failure = ours.recv()
+    assert answer is None and "out of memory" in failure and at_release == [None]
 
 
 @pytest.mark.slow
