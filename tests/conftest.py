@@ -11,8 +11,11 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+# The tests' tensors are too small for more threads, and pytest and its processes run at once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import quick_libraries
 import torch
 
 from liger_trainer import secrets
@@ -34,8 +37,7 @@ if INTERPRETER:
     import quick_interpreter
 
     quick_interpreter.install()
-if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)  # the tests' tensors are too small for more, and pytest runs several processes
+quick_libraries.install()
 
 
 def pytest_configure(config: pytest.Config) -> None:
