@@ -5,6 +5,7 @@ told, the user and password in a URL, and what has the form of a well-known kind
 that `errors` can use it.
 """
 
+import functools
 import html
 import json
 import os
@@ -83,8 +84,7 @@ def redact(text: str) -> str:
     """Return a text with every secret replaced by `<secret>`."""
     text = _LOGIN.sub(SECRET, text)
     text = _HEADER.sub(rf"\1{SECRET}", _QUERY.sub(rf"\1{SECRET}", text))
-    values = [SECRET, *sorted(_known(), key=lambda value: (-len(value), value))]  # what was replaced stays as it is
-    text = re.sub("|".join(map(re.escape, values)), SECRET, text)
+    text = _pattern(frozenset(_remembered), tuple(os.environ.items())).sub(SECRET, text)
     return _FORMS.sub(SECRET, text)
 
 
@@ -103,17 +103,20 @@ def _holds_a_secret(name: str, value: Any) -> bool:
     return isinstance(value, str) and value not in ("", *_NO_NUMBERS) and names_a_secret(name)
 
 
-def _known() -> set[str]:
-    """Return the values to look for, in each form in which a file may hold them."""
-    values = set(_remembered)
-    for name, value in os.environ.items():
+@functools.lru_cache(maxsize=1)  # each line that is written asks for it
+def _pattern(remembered: frozenset[str], environment: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    """Return what finds the values of secrets, in each form in which a file may hold them."""
+    values = set(remembered)
+    for name, value in environment:
         if names_a_secret(name):
             values.add(value.strip())
         values.update(_logins(value))
     values |= {_SCHEME.sub("", value) for value in values}  # a header's value may be quoted without its scheme
     values = {value for value in values if _can_be_found(value)}
     ways = (quote, quote_plus, html.escape, lambda value: json.dumps(value)[1:-1], lambda value: repr(value)[1:-1])
-    return values | {way(value) for value in values for way in ways}
+    forms = values | {way(value) for value in values for way in ways}
+    longest_first = [SECRET, *sorted(forms, key=lambda form: (-len(form), form))]  # what was replaced stays as it is
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
 def _logins(text: str) -> Iterator[str]:
