@@ -10,9 +10,8 @@ from benchmarks.convergence import FLOOR, LEARNING_RATE, MODELS, SMOLLM2, STEPS,
 from liger_trainer import patch
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_mini_models(name):
     model = build(name, tiny=True)
     plain = train(copy.deepcopy(model), STEPS, 2, 64, LEARNING_RATE[0])

@@ -249,6 +249,7 @@ def sft(cls):
 
 
 @whole_graph
+@pytest.mark.slow
 def test_sft_trainer():
     want, _ = run(sft(SFTTrainer), **RUN)
     got, breaks = run(sft(LigerTrainer), **RUN, **COMPILED)

@@ -406,7 +406,7 @@ def test_gradients_that_leave_the_layers_have_memory_of_their_own():
 
 
 @pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
-@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("as_views", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_distributed_data_parallel(change, as_views):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -254,7 +254,7 @@ def test_dropout_is_peft_s_with_other_masks(kernels, seeds, calls):
     assert_as_plain(model, plain)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_checkpointing_makes_the_same_masks(kernels, reentrant):
     """Layers that run a second time in the backward: gradients as without, with torch's seed alone."""
     losses, gradients = [], []

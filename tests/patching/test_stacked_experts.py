@@ -9,6 +9,7 @@ import torch
 from families import build
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from quick_cases import slow_but
 from tiny import assert_same_gradients, completions, masked_batch, named_gradients, tiny_tokenizer, train_args
 from torch import nn
 from torch.nn.utils import parametrize
@@ -113,7 +114,9 @@ STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", slow_but(STATES, "both", "disabled", "merged and taken apart", "trained experts", "hooked adapters")
+)
 def test_states(state, merges):
     """Switched after patching: what experts compute is decided when they are called."""
     switch, by_peft = STATES[state]
@@ -246,7 +249,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", slow_but(RUNS, "plain", "autocast"))
 def test_through_the_trainer(run):
     options, rtol = RUNS[run]
     ours, theirs = train(LigerTrainer, **options), train(SFTTrainer, **options)

@@ -175,6 +175,7 @@ def mean_kl(arms: list[str], steps: int, seeds: int, layers: int) -> dict[str, f
     return {arm: sum(values) / seeds for arm, values in by_arm.items()}
 
 
+@pytest.mark.slow
 def test_what_is_known_of_the_teacher_decides_what_is_learnt():
     arms = ["ce", "forward_kl", "top-4 and tail", "top-4, renormalised", "top-4, 8 draws", "12 draws"]
     kl = mean_kl(arms, steps=70, seeds=1, layers=1)

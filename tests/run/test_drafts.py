@@ -60,7 +60,7 @@ def by_loops(teacher, student, prompt: list[int], tokens: int, most: int, end: i
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=WINDOWS)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=[WINDOWS, pytest.mark.slow])])
 def test_counts_are_those_of_plain_loops(family, tokens):
     teacher = tiny_model(family, seed=1)
     student, prompts = near(teacher, 0.2), some_prompts(6)

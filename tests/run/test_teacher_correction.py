@@ -53,7 +53,7 @@ def test_it_is_a_fine_tuning_and_then_a_distillation(folder, capsys, monkeypatch
     assert found[0]["metrics"]["forward_kl"] == pytest.approx(metrics("out")["after"]["forward_kl"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("part", "step"), [("teacher", 3), ("out", 1)])
+@pytest.mark.parametrize(("part", "step"), [("teacher", 3), pytest.param("out", 1, marks=pytest.mark.slow)])
 def test_a_killed_run_is_finished_by_resume_alone(folder, capsys, part, step):
     write(**TEACHER, teacher_correction={**CORRECTION, "max_steps": 4})
     killed("run", "run.yaml", stage=part, step=step)
@@ -68,6 +68,7 @@ def test_a_killed_run_is_finished_by_resume_alone(folder, capsys, part, step):
     assert metrics("out")["after"]["teacher_perplexity"] == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_teacher_are_merged_and_both_stages_have_it(folder, capsys):
     second = {"lmbda": 1.0, "max_completion_length": 4, "learning_rate": 1e-3}
     correction = {**CORRECTION, **LORA}

@@ -110,6 +110,7 @@ def test_a_killed_run_is_finished_by_resume_alone(folder, capsys, undisturbed, s
     assert metrics(out / "stage-1")["training"]["resumed_at"] == (2 if (stage, step) == ("stage-1", 3) else 0)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on(folder, capsys):
     """The second stage trains the adapters of the first, beside the base that teaches in both."""
     lora = {**COMMON, **LORA, "teacher_model_name_or_path": None, "teacher": "self", "losses": [{"type": "ce"}]}

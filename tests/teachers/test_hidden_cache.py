@@ -9,6 +9,7 @@ import torch
 from accelerate import dispatch_model
 from caches import captured, end_of, files_of, flip, teacher_model, trainer_of
 from caches import config as cache_config
+from quick_cases import slow_but
 from splits import capture_gradients
 from tiny import VOCAB, chats, completions, largest_vocabulary_tensor, texts, tiny_model, tiny_tokenizer
 
@@ -79,7 +80,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize("losses", slow_but(LOSSES, "forward KL", "mix", "TAID"))
 def test_every_loss_is_the_live_teachers(whole, losses):
     """One capture serves all losses and temperatures, in training and evaluation."""
     options, test = {**LOSSES[losses], **STEP}, completions(6, seed=4)
@@ -103,7 +104,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(FORMS, "packed", "assistant", "weighted"))
 def test_rows_of_every_form(tmp_path, form):
     """Packed rows are looked up document by document; the live teacher reads them packed, under the same masks."""
     rows, options = FORMS[form]
@@ -113,7 +114,9 @@ def test_rows_of_every_form(tmp_path, form):
     assert_same_step(cached, live, 2e-6)
 
 
-@pytest.mark.parametrize("family", ["granite", "gpt2", "llama_tied", "cohere", "phi", "gemma3"])
+@pytest.mark.parametrize(
+    "family", slow_but(["granite", "gpt2", "llama_tied", "cohere", "phi", "gemma3"], "granite", "phi")
+)
 def test_heads_with_scales_caps_and_biases(tmp_path, family):
     options, teacher = {"beta": 0.4, **STEP}, tiny_model(family, seed=3, vocab_size=80)
     bias = teacher.get_output_embeddings().bias

@@ -219,7 +219,12 @@ def _with_an_unused_weight(build, spec, by_lengths):
     "family, accumulation, options",
     [
         pytest.param("llama", 4, {"autocast": torch.bfloat16, "checkpointing": {}}, marks=pytest.mark.slow),
-        ("qwen3", 1, {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH}),
+        pytest.param(
+            "qwen3",
+            1,
+            {"autocast": torch.bfloat16, "checkpointing": {}, "peft": LORA, "optimizer": FOREACH},
+            marks=pytest.mark.slow,
+        ),
         ("gemma3", 4, {"loss": LossOptions(distillation=Distillation())}),  # with a teacher
     ],
 )

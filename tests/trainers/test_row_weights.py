@@ -11,6 +11,7 @@ import torch
 import yaml
 from commands import call, save_models, settings, write_rows
 from datasets import Dataset, concatenate_datasets
+from quick_cases import slow_but
 from served import served
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 from torch.nn.functional import cross_entropy, kl_div
@@ -116,12 +117,14 @@ SFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("teacher", "options"), [*((None, x) for x in SFT.values()), *((7, x) for x in KD.values())],
-    ids=[*(f"sft {x}" for x in SFT), *(f"kd {x}" for x in KD)],
-)  # fmt: skip
-def test_rows_of_weight_0_are_as_if_they_were_not_there(teacher, options):
+ALL = [*(f"sft {name}" for name in SFT), *(f"kd {name}" for name in KD)]
+
+
+@pytest.mark.parametrize("case", slow_but(ALL, "sft plain", "sft packing", "kd mixed", "kd padding_free"))
+def test_rows_of_weight_0_are_as_if_they_were_not_there(case):
     """But for the divisor, which counts them."""
+    kind, _, name = case.partition(" ")
+    teacher, options = (None, SFT[name]) if kind == "sft" else (7, KD[name])
     weights = [float(i % 3 != 0) for i in range(N)]
     data = rows(weights)
     kept = data.select([i for i, w in enumerate(weights) if w])

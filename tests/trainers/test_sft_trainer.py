@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from quick_cases import slow_but
 from tiny import (
     VOCAB,
     WORDS,
@@ -98,7 +99,10 @@ def test_dropout_of_adapters(options):
     assert len(runs[2]) == STEPS and runs[0] != pytest.approx(runs[2], rel=1e-6)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    slow_but(RUNS, "completion_only", "packing_bfd", "assistant_only_loss", "accumulation", "evaluation", "lora"),
+)
 def test_the_same_logs_as_sfttrainer(run):
     family, dataset, options = RUNS[run]
     data = dataset()
