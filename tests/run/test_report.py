@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import commands
 import pytest
@@ -22,25 +23,26 @@ import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.run import callbacks
 from liger_trainer.run import output_dir as saving
-from liger_trainer.run.callbacks import Pace
+from liger_trainer.run.callbacks import Pace, gpu_utilization
 from liger_trainer.run.reports import html as html_report
 from liger_trainer.run.reports.curves import (
     CHARTS,
     SERIES,
     SMOOTHED_FROM,
-    _running_mean,
+    axes_of,
     charts_of,
-    draw,
+    course_of,
     lines_of,
     points,
     reading,
 )
+from liger_trainer.run.reports.drawing import _running_mean, draw
 from liger_trainer.run.reports.format import change, duration, figure, memory, parameters
 from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import before_and_after, data_facts, differences, facts, settings, side_by_side
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
-VOID = {"meta", "link", "br", "use", "img"}
+VOID = {"meta", "link", "br", "use", "img", "input"}
 SETTINGS = commands.settings(
     teacher_model_name_or_path="teacher", max_length=16, num_sample_completions=1, max_new_tokens=3,
     eval_strategy="steps", eval_steps=2,
@@ -216,11 +218,14 @@ def test_a_report_holds_everything_and_loads_nothing(make):
         "2 training rows have no supervised token left",
     ):  # fmt: skip
         assert told in text, told
-    assert "<figcaption>Loss<small>the same: Distillation loss, Forward KL (nats/token)</small>" in page.source
+    assert "<figcaption>Loss<small>the same curve: Distillation loss, Forward KL (nats/token)</small>" in page.source
     for chart in ("Loss", "Agreement@1 with the teacher", "Student's perplexity logarithmic",
                   "Gradient norm", "Learning rate", "Tokens per second", "odd metric"):  # fmt: skip
         assert f"<figcaption>{chart.replace(' logarithmic', '')}".replace("'", "&#39;") in page.source, chart
-    assert page.source.count("<figcaption>") == page.source.count("<svg") == 7
+    assert page.source.count("<figcaption>") == 7 and page.source.count("<svg") == 3 * 7  # by step, tokens and time
+    assert re.findall(r'id="(axis-\w+)"( checked)?', page.source) == [
+        ("axis-step", " checked"), ("axis-tokens", ""), ("axis-time", "")
+    ]  # fmt: skip
     assert "prefers-color-scheme: dark" in page.source and "@media print" in page.source
 
     pictures = {path.stem: path.read_bytes() for path in (folder / "deeper" / "mine_plots").glob("*.png")}
@@ -248,19 +253,104 @@ def test_the_verdict_and_the_compression_stand_on_top(make, no_curves):
     assert "writes 30 tokens/s where its teacher writes 10 (3.0 times)" in verdict[1]
     assert re.search(r"Compression</div><div class=\"value\">4 <small>times.*30 M of the teacher&#39;s 120 M", source)
 
+    assert (
+        "Speculative" not in source and "As its teacher&#39;s draft" not in source and "GPU utilisation" not in source
+    )
 
-def test_points_show_their_values(make):
-    """Each circle is where the line has the point, and its title says step, tokens, and value."""
-    (drawing,) = [d for d in draw([read_run(make("first"))]) if d.name == "odd_metric"]
-    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+" style="fill: var\(--s1\)"><title>([^<]*)</title>'
-    circles = re.findall(circle, drawing.svg)
-    assert [title for *_, title in circles] == [
-        f"step {step}, {64 * step:,} tokens: training {step / 3:.5g}" for step in range(1, 21)
-    ]
-    (path,) = re.findall(r'<path d="(M [^"]*)"[^>]*stroke: var\(--s1\)', drawing.svg)
+
+def test_drafts_and_the_use_of_the_gpu_have_cards(make, no_curves):
+    logs = [{"step": step, "loss": 1.0, "gpu_utilization": busy} for step, busy in ((1, 90.0), (2, 95.0))]
+    after = {**content()["after"], "draft_accepted": 2.3, "draft_speedup": 1.456}
+    text = " ".join(Page(report_of(make("timed", metrics={"after": after, "log_history": logs}))).text.split())
+    assert "As its teacher's draft 2.30 tokens accepted a draft 1.46 times the teacher's speed" in text
+    assert "GPU utilisation 92 % mean of the logs" in text
+    del after["draft_speedup"]
+    counted = " ".join(Page(report_of(make("counted", metrics={"after": after}))).text.split())
+    assert "2.30 tokens accepted a draft not timed" in counted and "GPU utilisation" not in counted
+
+
+def report_of(folder: Path) -> Path:
+    assert call(folder) == 0
+    return folder / "report.html"
+
+
+STRIP = (
+    r'<g><rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"/><path d="M([\d.]+) [\d.V]+"/>'
+    r"((?:<circle [^>]*/>)+)<text ([^>]*)>(.*?)</text></g>"
+)
+
+
+def strips(svg: str) -> list[tuple[list[float], float, list[list[float]], list[str]]]:
+    """The strips that show values: left edge, top, width, height; the rule; its points; its texts."""
+    drawn = []
+    for *box, rule, circles, _, text in re.findall(STRIP, svg):
+        centers = [list(map(float, c)) for c in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', circles)]
+        drawn.append(([float(x) for x in box], float(rule), centers, re.findall(r"<tspan[^>]*>([^<]*)<", text)))
+    return drawn
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+def test_points_show_their_values(make, axis):
+    """Over each point lies a strip, next to its neighbours' without a gap; its circle is where the line has it."""
+    logs, tokens, seconds = [], 0.0, 0.0
+    for step in range(1, 21):  # more tokens and a lower speed from step to step
+        tokens, speed = tokens + 10.0 * step, 100.0 / step
+        logs.append({"step": step, "odd_metric": step / 3, "num_tokens": tokens, "tokens_per_second": speed})
+    (drawing,) = [d for d in draw([read_run(make("first", metrics={"log_history": logs}))]) if d.name == "odd_metric"]
+    shown, expected = strips(drawing.svgs[axis]), []
+    for step in range(1, 21):
+        seconds += step**2 / 10
+        expected.append(
+            [f"step {step}, {5 * step * (step + 1):,} tokens, {duration(seconds)}", f"training {step / 3:.5g}"]
+        )
+    assert [texts for *_, texts in shown] == expected
+    (path,) = re.findall(r'<path d="(M [^"]*)"[^>]*stroke: var\(--s1\)', drawing.svgs[axis])
     drawn = [[float(number) for number in point.split()] for point in re.split("[ML]", path)[1:]]
-    for (x, y, _), place in zip(circles, drawn, strict=True):
-        assert [float(x), float(y)] == pytest.approx(place, abs=0.06)
+    right = None
+    for (box, rule, circles, _), place in zip(shown, drawn, strict=True):
+        assert circles == [pytest.approx(place, abs=0.06)] and rule == pytest.approx(place[0], abs=0.06)
+        assert box[0] <= rule <= box[0] + box[2] and (right is None or box[0] == pytest.approx(right, abs=0.11))
+        right = box[0] + box[2]
+    progress = {"step": [step - 1 for step in range(1, 21)], "tokens": [5 * s * (s + 1) - 10 for s in range(1, 21)]}
+    progress["time"] = [sum(k * k for k in range(1, step + 1)) - 1 for step in range(1, 21)]
+    width = drawn[-1][0] - drawn[0][0]
+    there = [(x - drawn[0][0]) / width for x, _ in drawn]
+    assert there == pytest.approx([far / progress[axis][-1] for far in progress[axis]], abs=1e-3)
+
+
+def test_evaluations_between_logs_have_their_place(make):
+    """Tokens from the evaluation itself; time at the speed of the log that it lies in; behind the last log, on."""
+    logs = [
+        {"step": 0, "eval_loss": 3.0, "eval_num_tokens": 0.0},
+        {"step": 10, "loss": 2.0, "num_tokens": 100.0, "tokens_per_second": 10.0},
+        {"step": 14, "eval_loss": 1.5, "eval_num_tokens": 150.0},
+        {"step": 20, "loss": 1.0, "num_tokens": 300.0, "tokens_per_second": 40.0},
+        {"step": 30, "eval_loss": 0.5},
+    ]
+    run = read_run(make("run", metrics={"log_history": logs}))
+    train, held_out = lines_of(CHARTS[0], [run])
+    assert (train.tokens, train.seconds) == ([100.0, 300.0], [10.0, 15.0])
+    assert held_out.tokens == pytest.approx([0.0, 150.0, 550.0])
+    assert held_out.seconds == pytest.approx([0.0, 11.25, 15.0 + 250.0 / 40.0])
+
+
+def test_curves_are_over_what_all_runs_logged(make):
+    full = read_run(make("full"))
+    without = [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in full.log_history]
+    slow = full.model_copy(update={"log_history": without})
+    bare = full.model_copy(update={"log_history": [{k: v for k, v in e.items() if k != "num_tokens"} for e in without]})
+    assert [axes_of(runs) for runs in ([full], [full, slow], [full, bare])] == [
+        ["step", "tokens", "time"], ["step", "tokens"], ["step"]
+    ]  # fmt: skip
+    assert course_of(bare).tokens is None
+    kept = {"step", "odd_metric", "num_tokens"}
+    runs = [
+        run.model_copy(update={"log_history": [{k: v for k, v in e.items() if k in kept} for e in run.log_history]})
+        for run in (full, slow)
+    ]
+    (both,) = draw(runs, ["one", "two"])
+    assert list(both.svgs) == ["step", "tokens"]
+    assert strips(both.svgs["step"])[-1][3] == ["step 20, 1,280 tokens", "one 6.6667", "two 6.6667"]
 
 
 def test_metrics_of_the_same_points_share_a_chart(make):
@@ -278,17 +368,32 @@ def test_metrics_of_the_same_points_share_a_chart(make):
     }
 
 
+def test_curves_that_look_the_same_share_a_chart(make):
+    """Averages over batches differ a little in training; where evaluations agree, they are of one quantity."""
+    wave = [math.exp(-step / 5) for step in range(20)]
+    logs = []
+    for step, value in enumerate(wave):
+        near, far = value + 0.05 * (-1) ** step, value + 0.2 * (-1) ** step
+        logs.append({"step": step, "loss": value, "kd_loss": near, "far": far, "near": near, "odd": value * 2})
+        logs.append({"step": step, "eval_loss": value, "eval_kd_loss": value, "eval_far": value})
+    drawings = {d.name: d.note for d in draw([read_run(make("run", metrics={"log_history": logs}))])}
+    assert drawings == {"loss": "the same curve: Distillation loss", "far": "", "near": "", "odd": ""}
+
+
 def test_of_many_points_some_show_their_values(make):
     logs = [{"step": step, "loss": 1 / step, "num_tokens": step} for step in range(1, 1001)]
+    logs += [{"step": step, "eval_loss": 1 / step} for step in (123, 456)]
     (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
-    titles = re.findall(r"<title>step ([\d,]+),", drawing.svg)
-    assert len(titles) <= 121 and titles[0] == "1" and titles[-1] == "1,000"
+    shown = [texts for *_, texts in strips(drawing.svgs["step"])]
+    assert 40 < len(shown) <= 64 and shown[0][0] == "step 1, 1 tokens" and shown[-1][0] == "step 1,000, 1,000 tokens"
+    assert ["step 123, 123 tokens", "training 0.0081301", "held out 0.0081301"] in shown
 
 
 def test_evaluations_are_points(make):
     logs = [{"step": step, "eval_loss": 1 / step} for step in range(1, 41)]
     (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
-    assert len(re.findall(r'<use href="#loss-m\w+" x="[^"]*" y="[^"]*" style="fill: var\(--s2\)', drawing.svg)) == 40
+    use = r'<use href="#loss-step-m\w+" x="[^"]*" y="[^"]*" style="fill: var\(--s2\)'
+    assert list(drawing.svgs) == ["step"] and len(re.findall(use, drawing.svgs["step"])) == 40
 
 
 def label_starts(svg: str) -> dict[str, float]:
@@ -309,7 +414,7 @@ def test_the_labels_of_an_axis_are_whole(make, low, high):
     logs = [{"step": step, "loss": low + (high - low) * step / 40} for step in range(41)]
     run = read_run(make("run", metrics={"log_history": logs}))
     (drawing,) = draw([run, run], ["one", "two"])
-    starts = label_starts(drawing.svg)
+    starts = label_starts(drawing.svgs["step"])
     assert len(starts) >= 3 and min(starts.values()) > 0, starts
     ticks = [float(text) for text in starts]
     gaps = [after - before for before, after in itertools.pairwise(ticks)]
@@ -572,6 +677,23 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     assert all(entry["peak_memory_mib"] > 10 for entry in trained)
     assert [set(entry) for entry in state.log_history] == [set(entry) for entry in logs]  # trackers get them too
     assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
+
+
+def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
+    on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    on_cpu: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    monkeypatch.setattr(callbacks.torch.cuda, "utilization", lambda: 87)
+    assert (gpu_utilization(on_gpu), gpu_utilization(on_cpu)) == (87.0, None)
+
+    def missing():
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(callbacks.torch.cuda, "utilization", missing)
+    assert gpu_utilization(on_gpu) is None
+    monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
+    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
+    Pace().on_log(on_cpu, state, None, logs=logs)
+    assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
 
 
 def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):

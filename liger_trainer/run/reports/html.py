@@ -11,7 +11,8 @@ from typing import Any
 from ... import __version__
 from ...common.files import write_atomically
 from ...secrets import redact
-from .curves import SERIES, Drawing, draw, reading
+from .curves import SERIES, axes_of, points, reading
+from .drawing import Drawing, draw
 from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
 from .tables import (
@@ -88,6 +89,7 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         verdict=_verdict(runs[0]) if len(runs) == 1 else None,
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
+        axes=axes_of(runs),
         samples=samples,
         sections=list(_sections(runs, labels, drawings, bool(samples))),
         footer=f"Written by liger-trainer {__version__} from " + ", ".join(str(run.path) for run in runs),
@@ -182,6 +184,9 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if "tokens_per_second" in facts:
         per_second = f"{facts['tokens_per_second']:,.0f}"
         yield card("Speed", f"{per_second} tokens/s", f"{facts.get('tokens', 0):,} tokens in all")
+    _, busy = points(run, "gpu_utilization")
+    if busy:
+        yield card("GPU utilisation", f"{sum(busy) / len(busy):.0f} %", "mean of the logs")
     if "peak_memory_mib" in facts:
         yield card("Peak memory", memory(facts["peak_memory_mib"]), str(facts.get("peak_memory_of", "")))
     if "seconds" in facts:
@@ -198,6 +203,10 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if small and large:
         sizes = f"{parameters(small)} of the teacher's {parameters(large)}"
         yield card("Compression", f"{large / small:.3g} times", sizes)
+    if "draft_accepted" in run.after:
+        times = run.after.get("draft_speedup")
+        more = "not timed" if times is None else f"{figure(times, 2)} times the teacher's speed"
+        yield card("As its teacher's draft", f"{figure(run.after['draft_accepted'], 2)} tokens accepted a draft", more)
 
 
 def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:

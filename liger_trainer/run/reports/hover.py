@@ -1,0 +1,71 @@
+"""What a chart shows under the pointer, or under a finger: the values of the points nearest to it.
+
+Over the plot lie transparent strips, one for each place that has points; the one under the pointer shows its line, its
+points and its values, by CSS alone.
+"""
+
+import html
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .curves import Line
+from .format import duration
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HOVERED = 60  # points of a line that show their values, at most
+LEADING = 10.5  # from one line of text to the next
+
+
+def hover(figure: "Figure", lines: Sequence[tuple[Line, list[float]]]) -> str:
+    """Return the strips of a chart as SVG, in the figure's points from its upper left corner.
+
+    Args:
+        lines: each with the places of its points along the x axis.
+    """
+    plot, scale = figure.axes[0], 72 / figure.dpi
+    height = figure.get_figheight() * 72
+    left, bottom, right, top = (edge * scale for edge in plot.bbox.extents)
+    at: dict[float, list[tuple[Line, int, float]]] = defaultdict(list)
+    shown = {round(places[i], 9) for line, places in lines for i in _some(len(line.steps))}
+    for line, places in lines:
+        pixels = plot.transData.transform(list(zip(places, line.values, strict=True))) * scale
+        for index, (x, y) in enumerate(pixels):
+            if round(places[index], 9) in shown:
+                at[round(float(x), 1)].append((line, index, height - float(y)))
+    middles = sorted(at)
+    edges = [left, *((a + b) / 2 for a, b in zip(middles, middles[1:], strict=False)), right]
+    room = (left, right, height - top, height - bottom)
+    strips = (_strip(x, at[x], edges[i : i + 2], room) for i, x in enumerate(middles))
+    return f'<g class="values">{"".join(strips)}</g>'
+
+
+def _some(count: int) -> set[int]:
+    """Return the indices of up to `HOVERED` points, and of the last."""
+    return {*range(0, count, -(-count // HOVERED)), count - 1}
+
+
+def _strip(
+    x: float, points: Sequence[tuple[Line, int, float]], edges: Sequence[float], room: tuple[float, float, float, float]
+) -> str:
+    left, right, top, bottom = room
+    texts = [(_place(points), "")] + [(f"{line.label} {line.values[i]:.5g}", line.color) for line, i, _ in points]
+    start, side = (right, ' text-anchor="end"') if x < (left + right) / 2 else (left + 4, "")
+    rows = ""
+    for text, color in texts:
+        style = f' style="fill: {color}"' if color else ""
+        rows += f'<tspan x="{start:.0f}" dy="{LEADING}"{style}>{html.escape(text)}</tspan>'
+    circles = "".join(f'<circle cx="{x}" cy="{y:.1f}" r="3" style="fill: {p.color}"/>' for p, _, y in points)
+    area = f'<rect x="{edges[0]:.1f}" y="{top:.0f}" width="{edges[1] - edges[0]:.1f}" height="{bottom - top:.0f}"/>'
+    rule = f'<path d="M{x} {top:.0f}V{bottom:.0f}"/>'
+    return f'<g>{area}{rule}{circles}<text y="{top - 2:.0f}"{side}>{rows}</text></g>'
+
+
+def _place(points: Sequence[tuple[Line, int, float]]) -> str:
+    """Say step, tokens and time, as far as the points agree: at one step two runs may have read different tokens."""
+    steps = {f"step {line.steps[i]:,.0f}" for line, i, _ in points}
+    tokens = {f"{line.tokens[i]:,.0f} tokens" if line.tokens else "" for line, i, _ in points}
+    times = {duration(line.seconds[i]) if line.seconds else "" for line, i, _ in points}
+    return ", ".join(text for texts in (steps, tokens, times) if len(texts) == 1 for text in texts if text)
