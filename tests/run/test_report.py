@@ -334,6 +334,13 @@ def test_evaluations_between_logs_have_their_place(make):
     assert held_out.seconds == pytest.approx([0.0, 11.25, 15.0 + 250.0 / 40.0])
 
 
+def test_a_share_is_drawn_from_0_to_100(make):
+    logs = [{"step": step, "gpu_utilization": 97.0} for step in (1, 2)]
+    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
+    ticks = re.findall(r"text-anchor: end[^>]*>([^<]*)<", drawing.svgs["step"].partition('class="values"')[0])
+    assert (ticks[0], ticks[-1]) == ("0", "100")
+
+
 def test_curves_are_over_what_all_runs_logged(make):
     full = read_run(make("full"))
     without = [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in full.log_history]

@@ -29,7 +29,7 @@ class Chart:
     title: str
     teacher: str | None = None
     axis: str = "log"
-    """log: logarithmic where values spread widely; linear: never; zero: never, and from 0"""
+    """log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100"""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ CHARTS = (
     Chart("grad_norm", "Gradient norm"),
     Chart("learning_rate", "Learning rate", axis="linear"),
     Chart("tokens_per_second", "Tokens per second", axis="zero"),
-    Chart("gpu_utilization", "GPU utilisation (%)", axis="zero"),
+    Chart("gpu_utilization", "GPU utilisation (%)", axis="percent"),
     Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
 )
 TERM = "loss/"  # before the name of a single term of the loss

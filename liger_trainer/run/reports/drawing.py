@@ -143,8 +143,8 @@ def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> "list
     curves = [
         (curve, index) for index, line in enumerate(lines) for curve in _draw_line(axes, line, 0.18 if several else 0.3)
     ]
-    if chart.axis == "zero":
-        axes.set_ylim(bottom=0)
+    if chart.axis in ("zero", "percent"):
+        axes.set_ylim(bottom=0, top=100 if chart.axis == "percent" else None)
     if len({line.label for line in lines}) > 1:
         named = [curve for curve, _ in curves if not str(curve.get_label()).startswith("_")]
         handles = {str(curve.get_label()): curve for curve in reversed(named)}  # the first line of each run
@@ -192,6 +192,7 @@ def _svg(figure: "Figure", chart: Chart, axis: Axis, lines: Sequence[tuple[Line,
     svg = re.sub(r'\bid="', f'id="{mark}-', svg)
     svg = re.sub(r'xlink:href="#', f'href="#{mark}-', svg)
     svg = re.sub(r"url\(#", f"url(#{mark}-", svg)
+    svg = re.sub(r'\b(?:d|x|y)="[^"]*"', lambda places: re.sub(r"(\.\d\d)\d+", r"\1", places[0]), svg)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
     svg = svg.replace("</svg>", f"{hover(figure, lines)}</svg>")

@@ -15,7 +15,8 @@ from .format import duration
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HOVERED = 60  # points of a line that show their values, at most
+HOVERED = 120  # places of a chart that show values, about
+FEWEST = 20  # points of a line that show theirs, where there are many lines
 LEADING = 10.5  # from one line of text to the next
 
 
@@ -29,7 +30,8 @@ def hover(figure: "Figure", lines: Sequence[tuple[Line, list[float]]]) -> str:
     height = figure.get_figheight() * 72
     left, bottom, right, top = (edge * scale for edge in plot.bbox.extents)
     at: dict[float, list[tuple[Line, int, float]]] = defaultdict(list)
-    shown = {round(places[i], 9) for line, places in lines for i in _some(len(line.steps))}
+    most = max(FEWEST, HOVERED // len({line.label for line, _ in lines}))
+    shown = {round(places[i], 9) for line, places in lines for i in _some(len(line.steps), most)}
     for line, places in lines:
         pixels = plot.transData.transform(list(zip(places, line.values, strict=True))) * scale
         for index, (x, y) in enumerate(pixels):
@@ -42,9 +44,9 @@ def hover(figure: "Figure", lines: Sequence[tuple[Line, list[float]]]) -> str:
     return f'<g class="values">{"".join(strips)}</g>'
 
 
-def _some(count: int) -> set[int]:
-    """Return the indices of up to `HOVERED` points, and of the last."""
-    return {*range(0, count, -(-count // HOVERED)), count - 1}
+def _some(count: int, most: int) -> set[int]:
+    """Return the indices of up to `most` points, and of the last."""
+    return {*range(0, count, -(-count // most)), count - 1}
 
 
 def _strip(
