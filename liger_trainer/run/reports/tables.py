@@ -64,9 +64,13 @@ def distills(runs: Sequence[RunRecord]) -> bool:
 
 
 def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
-    """Return the metrics that any of the runs has; those that the runs were about come first."""
+    """Return the metrics that any of the runs has; those that the runs were about come first. The distillation loss is
+    left out where it is all of the loss."""
     order = (*DISTILL_ROWS, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
-    return shown_rows((*order, *MORE_ROWS), [{**run.before, **latest(run)[0]} for run in runs])
+    measured = [metrics for run in runs for metrics in (run.before, latest(run)[0]) if "kd_loss" in metrics]
+    apart = any(figure(metrics["kd_loss"], 4) != figure(metrics.get("loss"), 4) for metrics in measured)
+    more = [row for row in MORE_ROWS if row.metric != "kd_loss" or apart]
+    return shown_rows((*order, *more), [{**run.before, **latest(run)[0]} for run in runs])
 
 
 def tone(row: MetricRow, old: float | None, new: float | None) -> str:
