@@ -41,12 +41,12 @@ def test_points_show_their_values(make, axis):
     """Over each point lies a strip, next to its neighbours' without a gap; its circle is where the line has it."""
     logs, tokens, seconds = [], 0.0, 0.0
     for step in range(1, 21):  # more tokens and a lower speed from step to step
-        tokens, speed = tokens + 10.0 * step, 100.0 / step
+        tokens, speed = tokens + 10.0 * step, 1000.0 / (20 + step)
         logs.append({"step": step, "odd_metric": step / 3, "num_tokens": tokens, "tokens_per_second": speed})
     (drawing,) = [d for d in draw([read_run(make("first", metrics={"log_history": logs}))]) if d.name == "odd_metric"]
     shown, expected = strips(drawing.svgs[axis]), []
     for step in range(1, 21):
-        seconds += step**2 / 10
+        seconds += step * (20 + step) / 100
         expected.append(
             [f"step {step}, {5 * step * (step + 1):,} tokens, {duration(seconds)}", f"training {step / 3:.5g}"]
         )
@@ -59,7 +59,7 @@ def test_points_show_their_values(make, axis):
         assert box[0] <= rule <= box[0] + box[2] and (right is None or box[0] == pytest.approx(right, abs=0.11))
         right = box[0] + box[2]
     progress = {"step": [step - 1 for step in range(1, 21)], "tokens": [5 * s * (s + 1) - 10 for s in range(1, 21)]}
-    progress["time"] = [sum(k * k for k in range(1, step + 1)) - 1 for step in range(1, 21)]
+    progress["time"] = [sum(k * (20 + k) for k in range(2, step + 1)) for step in range(1, 21)]
     width = drawn[-1][0] - drawn[0][0]
     there = [(x - drawn[0][0]) / width for x, _ in drawn]
     assert there == pytest.approx([far / progress[axis][-1] for far in progress[axis]], abs=1e-3)
@@ -141,6 +141,19 @@ def test_of_many_points_some_show_their_values(make):
     shown = [texts for *_, texts in strips(drawing.svgs["step"])]
     assert 40 < len(shown) <= 64 and shown[0][0] == "step 1, 1 tokens" and shown[-1][0] == "step 1,000, 1,000 tokens"
     assert ["step 123, 123 tokens", "training 0.0081301", "held out 0.0081301"] in shown
+
+
+def test_places_that_are_near_share_a_strip(make):
+    """Each value then says its step; a strip without width could not be pointed at."""
+    logs = [{"step": step, "loss": 1 / step} for step in (1, 1000, 2000)] + [{"step": 1001, "eval_loss": 0.5}]
+    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
+    shown = strips(drawing.svgs["step"])
+    assert [texts for *_, texts in shown] == [
+        ["step 1", "training 1"],
+        ["training 0.001 at step 1,000", "held out 0.5 at step 1,001"],
+        ["step 2,000", "training 0.0005"],
+    ]
+    assert len(shown[1][2]) == 2 and min(box[2] for box, *_ in shown) > 1
 
 
 def test_evaluations_are_points(make):
