@@ -198,6 +198,7 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curv
     check_stands_alone(page)
     text = " ".join(page.text.split())
     assert "2 runs compared" in text and "The runs do not have the same rows" in text
+    assert 'class="verdict' not in page.source  # measured on other rows
     assert "after: one better by 1.0" in text and "after: two better by 2.0" in text
     assert text.count("what the teacher says") == text.count("gibberish") == 1  # the same in both
     assert (tmp_path / "plots" / "loss.png").is_file()
@@ -218,6 +219,25 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curv
     ]  # fmt: skip
     assert "Dashed: the held-out rows. Dotted: the teacher." in text
     assert page.source.count('<span class="swatch" style="background: var(--s2)') > 1
+
+
+@pytest.mark.parametrize(
+    ("kl", "verdict"),
+    [
+        ((0.2, 0.1, 0.3), "The lowest forward KL on the held-out rows is that of two: 0.100 (one 0.200, three 0.300)."),
+        ((0.2, None, 0.3), "The lowest forward KL on the held-out rows is that of one: 0.200 (three 0.300)."),
+        ((0.2, 0.2, 0.2), None),
+        ((0.2, math.nan, math.nan), None),
+    ],
+)
+def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
+    folders = [
+        make(name, metrics={"after": {} if value is None else {"forward_kl": value}})
+        for name, value in zip(("one", "two", "three"), kl, strict=True)
+    ]
+    page = folders[0] / "all.html"
+    assert call(*folders, "--output", page) == 0
+    assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
 
 
 def test_runs_of_one_name_are_told_apart(make):

@@ -18,6 +18,7 @@ from .read_run import RunRecord, Sample, names
 from .tables import (
     Grid,
     before_and_after,
+    best_of,
     data_facts,
     differences,
     environment_facts,
@@ -86,7 +87,7 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         notes=_notes(runs, labels),
-        verdict=_verdict(runs[0]) if len(runs) == 1 else None,
+        verdict=_verdict(runs[0]) if len(runs) == 1 else _comparison(runs, labels),
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
         axes=axes_of(runs),
@@ -156,6 +157,24 @@ def _notes_on(run: RunRecord) -> Iterator[str]:
 def _verdict(run: RunRecord) -> Verdict | None:
     """Return the verdict of a finished run."""
     return verdict(run.recipe, run.before, run.after, run.models) if run.finished else None
+
+
+def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | None:
+    """Say which of several runs is the best by the first metric of the table; None where they do not compare."""
+    row = next((row for row in rows_of(runs) if row.better), None)
+    if row is None or not of_the_same_rows(runs):
+        return None
+    values = [latest(run)[0].get(row.metric) for run in runs]
+    best = best_of(row, values)
+    if best is None:
+        return None
+    shown = [(label, figure(value, row.digits)) for label, value in zip(labels, values, strict=True)]
+    first = values.index(best)
+    others = ", ".join(f"{label} {value}" for i, (label, value) in enumerate(shown) if i != first and value)
+    word = "lowest" if row.better == "lower" else "highest"
+    name = row.title.partition(" (")[0]
+    label, value = shown[first]
+    return Verdict(f"The {word} {name} on the held-out rows is that of {label}: {value} ({others}).", "")
 
 
 def _cards(run: RunRecord) -> Iterator[dict[str, str]]:

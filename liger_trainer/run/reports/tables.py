@@ -96,7 +96,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
-        best = _best(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
+        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
         cells = []
         for run, value in zip(runs, values, strict=True):
             old = run.before.get(row.metric)
@@ -108,7 +108,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     return Grid(rows, ["metric", *columns], numbers=True)
 
 
-def _best(row: MetricRow, values: Sequence[float | None]) -> float | None:
+def best_of(row: MetricRow, values: Sequence[float | None]) -> float | None:
     """Return the best value of a row; None if neither direction is better, or all are equal."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if row.better is None or len(set(finite)) < 2:
