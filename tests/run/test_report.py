@@ -13,6 +13,7 @@ from typing import Any
 
 import commands
 import pytest
+import torch
 from commands import save_models, write_rows
 from finished_runs import config_text, content, log_history
 from tiny import WORDS
@@ -429,6 +430,22 @@ def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
     state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
     Pace().on_log(on_cpu, state, None, logs=logs)
     assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
+
+
+@pytest.mark.gpu
+def test_reading_the_use_of_the_gpu_does_not_wait_for_it():
+    """A reading is between 0 and 100, and is there while queued work still runs."""
+    pytest.importorskip("pynvml")
+    args: Any = SimpleNamespace(device=torch.device("cuda"))
+    gpu_utilization(args)  # loads NVML
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(400):
+        square @ square
+    done = torch.cuda.Event()
+    done.record()
+    busy = gpu_utilization(args)
+    assert busy is not None and 0 <= busy <= 100
+    assert not done.query()
 
 
 def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
