@@ -210,7 +210,8 @@ def capture_spec(config: "RunConfig", step: StepSpec, bf16: bool) -> tuple[StepS
     if step.teacher_records is None or not config["teacher_model_name_or_path"]:
         return None
     teacher = _teacher_model(config, bf16)
-    return replace(step, teacher=teacher, rows=config["per_device_eval_batch_size"]), step.teacher_records.capture_bytes
+    reading = replace(step, teacher=teacher, rows=config["per_device_eval_batch_size"])
+    return reading, step.teacher_records.capture_bytes(reading.rows * reading.length)
 
 
 def _bits(options: dict[str, Any]) -> int | None:
@@ -239,10 +240,10 @@ class TokenCache:
     def token_bytes(self) -> int:
         return self.record.bytes
 
-    @property
-    def capture_bytes(self) -> int:
-        """Of a chunk of logits in fp32 and the arrays made of it; drawing takes one more."""
-        return CHUNK_BYTES * (5 if self.record.draws else 4)
+    def capture_bytes(self, tokens: int) -> int:
+        """Return the bytes of a chunk of logits of a batch in fp32 and of the arrays made of it; drawing takes one
+        more."""
+        return min(CHUNK_BYTES, 4 * tokens * self.record.vocab_size) * (5 if self.record.draws else 4)
 
     def resident(self) -> list[torch.Tensor]:
         """Return what lies in memory as long as training lasts, without data."""
@@ -262,7 +263,6 @@ class HiddenCache:
 
     record: HiddenFormat
     vocab_size: int
-    capture_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -271,6 +271,10 @@ class HiddenCache:
     @property
     def fixed_bytes(self) -> int:
         return self.vocab_size * self.record.bytes
+
+    def capture_bytes(self, tokens: int) -> int:
+        """Return 0: no logits are computed."""
+        return 0
 
     def resident(self) -> list[torch.Tensor]:
         """Return the head, without data. A bias is too small to count."""
