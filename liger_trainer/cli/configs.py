@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.value_rules import did_you_mean
-from ..config.catalogue import built_in_configs, find_config
+from ..config.catalogue import Needs, built_in_configs, find_config, needs_of
 from ..errors import ConfigError
 from ._shared import AsJson, Config, Force, write_new
 
@@ -84,7 +84,7 @@ def _entry(name: str, text: str) -> dict[str, Any]:
     """Read an entry from the name, configs/<family>/<recipe>_<variant>.yaml, and the configuration's first lines."""
     family, _, variant = name.partition("/")
     first, second = (line.removeprefix("#").strip() for line in text.splitlines()[:2])
-    model, memory, gpus = _NAMED.search(text), re.search(r"(\d+) GB", second), re.search(r"(\d+) GPUs?", second)
+    model, needs = _NAMED.search(text), needs_of(text) or Needs(0, 0)
     kind = re.match(r"[a-z]+_(on_policy|two_stage|[a-z]+)", variant)
     return {
         "name": name,
@@ -92,8 +92,8 @@ def _entry(name: str, text: str) -> dict[str, Any]:
         "family": family,
         "kind": kind[1] if kind else "",
         "model": model[1] if model else "",
-        "gpus": int(gpus[1]) if gpus else 0,
-        "memory_gb": int(memory[1]) if memory else 0,
+        "gpus": needs.gpus,
+        "memory_gb": needs.memory_gb,
         "description": first,
         "needs": second.removeprefix("Needs "),
     }

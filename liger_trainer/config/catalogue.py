@@ -1,6 +1,8 @@
-"""Finds a configuration: a file, or one of those that come with the package."""
+"""Finds a configuration: a file, or one of those that come with the package, with what it promises to need."""
 
 import importlib.resources
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,26 @@ from ..common.value_rules import did_you_mean
 from ..errors import ConfigError
 
 MAX_BYTES = 100_000
+_NEEDS = re.compile(r"^# Needs (?:(\d+) GPUs?, about (\d+) GB(?: each)?|two CPU cores, (\d+) GB)[;, ]", re.M)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a configuration needs by its second line: `# Needs 2 GPUs, about 40 GB each; MIT`, or `two CPU cores, 4 GB`.
+
+    Attributes:
+        gpus: how many; 0: none.
+        memory_gb: of each GPU, or of the machine without one: what `estimate --gpu 40GB` finds to be enough.
+    """
+
+    gpus: int
+    memory_gb: int
+
+
+def needs_of(text: str) -> Needs | None:
+    """Read what a configuration promises to need; None if it does not say it in that form."""
+    line = _NEEDS.search(text)
+    return None if line is None else Needs(int(line[1] or 0), int(line[2] or line[3]))
 
 
 def built_in_configs() -> dict[str, Any]:

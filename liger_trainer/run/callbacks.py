@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory in every log of a run."""
+"""Tokens per second, peak memory and the use of the GPU in every log of a run."""
 
 import time
 
@@ -10,7 +10,7 @@ from ..trainers.token_metrics import tokens_before
 
 
 class Pace(TrainerCallback):
-    """Adds `tokens_per_second` and `peak_memory_mib` to every training log.
+    """Adds `tokens_per_second`, `peak_memory_mib` and, where it can be read, `gpu_utilization` to every training log.
 
     The clock runs during steps, not during evaluations and saves. Memory is the peak since training began.
     """
@@ -44,9 +44,26 @@ class Pace(TrainerCallback):
         now = self.end = time.perf_counter()  # reading the losses waited for the device, so its steps are done
         tokens, seconds = logs["num_tokens"] - self.tokens, now - self.start - self.paused
         facts = {"tokens_per_second": round(tokens / seconds, 1), "peak_memory_mib": round(peak_memory_mib(args), 1)}
+        busy = gpu_utilization(args)
+        if busy is not None:
+            facts["gpu_utilization"] = busy
         logs.update(facts)  # trackers read these logs; log_history holds a copy
         state.log_history[-1].update(facts)
         self.start, self.paused, self.tokens = now, 0.0, logs["num_tokens"]
+
+
+def gpu_utilization(args: TrainingArguments) -> float | None:
+    """Return the percent of the last second or less in which this process's GPU computed, as NVML counts it, without
+    waiting for the device.
+
+    None where nothing counts it: on a CPU, without the package nvidia-ml-py, on a part of a GPU (MIG).
+    """
+    if args.device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.utilization())
+    except Exception:  # those of NVML are classes of a package that may not be there
+        return None
 
 
 def peak_memory_mib(args: TrainingArguments) -> float:

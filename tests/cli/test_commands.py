@@ -134,7 +134,7 @@ def test_ls_is_sorted_by_model_memory_and_purpose(call):
     assert [e["family"] for e in entries] == sorted(e["family"] for e in entries)
     assert [e["model"].split("-")[3] for e in llama] == sorted(e["model"].split("-")[3] for e in llama)
     small = [(e["gpus"], e["memory_gb"]) for e in llama if e["model"].split("-")[3] == "1B"]
-    assert small == sorted(small) and small[0] == (1, 7)
+    assert small == sorted(small) and small[0] == (1, 5)
     by_memory = [(e["gpus"], e["memory_gb"]) for e in json.loads(call("ls", "--sort", "memory", "--json")[1])]
     assert by_memory == sorted(by_memory) and by_memory[0] == (0, 4) and by_memory[-1][0] == 8
     kinds = [(e["recipe"], e["kind"]) for e in json.loads(call("ls", "--sort", "purpose", "--json")[1])]

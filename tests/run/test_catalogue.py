@@ -15,7 +15,7 @@ from trl import get_quantization_config
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from liger_trainer.cli import main
-from liger_trainer.config.catalogue import built_in_configs
+from liger_trainer.config.catalogue import built_in_configs, needs_of
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.launch import launcher_arguments
@@ -73,7 +73,9 @@ def test_the_table_of_the_documentation_has_all_of_them():
 def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid(name):
     what, needs, command = source_of(name).splitlines()[:3]
     assert re.match(r"# (Distil|Fine-tune) \S", what) and len(what) <= 120
-    assert re.match(r"# Needs \S", needs) and len(needs) <= 120
+    promised = needs_of(source_of(name))
+    assert promised is not None and len(needs) <= 120
+    assert promised.gpus == (0 if name.startswith("smollm2/") else load_run_config(name)["num_processes"] or 1)
     cached = "_cached" in name
     expected = f"liger-trainer run {name}"
     assert command == (f"# liger-trainer cache {name} && {expected}" if cached else f"# {expected}")

@@ -1,6 +1,5 @@
 """Reports: what a page must hold and must not load, of finished, unfinished and compared runs, and its errors."""
 
-import itertools
 import json
 import math
 import os
@@ -10,11 +9,13 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import commands
 import pytest
-import yaml
+import torch
 from commands import save_models, write_rows
+from finished_runs import config_text, content, log_history
 from tiny import WORDS
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -22,108 +23,20 @@ import liger_trainer
 from liger_trainer.cli import main
 from liger_trainer.run import callbacks
 from liger_trainer.run import output_dir as saving
-from liger_trainer.run.callbacks import Pace
+from liger_trainer.run.callbacks import Pace, gpu_utilization
+from liger_trainer.run.reports import drawing
 from liger_trainer.run.reports import html as html_report
-from liger_trainer.run.reports.curves import (
-    CHARTS,
-    SERIES,
-    SMOOTHED_FROM,
-    _running_mean,
-    charts_of,
-    draw,
-    lines_of,
-    points,
-    reading,
-)
+from liger_trainer.run.reports.curves import CHARTS, SERIES, charts_of, lines_of, points
 from liger_trainer.run.reports.format import change, duration, figure, memory, parameters
 from liger_trainer.run.reports.read_run import names, read_run
 from liger_trainer.run.reports.tables import before_and_after, data_facts, differences, facts, settings, side_by_side
 
 SECTIONS = ["metrics", "curves", "samples", "data", "configuration", "layers", "cost", "environment"]
-VOID = {"meta", "link", "br", "use", "img"}
+VOID = {"meta", "link", "br", "use", "img", "input"}
 SETTINGS = commands.settings(
     teacher_model_name_or_path="teacher", max_length=16, num_sample_completions=1, max_new_tokens=3,
     eval_strategy="steps", eval_steps=2,
 )  # fmt: skip
-
-
-def log_history(steps: int, scale: float = 1.0) -> list[dict]:
-    """A log a step, an evaluation every five, as the trainers write them."""
-    logs = []
-    for step in range(steps + 1):
-        kl = scale * math.exp(-step / 10) + 0.1
-        metrics = {"kd_loss": kl, "forward_kl": kl, "agreement_at_1": 1 - kl / 2}
-        metrics["student_perplexity"] = math.exp(9 * kl)
-        if step % 5 == 0:
-            told = {"loss": kl, **metrics, "teacher_perplexity": 7.0, "runtime": 1.0, "samples_per_second": 9.0}
-            logs.append({**{f"eval_{name}": value for name, value in told.items()}, "epoch": 0.1 * step, "step": step})
-        if step:
-            more = {"grad_norm": 2.0, "learning_rate": 1e-4, "num_tokens": 64.0 * step, "tokens_per_second": 100.0}
-            logs.append({"loss": kl, **metrics, **more, "odd_metric": step / 3, "epoch": 0.1 * step, "step": step})
-    return [*logs, {"train_runtime": 3.0, "train_loss": 1.0, "total_flos": 1e9, "epoch": 1.0, "step": steps}]
-
-
-def content(scale: float = 1.0) -> dict:
-    """metrics.json of a finished distillation."""
-    return {
-        "recipe": "distill",
-        "config": "mine.yaml",
-        "before": {"forward_kl": 1.1, "agreement_at_1": 0.25, "student_perplexity": 12345678.0, "loss": 1.2},
-        "after": {"forward_kl": 0.1534 * scale, "agreement_at_1": 0.5 / scale, "student_perplexity": 9.5,
-                  "loss": 0.2 * scale},
-        "completions": [
-            {
-                "prompt": "What is <b>bold</b> & <script>alert(1)</script>?",
-                "reference": "the reference",
-                "before": "gibberish",
-                "after": f"better by {scale}",
-                "teacher": "what the teacher says",
-            }
-        ],
-        "data": {"name": "rows.jsonl", "train_rows": 1000, "test_rows": 48, "sha256": "ab" * 32,
-                 "test_rows_seen_in_training": 7, "train_rows_repeated": 3},
-        "rows": {"train": {"rows": 1000, "rows_dropped": 2, "rows_truncated": 30, "tokens": 9000,
-                           "supervised_tokens": 900, "supervised_tokens_lost": 100, "sequences": 998}},
-        "patched": {"student": {"model": "llama", "swapped": {"RMSNorm": 33, "fused loss": 1},
-                                "left_alone": {"OddMLP": "its gate is unknown"},
-                                "cuda_graphs": "CUDA graphs: 28 layers of the student"}},
-        "settings": {"learning_rate": {"value": 0.0002, "set_by": "mine.yaml:7"},
-                     "max_steps": {"value": 20, "set_by": "command line"}},
-        "training": {"steps": 20, "epochs": 0.5, "tokens": 12345, "seconds": 200.0, "tokens_per_second": 61.7,
-                     "peak_memory_mib": 2048.0, "peak_memory_of": "GPU memory", "device": "H100", "processes": 1,
-                     "trainable_parameters": 1000, "parameters": 134515008},
-        "seconds": {"load": 7.5, "train": 200.0},
-        "log_history": log_history(20, scale),
-        "versions": {"torch": "2.13.0", "liger-trainer": "0.1"},
-        "environment": {"platform": "Linux-x",
-                        "gpus": [{"name": "H100", "memory_gib": 79.6, "compute_capability": "9.0"}]},
-        "finished_at": "2026-11-22T10:00:00+00:00",
-    }  # fmt: skip
-
-
-def config_text(**values) -> str:
-    """config.yaml as a run writes it: what was set, and the defaults as comments."""
-    chosen = {"recipe": "distill", "model_name_or_path": "small", "learning_rate": 2e-4, "output_dir": "out", **values}
-    rest = {"seed": 42, "packing": False, "lora_r": 16}
-    defaults = "".join(
-        f"# {line}\n" for line in yaml.safe_dump({k: v for k, v in rest.items() if k not in values}).splitlines()
-    )
-    return f"{yaml.safe_dump(chosen)}\n# Defaults in effect:\n{defaults}"
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Write a run's directory; changes are to metrics.json, which None leaves out."""
-
-    def write(name: str, scale: float = 1.0, metrics: dict | None = None, **settings) -> Path:
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        told = {**content(scale), **(metrics or {})}
-        (folder / "metrics.json").write_text(json.dumps(told))
-        (folder / "config.yaml").write_text(config_text(**settings))
-        return folder
-
-    return write
 
 
 @pytest.fixture
@@ -147,8 +60,13 @@ def call(*arguments) -> int:
 
 
 @pytest.fixture
-def no_curves(monkeypatch):
+def one_curve(monkeypatch):
     """Drawing takes most of the time of a report."""
+    monkeypatch.setattr(drawing, "charts_of", lambda runs: charts_of(runs)[:1])
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
     monkeypatch.setattr(html_report, "draw", lambda *arguments: [])
 
 
@@ -216,11 +134,14 @@ def test_a_report_holds_everything_and_loads_nothing(make):
         "2 training rows have no supervised token left",
     ):  # fmt: skip
         assert told in text, told
-    assert "<figcaption>Loss<small>the same: Distillation loss, Forward KL (nats/token)</small>" in page.source
+    assert "<figcaption>Loss<small>the same curve: Distillation loss, Forward KL (nats/token)</small>" in page.source
     for chart in ("Loss", "Agreement@1 with the teacher", "Student's perplexity logarithmic",
                   "Gradient norm", "Learning rate", "Tokens per second", "odd metric"):  # fmt: skip
         assert f"<figcaption>{chart.replace(' logarithmic', '')}".replace("'", "&#39;") in page.source, chart
-    assert page.source.count("<figcaption>") == page.source.count("<svg") == 7
+    assert page.source.count("<figcaption>") == 7 and page.source.count("<svg") == 3 * 7  # by step, tokens and time
+    assert re.findall(r'id="(axis-\w+)"( checked)?', page.source) == [
+        ("axis-step", " checked"), ("axis-tokens", ""), ("axis-time", "")
+    ]  # fmt: skip
     assert "prefers-color-scheme: dark" in page.source and "@media print" in page.source
 
     pictures = {path.stem: path.read_bytes() for path in (folder / "deeper" / "mine_plots").glob("*.png")}
@@ -248,135 +169,28 @@ def test_the_verdict_and_the_compression_stand_on_top(make, no_curves):
     assert "writes 30 tokens/s where its teacher writes 10 (3.0 times)" in verdict[1]
     assert re.search(r"Compression</div><div class=\"value\">4 <small>times.*30 M of the teacher&#39;s 120 M", source)
 
-
-def test_points_show_their_values(make):
-    """Each circle is where the line has the point, and its title says step, tokens, and value."""
-    (drawing,) = [d for d in draw([read_run(make("first"))]) if d.name == "odd_metric"]
-    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+" style="fill: var\(--s1\)"><title>([^<]*)</title>'
-    circles = re.findall(circle, drawing.svg)
-    assert [title for *_, title in circles] == [
-        f"step {step}, {64 * step:,} tokens: training {step / 3:.5g}" for step in range(1, 21)
-    ]
-    (path,) = re.findall(r'<path d="(M [^"]*)"[^>]*stroke: var\(--s1\)', drawing.svg)
-    drawn = [[float(number) for number in point.split()] for point in re.split("[ML]", path)[1:]]
-    for (x, y, _), place in zip(circles, drawn, strict=True):
-        assert [float(x), float(y)] == pytest.approx(place, abs=0.06)
+    assert (
+        "Speculative" not in source and "As its teacher&#39;s draft" not in source and "GPU utilisation" not in source
+    )
 
 
-def test_metrics_of_the_same_points_share_a_chart(make):
-    logs = [
-        {"step": step, "loss": 2.0 / step, "loss/forward_kl": 1.0 / step, "forward_kl": 1.0 / step,
-         "kd_loss": 1.0 / step, "loss/ce": 0.5 / step, "eval_kd_loss": 3.0}
-        for step in range(1, 9)
-    ]  # fmt: skip
-    drawings = {d.name: (d.title, d.note) for d in draw([read_run(make("run", metrics={"log_history": logs}))])}
-    assert drawings == {
-        "loss": ("Loss", ""),
-        "forward_kl": ("Forward KL (nats/token)", ""),
-        "loss_ce": ("Loss: ce", ""),
-        "kd_loss": ("Distillation loss", ""),  # it has an evaluation too
-    }
+def test_drafts_and_the_use_of_the_gpu_have_cards(make, no_curves):
+    logs = [{"step": step, "loss": 1.0, "gpu_utilization": busy} for step, busy in ((1, 90.0), (2, 95.0))]
+    after = {**content()["after"], "draft_accepted": 2.3, "draft_speedup": 1.456}
+    text = " ".join(Page(report_of(make("timed", metrics={"after": after, "log_history": logs}))).text.split())
+    assert "As its teacher's draft 2.30 tokens accepted a draft 1.46 times the teacher's speed" in text
+    assert "GPU utilisation 92 % mean of the logs" in text
+    del after["draft_speedup"]
+    counted = " ".join(Page(report_of(make("counted", metrics={"after": after}))).text.split())
+    assert "2.30 tokens accepted a draft not timed" in counted and "GPU utilisation" not in counted
 
 
-def test_of_many_points_some_show_their_values(make):
-    logs = [{"step": step, "loss": 1 / step, "num_tokens": step} for step in range(1, 1001)]
-    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
-    titles = re.findall(r"<title>step ([\d,]+),", drawing.svg)
-    assert len(titles) <= 121 and titles[0] == "1" and titles[-1] == "1,000"
+def report_of(folder: Path) -> Path:
+    assert call(folder) == 0
+    return folder / "report.html"
 
 
-def test_evaluations_are_points(make):
-    logs = [{"step": step, "eval_loss": 1 / step} for step in range(1, 41)]
-    (drawing,) = draw([read_run(make("run", metrics={"log_history": logs}))])
-    assert len(re.findall(r'<use href="#loss-m\w+" x="[^"]*" y="[^"]*" style="fill: var\(--s2\)', drawing.svg)) == 40
-
-
-def label_starts(svg: str) -> dict[str, float]:
-    """Where the labels left of the y axis begin in the page's units; below 0 they are cut."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
-
-    starts = {}
-    for attributes, text in re.findall(r"<text ([^>]*text-anchor: end[^>]*)>([^<]*)</text>", svg):
-        size, end = (float(re.findall(name, attributes)[0]) for name in (r"font-size: ([\d.]+)px", r' x="([-\d.]+)"'))
-        starts[text] = end - TextPath((0, 0), text, size=size, prop=FontProperties("DejaVu Sans")).get_extents().x1
-    return starts
-
-
-@pytest.mark.parametrize("low, high", [(2, 18), (0.00075, 0.0023)])
-def test_the_labels_of_an_axis_are_whole(make, low, high):
-    """Under a legend the axis is lower than matplotlib assumes at first, and then other ticks might fit."""
-    logs = [{"step": step, "loss": low + (high - low) * step / 40} for step in range(41)]
-    run = read_run(make("run", metrics={"log_history": logs}))
-    (drawing,) = draw([run, run], ["one", "two"])
-    starts = label_starts(drawing.svg)
-    assert len(starts) >= 3 and min(starts.values()) > 0, starts
-    ticks = [float(text) for text in starts]
-    gaps = [after - before for before, after in itertools.pairwise(ticks)]
-    assert gaps == pytest.approx([gaps[0]] * len(gaps))
-
-
-def test_points_are_those_of_the_log(make):
-    run = read_run(make("first"))
-    steps, values = points(run, "eval_forward_kl")
-    assert steps == [0, 5, 10, 15, 20] and values == [math.exp(-step / 10) + 0.1 for step in steps]
-    pairs = [(1, 3.0), (1, "nan"), (0, 9), (1, 2.0), (None, 7.0), (2, True)]
-    twice = run.model_copy(update={"log_history": [{"step": step, "loss": loss} for step, loss in pairs]})
-    assert points(twice, "loss") == ([0, 1], [9.0, 2.0])
-    train, held_out, teacher = lines_of(next(c for c in CHARTS if c.metric == "student_perplexity"), [run])
-    assert (train.label, held_out.label, teacher.label) == ("training", "held out", "teacher")
-    assert teacher.values == [7.0] * 5 and len(train.steps) == 20
-    assert len({line.color for line in (train, held_out, teacher)}) == 3
-
-
-def test_what_is_logged_by_two_names_is_shown_once(make):
-    """Unless a run has the one name alone: then it is what they can be compared by."""
-    logged = {"perplexity": 9.0, "student_perplexity": 9.0, "forward_kl": 1.0}
-    logs = [{"step": step, **logged} for step in (1, 2)]
-    distilled = read_run(make("kd", metrics={"log_history": logs, "before": logged, "after": logged}))
-    assert [chart.metric for chart in charts_of([distilled])] == ["forward_kl", "student_perplexity"]
-    assert [row.label for row in before_and_after(distilled).rows] == ["forward KL (nats/token)", "student perplexity"]
-    tuned = distilled.model_copy(update={"log_history": [{"step": step, "perplexity": 8.0} for step in (1, 2)]})
-    assert "perplexity" in {chart.metric for chart in charts_of([distilled, tuned])}
-
-
-def test_terms_of_the_loss_follow_it_and_the_unknown_comes_last(make):
-    logged = dict.fromkeys(["odd/one", "loss/ce", "loss", "eval_loss/jsd", "schedule/temperature", "entropy"], 1.0)
-    logs = [{"step": step, **logged} for step in (1, 2)]
-    charts = charts_of([read_run(make("first", metrics={"log_history": logs}))])
-    titles = ["Loss", "Loss: ce", "Loss: jsd", "Entropy (nats/token)", "Odd: one", "Schedule: temperature"]
-    assert [chart.title for chart in charts] == titles and charts[1].name == "loss_ce"
-
-
-def test_what_is_drawn_are_these_points(make, monkeypatch):
-    """The data of matplotlib's own lines, and the scale of the axis."""
-    from matplotlib.axes import Axes
-
-    drawn, scales = [], []
-    plot, scale = Axes.plot, Axes.set_yscale
-    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append((a, k)) or plot(self, *a, **k))
-    monkeypatch.setattr(Axes, "set_yscale", lambda self, *a, **k: scales.append(a) or scale(self, *a, **k))
-    run = read_run(make("first", metrics={"log_history": [{"step": s, "loss": 10.0**-s} for s in range(5)]}))
-    (drawing,) = draw([run])
-    assert [args for args, _ in drawn] == [([0, 1, 2, 3, 4], [10.0**-s for s in range(5)])]
-    assert scales == [("log",)] and drawing.note == "logarithmic"
-    drawn.clear()
-    once = [{"step": 1, "loss": 1.0}, *({"step": step, "eval_loss": 1.0} for step in (1, 2))]
-    draw([read_run(make("once", metrics={"log_history": once}))])
-    assert drawn[0][0] == ([1], [1.0]) and drawn[0][1]["marker"] == "o"  # without it one point would not show
-
-
-def test_long_curves_have_a_running_mean(make):
-    values = [float(i % 2) for i in range(9)]
-    mean = _running_mean(values, 2)
-    assert mean[0] == values[0] and mean[-1] == values[-1]  # windows stay centred: the ends are not drawn towards zero
-    assert mean[1] == pytest.approx(1 / 3) and mean[4] == pytest.approx(2 / 5)
-    logs = [{"step": step, "loss": 1 + step / 1000} for step in range(SMOOTHED_FROM)]
-    assert "running mean" in reading([read_run(make("long", metrics={"log_history": logs}))])
-    assert reading([read_run(make("short", metrics={"log_history": logs[1:]}))]) == ""
-
-
-def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
+def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys, one_curve):
     monkeypatch.chdir(tmp_path)
     one, two = make("one"), make("two", scale=2.0, metrics={"data": {"sha256": "cd"}}, learning_rate=1e-3, lora_r=8)
     assert call(one, two) == 0
@@ -385,6 +199,7 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
     check_stands_alone(page)
     text = " ".join(page.text.split())
     assert "2 runs compared" in text and "The runs do not have the same rows" in text
+    assert 'class="verdict' not in page.source  # measured on other rows
     assert "after: one better by 1.0" in text and "after: two better by 2.0" in text
     assert text.count("what the teacher says") == text.count("gibberish") == 1  # the same in both
     assert (tmp_path / "plots" / "loss.png").is_file()
@@ -407,12 +222,31 @@ def test_several_runs_are_compared(make, tmp_path, monkeypatch, capsys):
     assert page.source.count('<span class="swatch" style="background: var(--s2)') > 1
 
 
+@pytest.mark.parametrize(
+    ("kl", "verdict"),
+    [
+        ((0.2, 0.1, 0.3), "The lowest forward KL on the held-out rows is that of two: 0.100 (one 0.200, three 0.300)."),
+        ((0.2, None, 0.3), "The lowest forward KL on the held-out rows is that of one: 0.200 (three 0.300)."),
+        ((0.2, 0.2, 0.2), None),
+        ((0.2, math.nan, math.nan), None),
+    ],
+)
+def test_the_best_of_several_runs_stands_on_top(make, no_curves, kl, verdict):
+    folders = [
+        make(name, metrics={"after": {} if value is None else {"forward_kl": value}})
+        for name, value in zip(("one", "two", "three"), kl, strict=True)
+    ]
+    page = folders[0] / "all.html"
+    assert call(*folders, "--output", page) == 0
+    assert re.findall(r'<p class="verdict ">(.*?)</p>', page.read_text()) == ([verdict] if verdict else [])
+
+
 def test_runs_of_one_name_are_told_apart(make):
     runs = [read_run(make("a/out")), read_run(make("b/out"))]
     assert names(runs) == ["a/out", "b/out"] and names(runs[:1]) == ["out"]
 
 
-def test_an_unfinished_run_tells_what_there_is(unfinished):
+def test_an_unfinished_run_tells_what_there_is(unfinished, one_curve):
     assert call(unfinished) == 0
     page = Page(unfinished / "report.html")
     check_stands_alone(page)
@@ -441,6 +275,13 @@ def test_a_finished_and_an_unfinished_run(make, unfinished, tmp_path, no_curves)
         "model_name_or_path": ["small", "config.yaml"],
         "output_dir": ["out", "config.yaml"],
     }
+
+
+def test_the_distillation_loss_has_a_row_where_the_loss_is_more(make):
+    before, after = {"forward_kl": 2.0, "loss": 2.50001, "kd_loss": 2.5}, {"forward_kl": 1.0, "loss": 1.5}
+    for kd_loss, shown in ((1.50001, False), (1.4, True)):
+        run = read_run(make(f"run-{kd_loss}", metrics={"before": before, "after": {**after, "kd_loss": kd_loss}}))
+        assert ("distillation loss" in [row.label for row in before_and_after(run).rows]) == shown
 
 
 def test_a_run_of_a_version_that_recorded_less(make):
@@ -572,6 +413,39 @@ def test_the_pace_leaves_out_what_is_no_training(monkeypatch, tmp_path):
     assert all(entry["peak_memory_mib"] > 10 for entry in trained)
     assert [set(entry) for entry in state.log_history] == [set(entry) for entry in logs]  # trackers get them too
     assert all("tokens_per_second" not in entry for entry in logs if "eval_loss" in entry)
+
+
+def test_the_use_of_the_gpu_is_logged_where_it_can_be_read(monkeypatch):
+    on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    on_cpu: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    monkeypatch.setattr(callbacks.torch.cuda, "utilization", lambda: 87)
+    assert (gpu_utilization(on_gpu), gpu_utilization(on_cpu)) == (87.0, None)
+
+    def missing():
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(callbacks.torch.cuda, "utilization", missing)
+    assert gpu_utilization(on_gpu) is None
+    monkeypatch.setattr(callbacks, "gpu_utilization", lambda args: 87.0)
+    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0, "num_tokens": 8.0}
+    Pace().on_log(on_cpu, state, None, logs=logs)
+    assert logs["gpu_utilization"] == state.log_history[-1]["gpu_utilization"] == 87.0
+
+
+@pytest.mark.gpu
+def test_reading_the_use_of_the_gpu_does_not_wait_for_it():
+    """A reading is between 0 and 100, and is there while queued work still runs."""
+    pytest.importorskip("pynvml")
+    args: Any = SimpleNamespace(device=torch.device("cuda"))
+    gpu_utilization(args)  # loads NVML
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(400):
+        square @ square
+    done = torch.cuda.Event()
+    done.record()
+    busy = gpu_utilization(args)
+    assert busy is not None and 0 <= busy <= 100
+    assert not done.query()
 
 
 def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):

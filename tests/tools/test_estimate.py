@@ -388,6 +388,14 @@ def test_a_cache_of_hidden_states_takes_its_head_and_two_bytes_a_value(project, 
     assert named["parts_mib"]["teacher weights"] == pytest.approx(head / 2**20)
     tokens = named["tokens_per_step"] / 4 * 38  # four rows a step, 38 in all
     assert named["cache_mib"] == pytest.approx((tokens * 256 + head) / 2**20, rel=0.02)
+    plain = _json(capsys, "recipe=distill", "teacher_model_name_or_path=teacher", "bf16=true")
+    whole = plain["parts_mib"]["teacher weights"]
+    assert whole + 64 < named["capture_mib"] < 1.5 * whole + 64  # what it holds while it reads, and cuBLAS's workspaces
+    topk = ("cache_entries=8", "teacher_model_name_or_path=teacher", "bf16=true")
+    logits = 8 * named["length"] * VOCAB * 4 / 2**20  # of a batch of 8 rows in fp32
+    for draws, arrays in ((4, 5), (0, 4)):
+        counted = _json(capsys, *HIDDEN[:3], *topk, f"cache_tail_draws={draws}")
+        assert counted["capture_mib"] == pytest.approx(named["capture_mib"] + arrays * logits)
     wide = _json(capsys, *HIDDEN, "teacher_model_name_or_path=teacher", "bf16=false")
     assert wide["parts_mib"]["teacher weights"] == pytest.approx(2 * head / 2**20)
     with pytest.raises(SystemExit):

@@ -1,33 +1,24 @@
-"""The curves of a report: which charts there are, their points in log_history, and their drawing.
+"""The curves of a report: which charts there are, and their points in log_history, by step, tokens or time."""
 
-A chart is drawn once, in light colours. Its PNG has a white background; in its SVG the colours are CSS variables of the
-page, which has other values for them in dark mode.
-"""
-
-import html
-import io
+import bisect
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
 from ..metric_rows import has_other_name
 from .read_run import RunRecord, number
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-INK, MUTED, GRID = "#1f2430", "#667085", "#d9dde3"
+Axis = Literal["step", "tokens", "time"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "time")
+"""What a curve can be over: optimizer steps; tokens trained on; seconds of training, evaluations and saves left out."""
 SERIES = ("#2563eb", "#d9480f", "#0a8f66", "#9333ea", "#b7791f", "#c2255c", "#0b7285", "#5c636a")
 """One for each run; of a single run, for training, evaluation and teacher."""
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", **{c: f"--s{i}" for i, c in enumerate(SERIES, 1)}}
-SIZE = (4.5, 2.65)  # inches, at 72 points each the size in the page
-TICKS = 7  # intervals of an axis: a fixed number, since its length depends on the labels
-NICE = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
-HOVERED = 120  # points of a line that show their values, at most
 SMOOTHED_FROM = 120  # points of a training curve: from here on a running mean lies over them
 DECADES = 1.7  # from the lowest values (the 5 % quantile) to the highest: from here on a logarithmic axis
+LINE = 0.015  # width of a line, as a share of a chart's height: curves that are no further apart look the same
+NOISE = 0.1  # likewise: what two ways to average over batches differ by in training, where evaluations agree
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Chart:
     title: str
     teacher: str | None = None
     axis: str = "log"
-    """log: logarithmic where values spread widely; linear: never; zero: never, and from 0"""
+    """log: logarithmic where values spread widely; linear: never; zero: likewise, from 0; percent: from 0 to 100"""
 
     @property
     def name(self) -> str:
@@ -62,6 +53,7 @@ CHARTS = (
     Chart("grad_norm", "Gradient norm"),
     Chart("learning_rate", "Learning rate", axis="linear"),
     Chart("tokens_per_second", "Tokens per second", axis="zero"),
+    Chart("gpu_utilization", "GPU utilisation (%)", axis="percent"),
     Chart("peak_memory_mib", "Peak memory so far (MiB)", axis="zero"),
 )
 TERM = "loss/"  # before the name of a single term of the loss
@@ -72,7 +64,7 @@ _NO_CURVES_LIKE = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart."""
+    """One line of a chart. `tokens` and `seconds` say how far the run was at each point; None if its logs do not."""
 
     label: str
     kind: str
@@ -80,19 +72,59 @@ class Line:
     color: str
     steps: list[float]
     values: list[float]
-    tokens: list[float | None]
-    """trained on until then, where the logs say so"""
+    tokens: list[float] | None = None
+    seconds: list[float] | None = None
+
+    def over(self, axis: Axis) -> list[float]:
+        """Return the points' places along an axis."""
+        places = {"step": self.steps, "tokens": self.tokens, "time": self.seconds}[axis]
+        assert places is not None
+        return places
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A chart for the page (SVG) and for a file (PNG)."""
+class Course:
+    """How far a run was at the steps that were logged: tokens, and seconds of training; None if no log says it."""
 
-    name: str
-    title: str
-    note: str
-    svg: str
-    png: bytes
+    steps: list[float]
+    tokens: list[float] | None
+    seconds: list[float] | None
+
+    def at(self, steps: Sequence[float], values: list[float] | None) -> list[float] | None:
+        """Return the tokens or seconds at any steps."""
+        return None if values is None else [_between(self.steps, values, step) for step in steps]
+
+
+def course_of(run: RunRecord) -> Course:
+    """Read the tokens of all logs. Time is not logged: it is what the tokens between two logs took at their speed."""
+    trained, anywhere = points(run, "num_tokens"), points(run, "eval_num_tokens")
+    tokens_at = {0.0: 0.0, **dict(zip(*anywhere, strict=True)), **dict(zip(*trained, strict=True))}
+    if len(tokens_at) < 2:
+        return Course([], None, None)
+    steps = sorted(tokens_at)
+    tokens = [tokens_at[step] for step in steps]
+    speeds = dict(zip(*points(run, "tokens_per_second"), strict=True))
+    if not trained[0] or not all(speeds.get(step) for step in trained[0]):
+        return Course(steps, tokens, None)
+    ends, clock = [0.0], [0.0]
+    for step, end in zip(*trained, strict=True):
+        clock.append(clock[-1] + (end - ends[-1]) / speeds[step])
+        ends.append(end)
+    return Course(steps, tokens, [_between(ends, clock, end) for end in tokens])
+
+
+def _between(places: list[float], values: list[float], place: float) -> float:
+    """Interpolate linearly; go on as between the last two places behind them."""
+    right = min(max(bisect.bisect_left(places, place), 1), len(places) - 1)
+    (start, end), (low, high) = places[right - 1 : right + 1], values[right - 1 : right + 1]
+    return high if end == start else low + (high - low) * (place - start) / (end - start)
+
+
+def axes_of(runs: Sequence[RunRecord]) -> list[Axis]:
+    """Return what the curves of these runs can be over: what all of them logged."""
+    courses = [course_of(run) for run in runs]
+    there = {"step": True, "tokens": all(c.tokens for c in courses), "time": all(c.seconds for c in courses)}
+    return [axis for axis in AXES if there[axis]]
 
 
 def points(run: RunRecord, metric: str) -> tuple[list[float], list[float]]:
@@ -129,6 +161,7 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()
     """Return the lines of a chart that have points."""
     lines = []
     for index, run in enumerate(runs):
+        course = course_of(run)
         for place, (kind, metric) in enumerate(_series(chart, run)):
             color = SERIES[(place if len(runs) == 1 else index) % len(SERIES)]
             label = {"train": "training", "eval": "held out", "teacher": "teacher"}[kind]
@@ -136,8 +169,8 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord], labels: Sequence[str] = ()
                 label = labels[index] if labels else run.name
             steps, values = points(run, metric)
             if steps:
-                tokens = dict(zip(*points(run, "num_tokens"), strict=True))
-                lines.append(Line(label, kind, color, steps, values, [tokens.get(step) for step in steps]))
+                far = course.at(steps, course.tokens), course.at(steps, course.seconds)
+                lines.append(Line(label, kind, color, steps, values, *far))
     return lines
 
 
@@ -149,18 +182,21 @@ def _series(chart: Chart, run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "teacher", f"eval_{chart.teacher}" if on_held_out else chart.teacher
 
 
+def logarithmic(chart: Chart, lines: Sequence[Line]) -> bool:
+    """Whether the values spread so widely that the chart's axis is logarithmic."""
+    values = sorted(value for line in lines for value in line.values)
+    return chart.axis == "log" and values[0] > 0 and values[-1] > values[len(values) // 20] * 10**DECADES
+
+
 def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[Chart, list[Chart]]]:
-    """Return the charts that differ, each with the others of the same points: a loss of one term is drawn once. A term
-    that is a metric too is left out beside it."""
-    kept: dict[tuple, list[Chart]] = {}
+    """Return the charts that look different, each with the others that look like it: a loss of one term is drawn once.
+    A term that is a metric too is left out beside it."""
+    groups: list[list[Chart]] = []
     for chart in charts:
-        lines = tuple(
-            (line.kind, tuple(line.steps), tuple(f"{value:.5g}" for value in line.values))
-            for line in lines_of(chart, runs)
-        )
-        kept.setdefault(lines, []).append(chart)
+        group = next((group for group in groups if _alike(group[0], chart, runs)), None)
+        groups.append([chart]) if group is None else group.append(chart)
     shown = []
-    for group in kept.values():
+    for group in groups:
         names = {chart.metric for chart in group}
         first, *others = [
             chart
@@ -171,96 +207,21 @@ def different(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> list[tuple[
     return shown
 
 
-def draw(runs: Sequence[RunRecord], labels: Sequence[str] = ()) -> list[Drawing]:
-    """Draw every chart of these runs, several runs overlaid. Imports matplotlib."""
-    import matplotlib
-    from matplotlib.backends import backend_agg, backend_svg  # noqa: F401  loaded before rc_context, not in it
-    from matplotlib.figure import Figure
-
-    drawn = []
-    with matplotlib.rc_context(_STYLE):
-        for chart, same in different(charts_of(runs), runs):
-            lines = lines_of(chart, runs, labels)
-            figure = Figure(figsize=SIZE, layout="constrained")
-            note = _plot(figure.add_subplot(), chart, lines, len(runs) > 1)
-            note = ", ".join(
-                filter(None, (note, f"the same: {', '.join(other.title for other in same)}" if same else ""))
-            )
-            svg, png = _svg(figure, chart, lines), io.BytesIO()
-            figure.axes[0].set_title(f"{chart.title} ({note})" if note else chart.title, loc="left", fontsize=9.5)
-            figure.savefig(png, format="png", dpi=160, facecolor="white")
-            drawn.append(Drawing(chart.name, chart.title, note, svg, png.getvalue()))
-    return drawn
-
-
-_STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 9,
-    "axes.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "xtick.major.size": 3,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 1.6,
-    "svg.fonttype": "none",  # keeps text as text, in the font of the page
-}
-
-
-def _plot(axes: "Axes", chart: Chart, lines: list[Line], several: bool) -> str:
-    """Draw the lines and return a note for the title."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    notes = []
-    axes.grid(axis="y")
-    axes.margins(x=0.02)
-    values = sorted(value for line in lines for value in line.values)
-    if chart.axis == "log" and values[0] > 0 and values[-1] > values[len(values) // 20] * 10**DECADES:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(numticks=TICKS))
-        notes.append("logarithmic")
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE))
-        axes.yaxis.set_major_formatter("{x:g}")
-    for line in lines:
-        _draw_line(axes, line, alpha=0.18 if several else 0.3)
-    if chart.axis == "zero":
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(TICKS, steps=NICE, integer=True))
-    if len({line.label for line in lines}) > 1:
-        named = [artist for artist in axes.get_lines() if not str(artist.get_label()).startswith("_")]
-        handles = {str(artist.get_label()): artist for artist in reversed(named)}  # the first line of each run
-        handles = dict(reversed(handles.items()))
-        axes.figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=3)
-    return ", ".join(notes)
-
-
-def _draw_line(axes: "Axes", line: Line, alpha: float) -> None:
-    """Join the points. Of many, draw the running mean, and the points faintly behind it."""
-    style: dict[str, Any] = {"color": line.color, "linewidth": 1.6, "label": line.label}
-    if line.kind == "eval":
-        style |= {"linestyle": (0, (4, 2)), "marker": "o", "markersize": 3.6 if len(line.steps) <= 30 else 2.2}
-    elif line.kind == "teacher":
-        style |= {"linestyle": (0, (1, 1.6)), "linewidth": 1.4}
-    elif len(line.steps) == 1:
-        style |= {"marker": "o", "markersize": 3.6}
-    if line.kind != "train" or len(line.steps) < SMOOTHED_FROM:
-        axes.plot(line.steps, line.values, **style)
-        return
-    axes.plot(line.steps, line.values, color=line.color, linewidth=0.8, alpha=alpha)
-    axes.plot(line.steps, _running_mean(line.values, max(3, len(line.values) // 40)), **style)
+def _alike(first: Chart, second: Chart, runs: Sequence[RunRecord]) -> bool:
+    """Whether two charts have the same lines, as far as the eye can see."""
+    one, other = lines_of(first, runs), lines_of(second, runs)
+    if [(line.label, line.kind, line.steps) for line in one] != [(x.label, x.kind, x.steps) for x in other]:
+        return False
+    height = math.log if logarithmic(first, one) else float
+    if height is math.log and any(value <= 0 for line in other for value in line.values):
+        return False
+    shown = [height(value) for line in one for value in line.values]
+    measured = any(line.kind == "eval" for line in one)
+    return all(
+        abs(height(a) - height(b)) <= (NOISE if measured and left.kind == "train" else LINE) * (max(shown) - min(shown))
+        for left, right in zip(one, other, strict=True)
+        for a, b in zip(left.values, right.values, strict=True)
+    )
 
 
 def reading(runs: Sequence[RunRecord]) -> str:
@@ -275,51 +236,3 @@ def reading(runs: Sequence[RunRecord]) -> str:
     if "teacher" in kinds:
         notes.append("Dotted: the teacher.")
     return " ".join(notes)
-
-
-def _running_mean(values: list[float], half: int) -> list[float]:
-    """Return means over up to `half` neighbours on each side; near the ends over fewer, equally many on both."""
-    means = []
-    for index in range(len(values)):
-        reach = min(half, index, len(values) - 1 - index)
-        window = values[index - reach : index + reach + 1]
-        means.append(sum(window) / len(window))
-    return means
-
-
-def _svg(figure: "Figure", chart: Chart, lines: Sequence[Line]) -> str:
-    """Write the figure as an element of the page, with the page's colours and font and ids of its own. Points show
-    their values when the pointer is over them: SVG titles, which need no script."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg = text.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    svg = re.sub(r'\bid="', f'id="{chart.name}-', svg)
-    svg = re.sub(r'xlink:href="#', f'href="#{chart.name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{chart.name}-", svg)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    svg = re.sub(r"font-family: [^;\"]*(; )?", "", svg)
-    svg = svg.replace("</svg>", f"{_hover(figure, lines)}</svg>")
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, f"var({variable})")
-    box, label = f"0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}", html.escape(f"{chart.title} over steps")
-    opening = f'<svg viewBox="{box}" role="img" aria-label="{label}">'
-    return re.sub(r"\s*\n\s*", " ", re.sub(r"^<svg[^>]*>", opening, svg))
-
-
-def _hover(figure: "Figure", lines: Sequence[Line]) -> str:
-    """Return a circle over each point, which is seen when the pointer is over it, with the point's values as title."""
-    axes, scale = figure.axes[0], 72 / figure.dpi
-    circles = []
-    for line in lines:
-        every = -(-len(line.steps) // HOVERED)
-        shown = sorted({*range(0, len(line.steps), every), len(line.steps) - 1})
-        places = axes.transData.transform([(line.steps[i], line.values[i]) for i in shown]) * scale
-        for i, (x, y) in zip(shown, places, strict=True):
-            tokens = line.tokens[i]
-            place = f"step {line.steps[i]:,.0f}" + ("" if tokens is None else f", {tokens:,.0f} tokens")
-            title = html.escape(f"{place}: {line.label} {line.values[i]:.5g}")
-            center = f'cx="{x:.1f}" cy="{SIZE[1] * 72 - y:.1f}"'
-            circles.append(f'<circle {center} r="4.5" style="fill: {line.color}"><title>{title}</title></circle>')
-    return f'<g class="points">{"".join(circles)}</g>'

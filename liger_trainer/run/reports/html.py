@@ -11,12 +11,14 @@ from typing import Any
 from ... import __version__
 from ...common.files import write_atomically
 from ...secrets import redact
-from .curves import SERIES, Drawing, draw, reading
+from .curves import SERIES, axes_of, points, reading
+from .drawing import Drawing, draw
 from .format import change, count, duration, figure, memory, parameters, teacher_text
 from .read_run import RunRecord, Sample, names
 from .tables import (
     Grid,
     before_and_after,
+    best_of,
     data_facts,
     differences,
     environment_facts,
@@ -85,9 +87,10 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         several=len(runs) > 1,
         runs=[_header(run, label, index) for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         notes=_notes(runs, labels),
-        verdict=_verdict(runs[0]) if len(runs) == 1 else None,
+        verdict=_verdict(runs[0]) if len(runs) == 1 else _comparison(runs, labels),
         cards=list(_cards(runs[0])) if len(runs) == 1 else [],
         figures=drawings,
+        axes=axes_of(runs),
         samples=samples,
         sections=list(_sections(runs, labels, drawings, bool(samples))),
         footer=f"Written by liger-trainer {__version__} from " + ", ".join(str(run.path) for run in runs),
@@ -156,6 +159,24 @@ def _verdict(run: RunRecord) -> Verdict | None:
     return verdict(run.recipe, run.before, run.after, run.models) if run.finished else None
 
 
+def _comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Verdict | None:
+    """Say which of several runs is the best by the first metric of the table; None where they do not compare."""
+    row = next((row for row in rows_of(runs) if row.better), None)
+    if row is None or not of_the_same_rows(runs):
+        return None
+    values = [latest(run)[0].get(row.metric) for run in runs]
+    best = best_of(row, values)
+    if best is None:
+        return None
+    shown = [(label, figure(value, row.digits)) for label, value in zip(labels, values, strict=True)]
+    first = values.index(best)
+    others = ", ".join(f"{label} {value}" for i, (label, value) in enumerate(shown) if i != first and value)
+    word = "lowest" if row.better == "lower" else "highest"
+    name = row.title.partition(" (")[0]
+    label, value = shown[first]
+    return Verdict(f"The {word} {name} on the held-out rows is that of {label}: {value} ({others}).", "")
+
+
 def _cards(run: RunRecord) -> Iterator[dict[str, str]]:
     after, step = latest(run)
     for row in [row for row in rows_of([run]) if row.better and row.metric in after][:4]:
@@ -182,6 +203,9 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if "tokens_per_second" in facts:
         per_second = f"{facts['tokens_per_second']:,.0f}"
         yield card("Speed", f"{per_second} tokens/s", f"{facts.get('tokens', 0):,} tokens in all")
+    _, busy = points(run, "gpu_utilization")
+    if busy:
+        yield card("GPU utilisation", f"{sum(busy) / len(busy):.0f} %", "mean of the logs")
     if "peak_memory_mib" in facts:
         yield card("Peak memory", memory(facts["peak_memory_mib"]), str(facts.get("peak_memory_of", "")))
     if "seconds" in facts:
@@ -198,6 +222,10 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if small and large:
         sizes = f"{parameters(small)} of the teacher's {parameters(large)}"
         yield card("Compression", f"{large / small:.3g} times", sizes)
+    if "draft_accepted" in run.after:
+        times = run.after.get("draft_speedup")
+        more = "not timed" if times is None else f"{figure(times, 2)} times the teacher's speed"
+        yield card("As its teacher's draft", f"{figure(run.after['draft_accepted'], 2)} tokens accepted a draft", more)
 
 
 def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:

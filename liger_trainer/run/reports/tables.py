@@ -64,9 +64,13 @@ def distills(runs: Sequence[RunRecord]) -> bool:
 
 
 def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
-    """Return the metrics that any of the runs has; those that the runs were about come first."""
+    """Return the metrics that any of the runs has; those that the runs were about come first. The distillation loss is
+    left out where it is all of the loss."""
     order = (*DISTILL_ROWS, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
-    return shown_rows((*order, *MORE_ROWS), [{**run.before, **latest(run)[0]} for run in runs])
+    measured = [metrics for run in runs for metrics in (run.before, latest(run)[0]) if "kd_loss" in metrics]
+    apart = any(figure(metrics["kd_loss"], 4) != figure(metrics.get("loss"), 4) for metrics in measured)
+    more = [row for row in MORE_ROWS if row.metric != "kd_loss" or apart]
+    return shown_rows((*order, *more), [{**run.before, **latest(run)[0]} for run in runs])
 
 
 def tone(row: MetricRow, old: float | None, new: float | None) -> str:
@@ -92,7 +96,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     rows, comparable = [], of_the_same_rows(runs)
     for row in rows_of(runs):
         values = [latest(run)[0].get(row.metric) for run in runs]
-        best = _best(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
+        best = best_of(row, values) if comparable and not (distills(runs) and row.metric in _OWN_TO_A_RUN) else None
         cells = []
         for run, value in zip(runs, values, strict=True):
             old = run.before.get(row.metric)
@@ -104,7 +108,7 @@ def side_by_side(runs: Sequence[RunRecord], labels: Sequence[str]) -> Grid:
     return Grid(rows, ["metric", *columns], numbers=True)
 
 
-def _best(row: MetricRow, values: Sequence[float | None]) -> float | None:
+def best_of(row: MetricRow, values: Sequence[float | None]) -> float | None:
     """Return the best value of a row; None if neither direction is better, or all are equal."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if row.better is None or len(set(finite)) < 2:

@@ -15,8 +15,8 @@ from .gpus import Gpu
 from .memory_tracker import Peak
 from .row_lengths import RowLengths, row_lengths
 from .sharding import Sharding, sharding_of
-from .simulate import StepMemory, StepSpec, simulate
-from .step_spec import step_spec
+from .simulate import StepMemory, StepSpec, simulate, simulate_reading
+from .step_spec import capture_spec, step_spec
 
 if TYPE_CHECKING:
     from ...config.run_config import RunConfig
@@ -59,6 +59,7 @@ class Estimate:
         tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
         total_tokens, steps: of the run; None if the number of rows is not known.
         cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
+        capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
         fits: None without a GPU to compare with.
         changes: settings that take less, each alone; if none is enough, the last combines several.
     """
@@ -80,6 +81,7 @@ class Estimate:
     total_tokens: int | None
     cache_mib: float | None
     unknown: str
+    capture_mib: float | None = None
     gpu: Gpu | None = None
     fits: bool | None = None
     changes: tuple[Change, ...] = ()
@@ -93,7 +95,8 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
             that are not local.
     """
     lengths = row_lengths(config)
-    spec = step_spec(config, *_longest(config, lengths), gpu is None or gpu.bf16)
+    bf16 = gpu is None or gpu.bf16
+    spec = step_spec(config, *_longest(config, lengths), bf16)
     sharding = sharding_of(config)
     memory = simulate(spec)
     phase, peak = highest(memory, sharding)
@@ -114,6 +117,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         parts_mib=parts,
         peaks_mib={name: p.bytes / MIB for name, p in sharding.per_process(memory).items()},
         **_tokens(config, spec, lengths, sharding),
+        capture_mib=_capture_mib(config, spec, bf16),
         gpu=gpu,
         fits=fits,
         changes=changes,
@@ -127,6 +131,14 @@ def highest(memory: StepMemory, sharding: Sharding) -> tuple[str, Peak]:
     parts = peak.parts.copy()
     parts[name] = size
     return phase, Peak(peak.bytes + size, parts)
+
+
+def _capture_mib(config: "RunConfig", spec: StepSpec, bf16: bool) -> float | None:
+    capture = capture_spec(config, spec, bf16)
+    if capture is None:
+        return None
+    reading, logits = capture
+    return (simulate_reading(reading).bytes + logits + LIBRARIES[1]) / MIB
 
 
 def _longest(config: "RunConfig", lengths: RowLengths | str) -> tuple[int, bool]:

@@ -105,10 +105,7 @@ def simulate(spec: StepSpec) -> StepMemory:
         ConfigError: a model cannot be built, or its computation depends on values.
     """
     fake, tracker = FakeTensorMode(), MemoryTracker()
-    AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, attention_mask)
-    AttentionInterface.register(BY_LENGTHS, attention)
-    AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
+    _register_attention()
     with warnings.catch_warnings(), as_bitsandbytes():
         warnings.simplefilter("ignore")
         student = _student(spec)
@@ -134,6 +131,34 @@ def simulate(spec: StepSpec) -> StepMemory:
         layer_bytes=_largest_layer(student),
         teacher_parameters=0 if teacher is None else _numbers(teacher),
     )
+
+
+def simulate_reading(spec: StepSpec) -> Peak:
+    """Return the highest point of a forward of the teacher alone over a batch, without logits: what a capture does."""
+    fake, tracker = FakeTensorMode(), MemoryTracker()
+    _register_attention()
+    with warnings.catch_warnings(), as_bitsandbytes():
+        warnings.simplefilter("ignore")
+        teacher = _teacher(spec)
+        with fake:
+            _allocate(teacher)
+        tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
+        with fake, tracker, on_a_gpu(spec.labelled, float(spec.labelled)):
+            ids = torch.zeros(spec.rows, spec.length, dtype=torch.int64)
+            with tracker.during("teacher", "teacher activations"), _autocast(spec.autocast):
+                teacher_logits(teacher, teacher, input_ids=ids, use_cache=False)
+    return tracker.peaks["teacher"]
+
+
+def _register_attention() -> None:
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, attention_mask)
+    AttentionInterface.register(BY_LENGTHS, attention)
+    AttentionMaskInterface.register(BY_LENGTHS, lambda *args, **kwargs: None)  # pyright: ignore[reportArgumentType]
+
+
+def _autocast(dtype: torch.dtype | None) -> Any:
+    return torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext()
 
 
 class _TrainerSteps:
@@ -207,7 +232,7 @@ class _TrainerSteps:
         ids = torch.zeros(spec.rows, spec.length, dtype=torch.int64)
         inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if spec.masked else {})}
         taught = self._taught(inputs)
-        with self._autocast():
+        with _autocast(spec.autocast):
             outputs = self.student(
                 **inputs, **taught, labels=ids, use_cache=False, fused_lm_head=True, num_items_in_batch=1.0
             )
@@ -222,12 +247,8 @@ class _TrainerSteps:
         if teacher is None:
             return {}
         alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
-        with self.tracker.during("teacher", "teacher activations"), alone, self._autocast():
+        with self.tracker.during("teacher", "teacher activations"), alone, _autocast(spec.autocast):
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
-
-    def _autocast(self) -> Any:
-        dtype = self.spec.autocast
-        return torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext()
 
 
 def _student(spec: StepSpec) -> Any:

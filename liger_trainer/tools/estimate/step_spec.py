@@ -36,6 +36,8 @@ DEMO_CONFIG = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 
+CHUNK_BYTES = 4 * 2**27  # of the logits that a capture computes at a time; teachers/cache/reader.py
+
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -185,13 +187,31 @@ def _teacher(config: "RunConfig", args: Any, student: PreTrainedConfig, bf16: bo
     for key in ("teachers", "teacher_device", "teacher_offload"):
         if config[key]:
             raise config.error(key, "estimate knows one teacher, on the student's GPU. Estimate without it.")
+    return _teacher_model(config, bf16), None
+
+
+def _teacher_model(config: "RunConfig", bf16: bool) -> ModelSpec:
     extra = config.init_kwargs("teacher_model_init_kwargs")
     model = read_config(config, "teacher_model_name_or_path", {"revision": config["teacher_model_revision"] or "main"})
     named = extra.get("dtype", config["teacher_dtype"])
     dtype = _dtype(named, model) if named is not None else _autocast(config, bf16) or torch.float32
     bits = 4 if config["teacher_load_in_4bit"] else 8 if config["teacher_load_in_8bit"] else None
     packed = bits or _bits({**extra, **(extra.get("quantization_config") or {})})
-    return ModelSpec(model, dtype, extra.get("attn_implementation"), packed), None
+    return ModelSpec(model, dtype, extra.get("attn_implementation"), packed)
+
+
+def capture_spec(config: "RunConfig", step: StepSpec, bf16: bool) -> tuple[StepSpec, int] | None:
+    """Return what `liger-trainer cache` reads of a step's rows at a time, and the bytes of the logits that it holds;
+    None without a cache, or if its teacher is not named.
+
+    Args:
+        step: of the training from the cache.
+    """
+    if step.teacher_records is None or not config["teacher_model_name_or_path"]:
+        return None
+    teacher = _teacher_model(config, bf16)
+    reading = replace(step, teacher=teacher, rows=config["per_device_eval_batch_size"])
+    return reading, step.teacher_records.capture_bytes(reading.rows * reading.length)
 
 
 def _bits(options: dict[str, Any]) -> int | None:
@@ -220,6 +240,11 @@ class TokenCache:
     def token_bytes(self) -> int:
         return self.record.bytes
 
+    def capture_bytes(self, tokens: int) -> int:
+        """Return the bytes of a chunk of logits of a batch in fp32 and of the arrays made of it; drawing takes one
+        more."""
+        return min(CHUNK_BYTES, 4 * tokens * self.record.vocab_size) * (5 if self.record.draws else 4)
+
     def resident(self) -> list[torch.Tensor]:
         """Return what lies in memory as long as training lasts, without data."""
         return []
@@ -246,6 +271,10 @@ class HiddenCache:
     @property
     def fixed_bytes(self) -> int:
         return self.vocab_size * self.record.bytes
+
+    def capture_bytes(self, tokens: int) -> int:
+        """Return 0: no logits are computed."""
+        return 0
 
     def resident(self) -> list[torch.Tensor]:
         """Return the head, without data. A bias is too small to count."""

@@ -1,0 +1,22 @@
+"""What tests of reports share."""
+
+import json
+from pathlib import Path
+
+import pytest
+from finished_runs import config_text, content
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Write a run's directory; changes are to metrics.json, which None leaves out."""
+
+    def write(name: str, scale: float = 1.0, metrics: dict | None = None, **settings) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        told = {**content(scale), **(metrics or {})}
+        (folder / "metrics.json").write_text(json.dumps(told))
+        (folder / "config.yaml").write_text(config_text(**settings))
+        return folder
+
+    return write

@@ -1,0 +1,90 @@
+"""The published shapes of the models that configurations name: config.json alone, so that memory can be estimated
+without the hub."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+_LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": True}
+_GRANITE = {
+    "vocab_size": 49159, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "tie_word_embeddings": True,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 896, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    return {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads, **more}
+
+
+# model id: (model type, its sizes)
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": ("qwen3", {**_QWEN3, **_sizes(1024, 3072, 28, 16)}),
+    "Qwen/Qwen3-1.7B": ("qwen3", {**_QWEN3, **_sizes(2048, 6144, 28, 16)}),
+    "Qwen/Qwen3-4B": ("qwen3", {**_QWEN3, **_sizes(2560, 9728, 36, 32)}),
+    "Qwen/Qwen3-8B": ("qwen3", {**_QWEN3, **_sizes(4096, 12288, 36, 32), "tie_word_embeddings": False}),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama", {**_LLAMA3, **_sizes(2048, 8192, 16, 32, head_dim=64)}),
+    "meta-llama/Llama-3.2-3B-Instruct": ("llama", {**_LLAMA3, **_sizes(3072, 8192, 28, 24, head_dim=128)}),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        {**_LLAMA3, **_sizes(4096, 14336, 32, 32, head_dim=128), "tie_word_embeddings": False},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        "mistral",
+        _sizes(4096, 14336, 32, 32, num_key_value_heads=8, head_dim=128, vocab_size=32768, sliding_window=None),
+    ),
+    "microsoft/Phi-4-mini-instruct": (
+        "phi3",
+        _sizes(
+            3072, 8192, 32, 24, num_key_value_heads=8, vocab_size=200064, partial_rotary_factor=0.75,
+            sliding_window=None, pad_token_id=199999, tie_word_embeddings=True,
+        ),
+    ),
+    "ibm-granite/granite-3.3-2b-instruct": (
+        "granite", {**_GRANITE, **_sizes(2048, 8192, 40, 32, logits_scaling=8.0, attention_multiplier=0.015625)},
+    ),
+    "ibm-granite/granite-3.3-8b-instruct": (
+        "granite", {**_GRANITE, **_sizes(4096, 12800, 40, 32, logits_scaling=16.0, attention_multiplier=0.0078125)},
+    ),
+    "google/gemma-3-1b-it": (
+        "gemma3_text",
+        _sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262144, sliding_window=512),
+    ),
+    "google/gemma-3-4b-it": (
+        "gemma3",
+        {
+            "text_config": _sizes(
+                2560, 10240, 34, 8, num_key_value_heads=4, head_dim=256, vocab_size=262208, sliding_window=1024
+            ),
+            "vision_config": _SIGLIP,
+        },
+    ),
+}  # fmt: skip
+PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-3-4b-it": 4_300_079_472,
+}
+"""As their pages count them: what shows a wrong size above."""
+
+
+def save_shapes(root: Path) -> dict[str, str]:
+    """Write a folder with a config.json for each model below `root`; return the folders by model id."""
+    folders = {}
+    for name, (model_type, sizes) in SHAPES.items():
+        folder = root / name.replace("/", "--")
+        AutoConfig.for_model(model_type, **sizes, dtype="bfloat16").save_pretrained(folder)
+        folders[name] = str(folder)
+    return folders
