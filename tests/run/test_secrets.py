@@ -39,6 +39,7 @@ def run(models, tmp_path, monkeypatch, capfd):
     (tmp_path / "tensorboardX").mkdir()
     (tmp_path / "tensorboardX" / "__init__.py").write_text(TENSORBOARD)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would hold this folder's name, which has the test's
     monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
     monkeypatch.setattr(sys, "argv", ["liger-trainer", "run", "run.yaml", "hub_token=canary-hub-token"])
     (tmp_path / "student").symlink_to(models / "student")
