@@ -25,9 +25,10 @@ pytest.register_assert_rewrite("tiny", "splits")
 # The files that take longest come first, so that at the end no process waits long for another one. The others follow
 # as they were found.
 LONG_FILES = (
-    "test_stopping", "test_evaluation", "test_sft_trainer", "test_on_policy", "test_compile", "test_docs",
-    "test_linear_modes", "test_packaging", "test_labels", "test_report", "test_distill_trainer", "test_resume_check",
-    "test_estimate", "test_hidden_states", "test_catalogue",
+    "test_stopping", "test_evaluation", "test_trained_steps", "test_linear_modes", "test_token_ids", "test_estimate",
+    "test_distill_trainer", "test_sft_trainer", "test_cuda_graphs", "test_resume_check", "test_docs", "test_compile",
+    "test_on_policy", "test_recipes", "test_drafts", "test_report", "test_packaging", "test_two_stages", "test_images",
+    "test_linear_divergence", "test_finite_guard", "test_distill_callback", "test_hidden_cache", "test_labels",
 )  # fmt: skip
 
 if not torch.cuda.is_available():
