@@ -196,6 +196,8 @@ ELSEWHERE = {
     "pip": "installs; .ci/run does",
     "pytest": "runs this",
     "python -m venv": "makes a virtual environment; .ci/run does",
+    "python tests/support/tiny_files.py": "tests/integrations calls it",
+    "axolotl": "tests/integrations runs it where axolotl is installed",
 }
 
 
