@@ -17,12 +17,12 @@ def test_the_package_imports_no_tool():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name, package", [("axolotl", "axolotl")])
+@pytest.mark.parametrize("name, package", [("axolotl", "axolotl"), ("ms_swift", "swift")])
 def test_a_missing_tool_is_named(monkeypatch, name, package):
     for module in [m for m in sys.modules if m.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     module = f"liger_trainer.integrations.{name}"
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ConfigError, match=f"needs {package}"):
+    with pytest.raises(ConfigError, match=f"needs {name.replace(chr(95), chr(45))}"):
         __import__(module)

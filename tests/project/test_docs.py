@@ -198,6 +198,7 @@ ELSEWHERE = {
     "python -m venv": "makes a virtual environment; .ci/run does",
     "python tests/support/tiny_files.py": "tests/integrations calls it",
     "axolotl": "tests/integrations runs it where axolotl is installed",
+    "swift": "tests/integrations runs it where ms-swift is installed",
 }
 
 
