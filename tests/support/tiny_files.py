@@ -1,4 +1,4 @@
-"""A tiny Qwen3, its teacher and 64 chats on disk, for the commands of other tools: `python tiny_files.py FOLDER`."""
+"""A tiny Qwen3, its teacher and 64 rows on disk, for the commands of other tools: `python tiny_files.py FOLDER`."""
 
 import json
 import random
@@ -42,19 +42,17 @@ def qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int) -> Qwen3Fo
 
 
 def write(folder: str | Path) -> Path:
-    """Write `student`, `teacher` and `chats.jsonl` into the folder."""
+    """Write `student` and `teacher` into the folder, and the same rows as `chats.jsonl` and as `alpaca.json`."""
     folder, tokenizer, rng = Path(folder), chatml_tokenizer(), random.Random(0)
     for name, layers, seed in (("student", 1, 0), ("teacher", 2, 1)):
         qwen3(tokenizer, layers, seed).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    with (folder / "chats.jsonl").open("w") as rows:
-        for _ in range(64):
-            a, b = rng.randint(0, 99), rng.randint(0, 99)
-            messages = [
-                {"role": "user", "content": f"What is {a} and {b}?"},
-                {"role": "assistant", "content": f"It is {a + b}."},
-            ]
-            rows.write(json.dumps({"messages": messages}) + "\n")
+    sums = [(rng.randint(0, 99), rng.randint(0, 99)) for _ in range(64)]
+    rows = [{"instruction": f"What is {a} and {b}?", "output": f"It is {a + b}."} for a, b in sums]
+    (folder / "alpaca.json").write_text(json.dumps(rows))
+    names = {"instruction": "user", "output": "assistant"}
+    chats = [[{"role": names[key], "content": text} for key, text in row.items()] for row in rows]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     return folder
 
 
