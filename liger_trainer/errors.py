@@ -12,8 +12,11 @@ class LigerTrainerError(Exception):
         super().__init__(redact(str(message)))
 
 
-class ConfigError(LigerTrainerError):
-    """The configuration is wrong: a key, a type, a value, a file, or two parts that do not fit."""
+class ConfigError(LigerTrainerError, ValueError):
+    """The configuration is wrong: a key, a type, a value, a file, or two parts that do not fit.
+
+    It is a ValueError too, as transformers and TRL raise for such mistakes.
+    """
 
     exit_code = 2
 
@@ -24,8 +27,8 @@ class DoesNotFitError(LigerTrainerError):
     exit_code = 3
 
 
-class DataError(LigerTrainerError):
-    """The data is wrong: a column is missing, a dataset is empty, no row has a supervised token."""
+class DataError(LigerTrainerError, ValueError):
+    """The data is wrong: a column is missing, a dataset is empty, no row has a supervised token. A ValueError too."""
 
     exit_code = 4
 

@@ -111,10 +111,14 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
             raise ConfigError(f"{name} is quantized on disk; name the unquantized model with --base MODEL.")
         load = partial(auto_class(config).from_pretrained, trust_remote_code=False)
         model = load_whole(load, path, revision=revision, dtype=torch.float32)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
     try:
         merged: Any = with_adapter(model, run_dir).merge_and_unload(safe_merge=True)
+    except ConfigError:
+        raise
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
     except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge

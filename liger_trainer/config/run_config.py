@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
@@ -156,6 +156,8 @@ class RunConfig:
         """Turn what TRL, transformers or peft say about unsuitable settings into a ConfigError."""
         try:
             yield
+        except LigerTrainerError:
+            raise
         except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:  # no tracker; the hub, for a push
             if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError too
                 raise

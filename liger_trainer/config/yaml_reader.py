@@ -124,6 +124,8 @@ def read_settings(text: str, label: str) -> ParsedSettings:
         before = text[: error.position]
         place = f"{label}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
         raise ConfigError(f"{place}: the character {chr(error.character)!r} is not allowed in YAML.") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"{label}: not valid YAML: {error}") from None
     settings = {}

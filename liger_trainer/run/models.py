@@ -77,6 +77,8 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         model_config = AutoConfig.from_pretrained(path, **options)
         of_student = key == "model_name_or_path"
         tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)

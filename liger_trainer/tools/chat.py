@@ -207,6 +207,8 @@ def _load(name: str, where: str, device: torch.device, trust: bool, revision: st
             model = with_adapter(model, path)
         beside = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer = AutoTokenizer.from_pretrained(where if beside else source, **options)
+    except ConfigError:
+        raise
     except (SafetensorError, EOFError) as error:
         raise CorruptError(f"{where}: the weights cannot be read: {error}") from None
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -284,7 +284,7 @@ def refuse(args: TrainingArguments, accelerator: Accelerator) -> None:
     parallel = getattr(args, "parallelism_config", None)
     reasons = {
         "loss_type": (
-            getattr(args, "loss_type", "nll") != "nll",
+            (getattr(args, "loss_type", None) or "nll") != "nll",  # None: ms-swift's own default
             "it weighs the cross-entropy of fine-tuning. Set loss_type='nll', as LigerDistillTrainer needs it too",
         ),
         "label_smoothing_factor": (

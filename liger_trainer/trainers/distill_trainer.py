@@ -56,7 +56,7 @@ class LigerDistillTrainer(LigerTrainer):
     Attributes, besides LigerTrainer's:
         teaching: the teacher as the trainer asks it; each `args.teacher` has a class.
         teacher: the teacher's model; None where there is none of its own, and where there are several, which are in
-            `teaching.models`.
+            `teaching.models`. `teacher_model` is the same, as in TRL's trainers.
         teacher_patched: the record of replacements in the teacher; None without a model, or with nothing to replace.
         distillation: the loss; `distil` changes it.
         lmbda: the share of micro-batches whose completions the student samples, from the next optimizer step on.
@@ -144,6 +144,11 @@ class LigerDistillTrainer(LigerTrainer):
     @property
     def teacher(self) -> Any:
         return self.teaching.model
+
+    @property
+    def teacher_model(self) -> Any:
+        """Return `teacher`, under the name that it has in TRL's trainers."""
+        return self.teacher
 
     @property
     def teacher_patched(self) -> Patched | None:

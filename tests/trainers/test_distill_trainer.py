@@ -441,6 +441,7 @@ def test_a_teacher_by_its_directory(tmp_path):
         tiny_model(), args=args, train_dataset=completions(4), processing_class=tiny_tokenizer()
     )
     assert trainer.teacher.dtype == torch.float32 and not trainer.teacher.training
+    assert trainer.teacher_model is trainer.teacher  # its name in TRL's trainers
     trainer.train()
     assert [log["loss"] for log in trainer.state.log_history[:2]] == want
 

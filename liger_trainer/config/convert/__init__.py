@@ -122,6 +122,8 @@ def convert(text: str, label: str, tool: Tool) -> Converted:
             here.update(_converted(name, value, source, tool))
         except NotHere as reason:
             lost.append(Finding(source.places[name], name, f"{_short(value)}: {reason}"))
+        except ConfigError:
+            raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a value of another form
             reason = f"not what {tool.name} has here ({type(error).__name__}: {error})."
             lost.append(Finding(source.places[name], name, f"{_short(value)}: {reason}"))

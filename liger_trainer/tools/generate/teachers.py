@@ -43,6 +43,8 @@ class LocalTeacher:
                 AutoModelForCausalLM.from_pretrained, path, dtype=dtype, revision=options.revision or "main",
                 trust_remote_code=options.trust_remote_code, **where,
             )  # fmt: skip
+        except ConfigError:
+            raise
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"TEACHER: {path} cannot be loaded: {error}") from error
         self._model.eval()
