@@ -177,6 +177,7 @@ COMMANDS = {
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_draft": demo("smollm2/distill_draft", "num_draft_prompts=1"),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
+    "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
