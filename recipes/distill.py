@@ -1,6 +1,9 @@
 """Distillation from a frozen teacher or from a cache of one: check, load, measure, train, save, measure again."""
 
+from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
@@ -9,7 +12,15 @@ from liger_trainer.run.metric_rows import DISTILL_ROWS, DRAFT_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
 from liger_trainer.run.results import print_plan
-from liger_trainer.run.samples import Writing, complete_by_each, held_out_prompts, in_other_tokens, model_facts
+from liger_trainer.run.samples import (
+    ModelFacts,
+    Prompt,
+    Writing,
+    complete_by_each,
+    held_out_prompts,
+    in_other_tokens,
+    model_facts,
+)
 from liger_trainer.trainers.distill_trainer import LigerDistillTrainer
 
 
@@ -36,7 +47,7 @@ def main(config: RunConfig) -> Path:
     trainer = load_trainer(run, LigerDistillTrainer, args, teacher_model=teacher_model)
     prompts = held_out_prompts(config, run.data, run.student.processing)
 
-    writing, teacher = Writing(), None
+    teacher = None
     with run.clock("complete_by_teacher"), trainer.teaching.live() as live:
         tokenizer, teacher_prompts = run.student.tokenizer, prompts
         if trainer.teaching.tokenizer is not None:  # a teacher of another vocabulary
@@ -44,14 +55,26 @@ def main(config: RunConfig) -> Path:
             teacher_prompts = in_other_tokens(prompts, config, run.data, tokenizer)
         if trainer.teaching.draws_by is not None:  # a teacher whose images are others
             teacher_prompts = held_out_prompts(config, run.data, trainer.teaching.draws_by)
-        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"], writing)
+        texts = complete_by_each(live, tokenizer, teacher_prompts, config["max_new_tokens"])
         models = list(live.values())
         if len(models) == 1 and models[0] is not base_of(trainer.model):
-            waits = config["teacher_offload"]  # the speed would be that of the copies
-            teacher = model_facts(models[0], None if waits else writing.tokens_per_second)
+            teacher = partial(_facts, trainer, config, tokenizer, teacher_prompts)
     measure_drafts = dict
     if config["num_draft_prompts"]:
         drafted = held_out_prompts(config, run.data, run.student.tokenizer, "num_draft_prompts")
         measure_drafts = Drafts(trainer, config, [prompt.input_ids for prompt in drafted]).measure
     rows = (*DISTILL_ROWS, *DRAFT_ROWS)
     return train_and_save(run, trainer, prompts, rows, texts, teacher, measure_drafts)
+
+
+def _facts(
+    trainer: LigerDistillTrainer, config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> ModelFacts:
+    """Return the facts about the only teacher. It writes anew, so that its speed and the student's are measured in the
+    same minute: what else the machine does changes both alike."""
+    writing = Writing()
+    with trainer.teaching.live() as live:
+        (model,) = live.values()
+        if not config["teacher_offload"]:  # the speed would be that of the copies
+            complete_by_each(live, tokenizer, prompts, config["max_new_tokens"], writing)
+        return model_facts(model, writing.tokens_per_second)

@@ -4,7 +4,7 @@
 # ///
 """Run a configuration where uv finds a machine for it: dependencies are in the comment above.
 
-    uv run docs/jobs/run.py smollm2/distill_layerdrop max_steps=20
+    uv run docs/jobs/run.py smollm2/distill_pruned max_steps=20
     hf jobs uv run --flavor a100-large --secrets HF_TOKEN docs/jobs/run.py qwen3/distill_full_0.6b \
         output_dir=/tmp/student push_to_hub=true hub_model_id=you/student
 

@@ -74,9 +74,9 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
     from ..config.catalogue import find_config
     from ..config.yaml_reader import read_settings
-    from ..tools.students.make import WAYS
+    from ..tools.students.make import CHOICE, WAYS
 
-    in_file = [key for key in read_settings(*find_config(config.source)).values if key in WAYS]
+    in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*WAYS, CHOICE)]
     return shlex.join(
         ["liger-trainer", "run", config.source, f"model_name_or_path={path}", *(f"~{key}" for key in in_file)]
     )

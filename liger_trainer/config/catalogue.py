@@ -33,7 +33,7 @@ def needs_of(text: str) -> Needs | None:
 
 
 def built_in_configs() -> dict[str, Any]:
-    """Name ("smollm2/distill_layerdrop") -> readable resource of every configuration shipped with the package."""
+    """Name ("smollm2/distill_pruned") -> readable resource of every configuration shipped with the package."""
     found = {}
     for family in importlib.resources.files("liger_trainer").joinpath("configs").iterdir():
         if family.is_dir():

@@ -227,7 +227,7 @@ def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = Fals
     Loads no model and no data; instantiates no arguments.
 
     Args:
-        name: path of a YAML file, or a built-in name such as "smollm2/distill_layerdrop".
+        name: path of a YAML file, or a built-in name such as "smollm2/distill_pruned".
         overrides: "key=value", or "--key" followed by "value", or "~key" to take a key out of the file; "--allow-env"
             lets `env` set what makes programs run other code, such as PYTHONPATH.
         exact: know the keys of the installed TRL and transformers also where they are not the ones the package was

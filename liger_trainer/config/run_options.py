@@ -49,7 +49,7 @@ class RunOptions:
     )
     student_num_layers: int | None = option(
         None,
-        "Layers that `init-student` keeps: those that change the hidden state most on the held-out rows.",
+        "Layers that `init-student` keeps: those most important on the held-out rows, as student_layer_choice says.",
         ge=1,
         conflicts=[
             (
@@ -57,6 +57,13 @@ class RunOptions:
                 "chooses layers by their measured importance; leave keep_every_nth_layer and keep_layers out.",
             )
         ],
+    )
+    student_layer_choice: str = option(
+        "block_influence",
+        "What makes a layer important: block_influence, how much it turns the hidden state; greedy_kl: layers are left "
+        "out one by one, each time the one without which the model stays closest to itself.",
+        choices=("block_influence", "greedy_kl"),
+        needs=replace(on("student_num_layers"), words="`student_num_layers`"),
     )
     student_intermediate_size: int | None = option(
         None, "Units that `init-student` keeps of each MLP: those most active on the held-out rows.", ge=1

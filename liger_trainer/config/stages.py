@@ -23,14 +23,15 @@ SECOND_STAGE, TEACHER_CORRECTION = "second_stage", "teacher_correction"
 _OF_WHOLE_RUN = (
     "recipe", SECOND_STAGE, TEACHER_CORRECTION, "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
     "force_resume", "max_hours", "env", "keep_every_nth_layer", "keep_layers", "student_num_layers",
-    "student_intermediate_size", "student_output_dir", "push_to_hub", "bf16", "fp16", "use_cpu", "fsdp", "fsdp_config",
-    "deepspeed", "ddp_backend",
+    "student_layer_choice", "student_intermediate_size", "student_output_dir", "push_to_hub", "bf16", "fp16", "use_cpu",
+    "fsdp", "fsdp_config", "deepspeed", "ddp_backend",
 )  # fmt: skip
 # The student's, or by metrics that a fine-tuning does not have.
 _NOT_OF_TEACHER = (
     "recipe", SECOND_STAGE, TEACHER_CORRECTION, "keep_every_nth_layer", "keep_layers", "student_num_layers",
-    "student_intermediate_size", "student_output_dir", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better", "model_init_kwargs", "push_to_hub", "num_draft_prompts", "draft_tokens", "draft_temperature",
+    "student_layer_choice", "student_intermediate_size", "student_output_dir", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "model_init_kwargs", "push_to_hub", "num_draft_prompts",
+    "draft_tokens", "draft_temperature",
 )  # fmt: skip
 _OF_EVERY_MODEL = ("trust_remote_code", "attn_implementation", "dtype")
 

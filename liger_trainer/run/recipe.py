@@ -85,7 +85,7 @@ def train_and_save(
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None = None,
-    teacher: ModelFacts | None = None,
+    teacher: Callable[[], ModelFacts] | None = None,
     drafts: Callable[[], dict[str, float]] = dict,
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
@@ -95,7 +95,8 @@ def train_and_save(
     Args:
         rows: the metrics to print.
         teacher_texts: the teacher's completions of the prompts.
-        teacher: the facts about the teacher, if it is one model and not the student's own base.
+        teacher: measures the facts about the teacher, if it is one model and not the student's own base; right after
+            the trained student's, so that their speeds compare.
         drafts: measures the student as its teacher's draft; before and after training.
 
     Raises:
@@ -115,7 +116,7 @@ def _train_and_save(
     prompts: list[Prompt],
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None,
-    teacher: ModelFacts | None,
+    teacher: Callable[[], ModelFacts] | None,
 ) -> Path:
     config, clock = run.config, run.clock
     with writing_to(run.output_dir, again(run.output_dir)):
@@ -124,6 +125,7 @@ def _train_and_save(
             save_student(trainer, config, run.output_dir)
     with clock("measure_after"):
         after = measure_now()
+        beside = teacher() if teacher else None
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
@@ -140,7 +142,7 @@ def _train_and_save(
         log_history=trainer.state.log_history,
         models={
             "student": model_facts(trainer.accelerator.unwrap_model(trainer.model), after.tokens_per_second),
-            **({"teacher": teacher} if teacher else {}),
+            **({"teacher": beside} if beside else {}),
         },
     )
     with writing_to(run.output_dir, again(run.output_dir)):

@@ -37,7 +37,7 @@ def test_ls_names_and_describes_the_built_in_configurations(capsys):
     head, *printed = capsys.readouterr().out.splitlines()
     assert head.split() == "configuration what it does needs".split()
     assert sorted(line.split()[0] for line in printed) == list(built_in_configs())
-    assert {"smollm2/sft_lora", "smollm2/distill_layerdrop", "qwen3/sft_full_0.6b"} <= set(built_in_configs())
+    assert {"smollm2/sft_lora", "smollm2/distill_pruned", "qwen3/sft_full_0.6b"} <= set(built_in_configs())
     assert all(len(re.split(r"\s\s+", line.strip())) == 3 for line in printed)
 
 

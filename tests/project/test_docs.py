@@ -159,6 +159,10 @@ COMMANDS = {
     "liger-trainer init-student my.yaml student_num_layers=15 student_output_dir=students/half": Played(
         my_yaml(), "my.yaml", ("student_num_layers=2",)
     ),
+    "liger-trainer init-student smollm2/distill_pruned '~keep_layers' student_num_layers=25 "
+    "student_layer_choice=greedy_kl dataset_test_split=train max_eval_rows=8 packing=false max_length=128": demo(
+        "smollm2/distill_pruned", "~keep_layers", "student_num_layers=2"
+    ),
     "liger-trainer ls": Played(),
     "liger-trainer ls --fits 24": Played(),
     "liger-trainer new my.yaml": Played(extra=NEW),
@@ -177,6 +181,7 @@ COMMANDS = {
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_draft": demo("smollm2/distill_draft", "num_draft_prompts=1"),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
+    "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),

@@ -10,7 +10,7 @@ from benchmarks import bars
 
 ROOT = Path(__file__).parents[2]
 TEST = 'pip install -e ".[dev]" && pytest'
-RUN = "liger-trainer run smollm2/distill_layerdrop"
+RUN = "liger-trainer run smollm2/distill_pruned"
 
 
 def readme_commands() -> list[str]:

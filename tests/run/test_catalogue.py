@@ -24,7 +24,7 @@ NAMES = list(built_in_configs())
 TRAINED = {
     "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "granite/sft_full_2b", "llama3/distill_full_1b",
     "mistral/distill_lora_7b", "phi4/sft_lora_mini", "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop",
-    "smollm2/distill_draft", "smollm2/distill_two_stage",
+    "smollm2/distill_draft", "smollm2/distill_pruned", "smollm2/distill_two_stage",
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_the_table_of_the_documentation_has_all_of_them():
             listed |= {f"{family}/{kind}_{size.lower()}" for size in re.findall(r"[\d.]+[BM]|mini", cell)}
     several = {re.sub(r"_\dgpu$", "", name) for name in NAMES}
     smallest = {f"smollm2/{name}_135m" for name in ("sft_full", "sft_lora", "distill_lora", "distill_cached")}
-    smallest |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # of layers left out is the full one
+    smallest |= {f"smollm2/distill_{kind}_135m" for kind in ("full", "on_policy")}  # full: those of layers left out
     assert listed == {name for name in several if not name.startswith("smollm2/")} | smallest
 
 

@@ -86,6 +86,25 @@ def test_the_end_of_a_run(run):
     assert "liger-trainer run out/config.yaml output_dir=out-2" in third
 
 
+def test_the_teacher_is_timed_right_after_the_student(run, monkeypatch):
+    timed, complete = [], samples.complete
+
+    def recording(model, tokenizer, prompts, max_new_tokens, writing=None):
+        texts = complete(model, tokenizer, prompts, max_new_tokens, writing)
+        if writing is not None:
+            timed.append(model.num_parameters())
+        return texts
+
+    monkeypatch.chdir(run.folder)
+    monkeypatch.setattr(samples, "complete", recording)
+    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    capture = SimpleNamespace(readouterr=lambda: SimpleNamespace(out="", err=""))
+    more = ("output_dir=timed", "max_steps=1", "eval_strategy=no")
+    assert call(capture, "run", "my.yaml", *more)[0] == 0
+    student, teacher = (run.metrics["models"][name]["parameters"] for name in ("student", "teacher"))
+    assert timed == [student, student, teacher]  # before training, and after it
+
+
 def test_bars_say_what_they_are(capsys, monkeypatch):
     state = SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=0)
     progress, loader = RunProgress(True), [0] * 3

@@ -128,6 +128,8 @@ class StandIns:
                 yield f"{key}={self.path(config[key])}"
         if (config["keep_every_nth_layer"] or 0) > LAYERS["num_hidden_layers"]:
             yield "keep_every_nth_layer=2"
+        if max(config["keep_layers"] or [0]) >= LAYERS["num_hidden_layers"]:
+            yield "keep_layers=[0,2]"
         if config.given("max_completion_length"):
             yield "max_completion_length=4"
         if config.given("cache_entries"):

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 from liger_trainer.cli import main
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.errors import ConfigError, DataError
+from liger_trainer.run.drop_layers import drop_layers
+from liger_trainer.tools.students.elimination import eliminate_layers
 from liger_trainer.tools.students.importance import Importance, measure_importance
 from liger_trainer.tools.students.make import build_student
 from liger_trainer.tools.students.narrowing import layer_mlps, narrow_mlps
@@ -110,6 +112,66 @@ def test_importance_refuses_what_it_cannot_compare():
     model.model.layers[1].register_forward_hook(lambda *_: "nothing")
     with pytest.raises(ConfigError, match="LlamaDecoderLayer does not"):
         measure_importance(model, batches())
+
+
+def distance(whole, part, rows) -> float:
+    """The forward KL per supervised token, from logits of one row after the other."""
+    total, tokens = 0.0, 0
+    for row in rows:
+        p, q = (model(row[None]).logits[0, :-1].double() for model in (whole, part))
+        total += divergence_by_hand(q, p, "forward_kl", 1.0).sum().item()
+        tokens += len(row) - 1
+    return total / tokens
+
+
+def supervised() -> list[dict[str, torch.Tensor]]:
+    """The batches with labels for every token."""
+    return [{"labels": batch["input_ids"], **batch} for batch in batches()]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gemma2"])
+@torch.no_grad()
+def test_the_layer_that_is_missed_least_is_left_out_each_time(family):
+    model = planted(family)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    reported = []
+    left_out = eliminate_layers(model.train(), supervised(), LAYERS - 1, reported.append)
+    assert model.training and reported == left_out and left_out[0].layer == IDENTITY
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+    kept = list(range(LAYERS))
+    for one in left_out:
+        each = {i: distance(model.eval(), drop_layers(model, keep=[k for k in kept if k != i]), rows_of(batches()))
+                for i in kept}  # fmt: skip
+        assert one.layer == min(each, key=lambda i: each[i])
+        assert one.forward_kl == pytest.approx(each[one.layer], rel=1e-4, abs=1e-7)
+        kept.remove(one.layer)
+
+
+def test_only_supervised_tokens_count():
+    model, inputs = planted(), supervised()
+    inputs[0]["labels"] = torch.full_like(inputs[0]["labels"], -100)
+    inputs[1]["labels"] = inputs[1]["labels"].clone()
+    inputs[1]["labels"][:, :4] = -100
+    (first,) = eliminate_layers(model, inputs, 1)
+    with torch.no_grad():
+        row = inputs[1]["input_ids"]
+        p, q = (m(row).logits[0, 3:-1].double() for m in (model, drop_layers(model, keep=[0, 1, 3, 4])))
+    expected = divergence_by_hand(q, p, "forward_kl", 1.0).mean().item()
+    assert first.layer == IDENTITY and first.forward_kl == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    with pytest.raises(DataError, match="no supervised token"):
+        eliminate_layers(model, inputs[:1], 1)
+
+
+def test_elimination_refuses_layers_and_heads_that_it_cannot_leave_out():
+    model = tiny_model("llama")
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: (output, None))
+    with pytest.raises(ConfigError, match="LlamaDecoderLayer does not take .* block_influence"):
+        eliminate_layers(model, supervised(), 1)
+    hook.remove()
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ConfigError, match="head of LlamaForCausalLM is no linear map"):
+        eliminate_layers(model, supervised(), 1)
 
 
 def phi3():
@@ -244,6 +306,8 @@ def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
     kept = record["layers_kept"]
     assert len(kept) == 3 and IDENTITY not in kept and record["teacher"] == "teacher"
     assert min(record["layer_importance"]) == record["layer_importance"][IDENTITY] < 1e-3
+    assert record["chosen_by"] == {"student_num_layers": 3, "student_layer_choice": "block_influence"}
+    assert record["layers_left_out"] is None
     student, loading = AutoModelForCausalLM.from_pretrained("out-student", output_loading_info=True)
     teacher = AutoModelForCausalLM.from_pretrained("teacher")
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
@@ -266,6 +330,19 @@ def test_the_most_important_layers_are_kept_bit_for_bit_and_measured(call):
     code, _, err = call("student_num_layers=2")
     assert code == 2 and "choose another student_output_dir" in err
     assert Path("out-student", "student.json").read_bytes() == before
+
+
+def test_greedy_choice_is_recorded_and_the_command_takes_it_out(call):
+    Path("make.yaml").write_text(SETTINGS + "student_layer_choice: greedy_kl\n")
+    code, out, err = call()
+    assert code == 0, err
+    assert out.endswith("model_name_or_path=out-student '~student_num_layers' '~student_layer_choice'")
+    record = record_in("out-student")
+    assert record["chosen_by"] == {"student_num_layers": 3, "student_layer_choice": "greedy_kl"}
+    first, second = record["layers_left_out"]
+    assert first["layer"] == IDENTITY and f"left out layer {second['layer']}: {second['forward_kl']:.4f} nats" in out
+    assert record["layers_kept"] == sorted(set(range(LAYERS)) - {first["layer"], second["layer"]})
+    assert record["metrics"]["forward_kl"] == pytest.approx(second["forward_kl"], rel=1e-4)
 
 
 def test_the_command_takes_out_what_the_file_says(call):
@@ -351,6 +428,8 @@ def test_the_same_configuration_may_distil_from_another_teacher_or_a_cache(call)
     [
         (["~student_num_layers"], "nothing says what the student keeps.*keep_every_nth_layer, keep_layers"),
         (["student_num_layers=5"], "make.yaml|command line: student_num_layers: expected less than 5"),
+        (["student_layer_choice=perplexity"], "expected one of block_influence, greedy_kl"),
+        (["~student_num_layers", "keep_layers=[0]", "student_layer_choice=greedy_kl"], "no effect without"),
         (["student_intermediate_size=48"], "student_intermediate_size: expected less than 48"),
         (["student_num_layers=0"], "expected a number of at least 1"),
         (["keep_layers=[0]"], "leave keep_every_nth_layer and keep_layers out"),

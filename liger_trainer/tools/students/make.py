@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from ...common.console import announce
 from ...common.files import staged_folder
 from ...common.storage import writing_to
 from ...config.conflicts import is_sharded
@@ -26,6 +27,7 @@ from ...run.models import ModelFiles, check_student, load_original, open_model, 
 from ...run.output_dir import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
 from ...trainers.prepare_rows import Preparation
+from .elimination import LeftOut, eliminate_layers
 from .importance import Importance, measure_importance
 from .narrowing import layer_mlps, narrow_mlps
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 STUDENT = "student.json"
 WAYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")
+CHOICE = "student_layer_choice"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class StudentRecord:
     layer_importance: list[float]
     """block influence of each of the teacher's layers (arXiv:2403.03853)"""
     importance_tokens: int
+    layers_left_out: list[LeftOut] | None
+    """in their order, where `student_layer_choice` is greedy_kl"""
     intermediate_size: dict[str, int] | None
     """of teacher and student, if it was narrowed"""
     activation_kept: list[float] | None
@@ -81,8 +86,8 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         with config.refusals("init-student"):
             original = load_original(config, files)
             parameters = original.num_parameters()
-            importance = _measure(config, original, files, data, args)
-        student, kept, shares = build_student(config, original, importance)
+            importance, left_out = _measure(config, original, files, data, args)
+        student, kept, shares = build_student(config, original, importance, left_out)
         student.config.use_cache = True
         student.save_pretrained(staged)
         files.processing.save_pretrained(staged)
@@ -90,10 +95,11 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         record = StudentRecord(
             teacher=config["model_name_or_path"],
             teacher_revision=files.revision,
-            chosen_by={key: config[key] for key in WAYS if config[key] is not None},
+            chosen_by={key: config[key] for key in WAYS if config[key] is not None} | _choice(config),
             layers_kept=kept,
             layer_importance=importance.layers,
             importance_tokens=importance.tokens,
+            layers_left_out=left_out,
             intermediate_size={"teacher": sizes[0], "student": sizes[1]} if shares else None,
             activation_kept=shares,
             parameters={"teacher": parameters, "student": student.num_parameters()},
@@ -103,6 +109,10 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         content = {**asdict(record), "data": asdict(data.facts), "versions": versions()}
         (staged / STUDENT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return output_dir, record, student
+
+
+def _choice(config: "RunConfig") -> dict[str, str]:
+    return {} if config["student_num_layers"] is None else {CHOICE: config[CHOICE]}
 
 
 def _check_settings(config: "RunConfig") -> None:
@@ -151,7 +161,10 @@ def _arguments(config: "RunConfig", staged: Path) -> Any:
     return args
 
 
-def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, data: RunData, args: Any) -> Importance:
+def _measure(
+    config: "RunConfig", original: PreTrainedModel, files: ModelFiles, data: RunData, args: Any
+) -> tuple[Importance, list[LeftOut] | None]:
+    """Measure the importance of layers and units, and in which order layers are left out, where they are chosen so."""
     rows: Any = Preparation(
         copy.copy(args),
         train_dataset=data.test,
@@ -162,15 +175,25 @@ def _measure(config: "RunConfig", original: PreTrainedModel, files: ModelFiles, 
     original.to(args.device)
     narrows = config["student_intermediate_size"] is not None
     downs = [mlp.down for mlp in layer_mlps(original)] if narrows else []
-    return measure_importance(original, rows.get_eval_dataloader(), downs)
+    importance = measure_importance(original, rows.get_eval_dataloader(), downs)
+    if config["student_num_layers"] is None or config[CHOICE] != "greedy_kl":
+        return importance, None
+    surplus = len(importance.layers) - config["student_num_layers"]
+    return importance, eliminate_layers(original, rows.get_eval_dataloader(), surplus, _say)
+
+
+def _say(left_out: LeftOut) -> None:
+    announce(f"left out layer {left_out.layer}: {left_out.forward_kl:.4f} nats a token away from the whole model")
 
 
 def build_student(
-    config: "RunConfig", original: PreTrainedModel, importance: Importance
+    config: "RunConfig", original: PreTrainedModel, importance: Importance, left_out: list[LeftOut] | None = None
 ) -> tuple[PreTrainedModel, list[int], list[float] | None]:
     """Return the student, its kept layers, and the share of activation that each narrowed MLP keeps."""
     every_nth, kept = config["keep_every_nth_layer"], config["keep_layers"]
-    if config["student_num_layers"] is not None:
+    if left_out is not None:
+        kept = sorted(set(range(len(importance.layers))).difference(one.layer for one in left_out))
+    elif config["student_num_layers"] is not None:
         kept = importance.most_important(config["student_num_layers"])
     elif every_nth is not None:
         kept = kept_indices(len(importance.layers), every_nth, None)
