@@ -253,4 +253,4 @@ def test_our_launcher_and_its_ranks_end_together(tmp_path, monkeypatch, number, 
     Path("wait" if number else "fail").touch()
     script = "from liger_trainer.run.launch import launch; launch([], [])"
     found, log = ended(["-c", script], "ready.*ready", number)
-    assert (found, re.findall(r"rank heard (\w+)", log)) == (code, heard), log
+    assert (found, re.findall(r"rank heard (SIG[A-Z0-9]+)", log)) == (code, heard), log

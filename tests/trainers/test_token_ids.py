@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
 from tiny import SPECIAL, VOCAB, WORDS, completions, texts, tiny_model, tiny_tokenizer, train_args
@@ -202,7 +203,17 @@ def test_a_vllm_server_is_told_through_trls_client(without_vllm, obeys):
     assert requests and all(request["logit_bias"] == wanted and request["seed"] == 1 for request in requests)
 
 
-def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, monkeypatch):
+@pytest.fixture
+def one_of_a_group(monkeypatch):
+    """TRL tells vLLM by the environment that this process is one of a group, and accelerate then makes one."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, one_of_a_group, monkeypatch):
     """By TRL's own code around LLM and SamplingParams, which are vLLM's."""
     made = []
 
@@ -215,7 +226,6 @@ def test_vllm_in_this_process_is_told_in_its_sampling_parameters(without_vllm, m
             output = types.SimpleNamespace(token_ids=[3, 4], logprobs=None)
             return [types.SimpleNamespace(outputs=[output], prompt_token_ids=p["prompt_token_ids"]) for p in prompts]
 
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # TRL tells vLLM there that this process is one of a group
     monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: kwargs, raising=False)
     trained(make(hot(), hot(seed=3), lmbda=1.0, use_vllm=True, vllm_mode="colocate", max_steps=1))
