@@ -233,8 +233,12 @@ def run_here(case, provider) -> Row:
 
 
 @pytest.mark.parametrize(
-    "name", ["sft-qwen3-0.6b-packed", "sft-qwen3-0.6b-padded", "lora-llama-3.2-1b", "kd-qwen3-0.6b"]
-)
+    "name",
+    [
+        "sft-qwen3-0.6b-packed", pytest.param("sft-qwen3-0.6b-padded", marks=pytest.mark.slow),
+        pytest.param("lora-llama-3.2-1b", marks=pytest.mark.slow), "kd-qwen3-0.6b",
+    ],
+)  # fmt: skip
 def test_trainers_agree_on_tiny_models(name):
     """In fp32 they agree fifty times better than the gate asks for."""
     case = CASE[name]

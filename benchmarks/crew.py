@@ -1,0 +1,98 @@
+"""Functions that run side by side, each in a process of its own: one that fails or is too late stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["benchmarks.preload"]
+Task = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def context_for(device_test: Callable[[], None]) -> Any:
+    """Return the context whose processes start quickest: those of a fork server have imported everything already. If
+    `device_test` fails in one, as where an import has touched the device, each process imports for itself."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=device_test, daemon=True)
+    process.start()
+    process.join()
+    if process.exitcode == 0:
+        return context
+    print("No use of the device after a fork: each process imports for itself.", flush=True)
+    return multiprocessing.get_context("spawn")
+
+
+def work(function: Callable[..., Any], arguments: tuple[Any, ...], path: Path) -> None:
+    """Write what `function` returns to `path`, or why it failed; what it prints goes to a log beside it."""
+    log = path.with_suffix(".log")
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            content = {"result": function(*arguments)}
+        except BaseException as error:
+            traceback.print_exc(file=file)
+            first = (str(error).strip().splitlines() or [""])[0]
+            content = {"failure": f"{type(error).__name__}: {first}"[:300]}
+    staged = path.with_suffix(".tmp")
+    staged.write_text(json.dumps(content, ensure_ascii=False))
+    staged.replace(path)
+
+
+def run_together(
+    tasks: Mapping[str, Task],
+    context: Any,
+    folder: Path,
+    deadline: float,
+    done: Callable[[str, Any, str | None], None],
+    start: Any = None,
+) -> None:
+    """Start all tasks at once, and call `done` with name, result and failure as each ends.
+
+    Args:
+        deadline: by `time.monotonic()`; what still runs then is killed, and is a failure.
+        start: a barrier that they wait at. It is broken once one of them fails, so that the others do not wait for it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    running = {}
+    for name, (function, arguments) in tasks.items():
+        path = folder / f"{name}.json"
+        path.unlink(missing_ok=True)
+        process = context.Process(target=work, args=(function, arguments, path), daemon=True)
+        process.start()
+        running[name] = process
+    try:
+        while running:
+            left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+            ended = multiprocessing.connection.wait([process.sentinel for process in running.values()], left)
+            for name, process in list(running.items()):
+                if ended and process.sentinel not in ended:
+                    continue
+                if not ended:
+                    process.kill()
+                process.join()
+                result, failure = _answer(folder / f"{name}.json", process.exitcode, in_time=bool(ended))
+                del running[name]
+                if failure is not None and start is not None:
+                    start.abort()
+                done(name, result, failure)
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+def _answer(path: Path, exit_code: int | None, in_time: bool) -> tuple[Any, str | None]:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content.get("result"), content.get("failure")
+    return None, f"its process ended with exit code {exit_code}" if in_time else "out of time"

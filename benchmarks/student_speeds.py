@@ -1,0 +1,71 @@
+"""What `benchmarks.students` measures beside the held-out metrics: an instruction followed, speeds of generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .student_ways import CONFIG, LOSING_LAYERS, Setup, measure, on_gpu
+
+SPANISH = {"el", "la", "los", "las", "un", "una", "que", "de", "en", "es", "y", "para", "se", "del", "por", "con"}
+
+
+def followed(model: str, setup: Setup, instruction: str | None, prompts: int = 24) -> float:
+    """Return the share of held-out questions that a model answers in Spanish: a fifth of the words at least are among
+    the commonest ones of that language."""
+    from liger_trainer.config.run_config import load_run_config
+    from liger_trainer.run.data.datasets import load_run_datasets
+    from liger_trainer.run.models import open_model
+    from liger_trainer.run.samples import complete, held_out_prompts
+
+    settings = [*setup.common("docstrings"), f"model_name_or_path={model}", LOSING_LAYERS]
+    config = load_run_config(CONFIG, [*settings, f"num_sample_completions={prompts}"], exact=True)
+    files, data = open_model(config, "model_name_or_path"), load_run_datasets(config)
+    if instruction is not None:
+        system = {"role": "system", "content": instruction}
+        rows = data.test.to_list()
+        data = replace(data, test=type(data.test).from_list([{**r, "prompt": [system, *r["prompt"]]} for r in rows]))
+    asked = held_out_prompts(config, data, files.tokenizer)
+    texts = complete(load_plain(model), files.tokenizer, asked, 24)
+    return sum(map(is_spanish, texts)) / len(texts)
+
+
+def is_spanish(text: str) -> bool:
+    words = [word.strip(".,:;()`'\"").lower() for word in text.split()]
+    return sum(word in SPANISH for word in words) >= max(1, len(words) / 5)
+
+
+def load_plain(model: str) -> Any:
+    """Load a model as it is used: by transformers alone, in bf16 on a GPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from liger_trainer.run.data.demo_model import resolve_model
+
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu() else (torch.float32, "cpu")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype)
+    return loaded.to(device)
+
+
+def writing_speed(model: str, setup: Setup) -> dict[str, float]:
+    """Return how fast a model writes alone on the device, one text at a time."""
+    from liger_trainer.config.run_config import load_run_config
+    from liger_trainer.run.data.datasets import load_run_datasets
+    from liger_trainer.run.models import open_model
+    from liger_trainer.run.samples import Writing, complete, held_out_prompts
+
+    settings = [*setup.common("docstrings"), f"model_name_or_path={model}", LOSING_LAYERS]
+    config = load_run_config(CONFIG, [*settings, f"num_sample_completions={min(4, setup.prompts)}"], exact=True)
+    files, writing = open_model(config, "model_name_or_path"), Writing()
+    asked = held_out_prompts(config, load_run_datasets(config), files.tokenizer)
+    complete(load_plain(model), files.tokenizer, asked, 64, writing)
+    return {"tokens_per_second": writing.tokens_per_second or float("nan")}
+
+
+def draft_speed(student: Path, setup: Setup) -> dict[str, float]:
+    """Return how much faster the teacher writes with a student's drafts, alone on the device, in one dtype."""
+    dtype = "bfloat16" if on_gpu() else "float32"
+    more = (f"dtype={dtype}", f"teacher_dtype={dtype}", "num_draft_prompts=4", "max_new_tokens=64")
+    metrics = measure(student, setup, True, *more, rows=8)
+    return {name: value for name, value in metrics.items() if name.startswith("draft_")}

@@ -1,0 +1,234 @@
+"""Ways to a better student, each in the same time: one stage, two, on-policy, a corrected teacher, generated data,
+depth and width, smaller students, a privileged prompt, drafts. docs/results/students-<device>.md is its page.
+
+    python -m benchmarks.students --train-seconds 60 --seconds 560
+    python -m benchmarks.students --ways one_stage two_stages --seeds 0    # without what the .json has
+    python -m benchmarks.students --page                                   # the page anew from the .json
+
+All ways of one seed train at once and share the device, so each has the same seconds beside the same neighbours. What
+finishes is written at once; what is not done after `--seconds` is left to the next call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import student_preparation as preparation
+from . import student_speeds as speeds
+from . import student_ways as ways
+from .crew import Task, context_for, run_together
+from .report import provenance, slug, without_output, write
+from .student_page import PACKAGES, page
+from .student_ways import BASE, SIZES, STUDENTS, TEACHER, WAYS, Setup
+
+ROWS = {"drawn": (4, 400), "answers": (1, 1500)}  # processes that sample, and the rows that each is to keep
+PREPARING = 90.0  # seconds; rows that are not sampled by then are done without
+FAST = (*(f"distilled_{size}" for size in SIZES), "draft_tvd", "draft_forward", "draft_reverse")
+
+
+class Record:
+    """The .json file: it is written after each result."""
+
+    def __init__(self, path: Path, conditions: dict[str, Any]):
+        self.path = path
+        self.content: dict[str, Any] = {"conditions": conditions, "runs": {}, "speed": {}, "before": {}, "failures": {}}
+        if path.is_file():
+            self.content = json.loads(path.read_text())
+            before = {key: self.content["conditions"].get(key) for key in conditions}
+            if before != conditions:
+                sys.exit(f"{path} was measured with {before}, this is {conditions}: choose another --output.")
+
+    def has(self, way: str, seed: int) -> bool:
+        return str(seed) in self.content["runs"].get(way, {})
+
+    def put(self, part: str, name: str, value: Any) -> None:
+        self.content[part][name] = value
+        self.save()
+
+    def put_run(self, way: str, seed: int, result: Any, failure: str | None, beside: int) -> None:
+        print(f"{time.strftime('%X')} {way}, seed {seed}: {failure or _brief(result)}", file=sys.stderr, flush=True)
+        if failure is not None:
+            self.put("failures", f"{way}, seed {seed}", failure)
+            return
+        self.content["failures"].pop(f"{way}, seed {seed}", None)
+        self.content["runs"].setdefault(way, {})[str(seed)] = {**result, "beside": beside}
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write(self.path.with_suffix(""), self.content, page(self.content))
+
+
+def _brief(result: dict[str, Any]) -> str:
+    held_out = {name: round(value, 4) for name, value in result["held_out"].items()}
+    return (
+        f"{held_out}, {result['steps']} steps, {result['peak_memory_mib']:.0f} MiB, {result['measuring']:.0f} s after"
+    )
+
+
+def device_test() -> None:
+    """Fail where the device cannot be used in this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
+class Benchmark:
+    """One call: what is prepared first, a wave of trainings for each seed, the speeds of their students."""
+
+    def __init__(self, options: argparse.Namespace, setup: Setup, record: Record):
+        self.options, self.setup, self.record = options, setup, record
+        self.deadline = time.monotonic() + options.seconds
+        self.logs = options.logs or setup.folder / "logs"
+        self.context = context_for(device_test)
+        self.kept: int | None = None  # the seed whose students are kept for their speeds
+
+    def run(self) -> None:
+        left = [(seed, self._missing(seed)) for seed in self.options.seeds]
+        left = [(seed, missing) for seed, missing in left if missing]
+        self._prepare({way for _, missing in left for way in missing})
+        wave, self.kept = self.options.train_seconds, left[0][0] if left else None
+        for number, (seed, missing) in enumerate(left, 1):
+            if number == len(left):  # before the wave that may be lost to the deadline
+                self._speeds()
+            began = time.monotonic()
+            if began + 0.9 * wave > self.deadline:
+                print(f"seed {seed}: no time is left for it", file=sys.stderr, flush=True)
+                break
+            self._wave(seed, missing)
+            wave = time.monotonic() - began
+        self._speeds()
+
+    def _missing(self, seed: int) -> list[str]:
+        return [way for way in WAYS if way in self.options.ways and not self.record.has(way, seed)]
+
+    def _prepare(self, wanted: set[str]) -> None:
+        """Make rows and students, compile the kernels, and ask the teacher about the privileged prompt."""
+        done = self._note("preparing")
+        self._together({"rows": (preparation.export_rows, (self.setup, self.options.dataset))}, done, "prepare")
+        tasks: dict[str, Task] = {}
+        for name in {WAYS[way].student for way in wanted}:
+            if STUDENTS[name].width < 1:
+                tasks[f"student-{name}"] = (preparation.make_student, (name, self.setup))
+        kinds = {WAYS[way].rows for way in wanted} - {"docstrings"}
+        for kind in kinds:
+            parts, count = ROWS[kind]
+            count, batch, tokens = (3, 4, 8) if self.options.tiny else (count, 512, 192)
+            for part in range(parts):
+                tasks[f"{kind}-{part}"] = (preparation.sample_rows, (kind, part, self.setup, count, batch, tokens))
+        if "privileged" in wanted:
+            tasks["plain"] = (speeds.followed, (self.setup.teacher, self.setup, None))
+            tasks["prompted"] = (speeds.followed, (self.setup.teacher, self.setup, ways.INSTRUCTION))
+        if not self.options.tiny:
+            for way in wanted & {BASE, "draft_reverse", "draft_tvd", "tuned_0.5"}:
+                tasks[f"warm-{way}"] = (preparation.warm, (way, self.setup))
+        self._together(tasks, done, "prepare", seconds=PREPARING)
+        for kind in kinds:
+            self.record.put("before", f"{kind} rows", preparation.join_rows(kind, self.setup))
+
+    def _note(self, what: str) -> Any:
+        def done(name: str, result: Any, failure: str | None) -> None:
+            shown = failure or json.dumps(result)[:300]
+            print(f"{time.strftime('%X')} {what} {name}: {shown}", file=sys.stderr, flush=True)
+            if failure is not None:
+                self.record.put("failures", f"{what} {name}", failure)
+            elif not name.startswith("warm-"):
+                self.record.put("before", name, result)
+
+        return done
+
+    def _together(
+        self, tasks: dict[str, Task], done: Any, name: str, start: Any = None, seconds: float = math.inf
+    ) -> None:
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        run_together(tasks, self.context, self.logs / name, deadline, done, start)
+
+    def _wave(self, seed: int, missing: list[str]) -> None:
+        start = self.context.Barrier(len(missing))
+        keep = FAST if seed == self.kept else ()
+        tasks: dict[str, Task] = {way: (ways.train, (way, seed, self.setup, start, way in keep)) for way in missing}
+
+        def done(way: str, result: Any, failure: str | None) -> None:
+            self.record.put_run(way, seed, result, failure, len(missing) - 1)
+
+        self._together(tasks, done, f"seed-{seed}", start)
+
+    def _speeds(self) -> None:
+        """Measure the speed of trained students of one seed, each alone on the device, where that is not done."""
+        if self.options.no_speeds or self.kept is None:
+            return
+        seed, teacher = self.kept, self.setup.teacher
+        tasks: dict[str, Task] = {"teacher": (speeds.writing_speed, (teacher, self.setup))}
+        for way in FAST:
+            output = ways.output_of(way, seed, self.setup)
+            if (output / "metrics.json").is_file():
+                tasks[way] = (
+                    (speeds.draft_speed, (output, self.setup))
+                    if way.startswith("draft")
+                    else (speeds.writing_speed, (str(output), self.setup))
+                )
+        for name, task in tasks.items():
+            if name not in self.record.content["speed"] and time.monotonic() < self.deadline:
+                self._together({name: task}, self._note_speed, "speeds")
+
+    def _note_speed(self, name: str, result: Any, failure: str | None) -> None:
+        print(f"{time.strftime('%X')} speed of {name}: {failure or result}", file=sys.stderr, flush=True)
+        if failure is None:
+            self.record.put("speed", name, result)
+        else:
+            self.record.put("failures", f"speed of {name}", failure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
+    parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
+    parser.add_argument("--teacher", default=TEACHER)
+    parser.add_argument("--dataset", default="demo:python_docstrings")
+    parser.add_argument("--no-speeds", action="store_true", help="leave the speeds of generation out")
+    parser.add_argument("--tiny", action="store_true", help="few rows and tokens: it runs, its figures mean nothing")
+    parser.add_argument("--page", action="store_true", help="write the page from the .json, and measure nothing")
+    parser.add_argument("--logs", type=Path, help="folder for what the trainings print; else it is thrown away")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
+    options, overrides = parser.parse_known_args(arguments)
+    where = provenance(PACKAGES)
+    path = options.output / f"students-{slug(where['device'])}.json"
+    if options.page:
+        (path,) = options.output.glob("students-*.json")
+        record = Record(path, {})
+        return record.save()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    conditions = {
+        "device": where["device"], "train_seconds": options.train_seconds, "teacher": options.teacher,
+        "overrides": overrides,
+    }  # fmt: skip
+    record = Record(path, conditions)
+    with tempfile.TemporaryDirectory(prefix="students-", ignore_cleanup_errors=True) as name:
+        sizes = {"rows": 4, "prompts": 2} if options.tiny else {}
+        layers = preparation.layers_of(options.teacher)
+        setup = Setup(Path(name), options.teacher, layers, options.train_seconds, tuple(overrides), **sizes)
+        call = {"command": f"python -m benchmarks.students {shlex.join(without_output(arguments))}".strip(), **where}
+        record.content.setdefault("calls", []).append(call)
+        record.content["setup"] = {k: v for k, v in asdict(setup).items() if k in ("layers", "rows", "prompts")}
+        Benchmark(options, setup, record).run()
+    record.save()
+    print(page(record.content))
+
+
+if __name__ == "__main__":
+    main()
