@@ -11,11 +11,14 @@ Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers each for dw a
 Source    Ba, Kiros & Hinton 2016, arXiv:1607.06450
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import empty, first_order, vector
+from ._made_again import can_be_made
 from ._norm import (
     backward_config,
     check_columns,
@@ -169,6 +172,10 @@ def _suits_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
+def _again(eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return _forward(x, weight, bias, eps)[0]
+
+
 class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -206,4 +213,5 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     check_columns(x, bias, "bias")
     if torch.compiler.is_compiling() or not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
-    return LayerNormFunction.apply(x, weight, bias, eps)
+    y = LayerNormFunction.apply(x, weight, bias, eps)
+    return can_be_made(y, functools.partial(_again, eps), x, weight, bias)

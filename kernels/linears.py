@@ -3,6 +3,7 @@
 Shapes    x: (..., K)  weight: (O_i, K)  bias: (O_i,)  y_i: (..., O_i)
 Method    dx = sum_i dy_i W_i is one tensor, to which each product adds its part (addmm_): autograd would make one for
           each layer, and add them afterwards. W_i is saved as it is; under autocast it is cast again in the backward.
+          An x that a norm has made is made again there (_made_again.py).
 Numerics  a product adds to dx in fp32, so each part but the first is rounded once, where autograd rounds it twice
 Traffic   beside the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
           2 writes
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import check_dtypes, first_order
+from ._made_again import source_of
 
 
 def linears_reference(
@@ -28,12 +30,15 @@ def linears_reference(
 class LinearsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, count, *tensors):
+        uncast, ctx.shape = x, x.shape
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         if torch.is_autocast_enabled(x.device.type):  # F.linear's own casts would be cached without a graph
             dtype = torch.get_autocast_dtype(x.device.type)
             x, biases = x.to(dtype), [None if b is None else b.to(dtype) for b in biases]
-        ctx.save_for_backward(x, *weights)
+        source = source_of(uncast, x)
+        ctx.make = source.make
+        ctx.save_for_backward(*weights, *source.tensors)
         ctx.set_materialize_grads(False)
         outputs = tuple(F.linear(x, w.to(x.dtype), b) for w, b in zip(weights, biases, strict=True))
         need_x, _, *needs = ctx.needs_input_grad
@@ -45,18 +50,19 @@ class LinearsFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *gradients):
-        x, *weights = ctx.saved_tensors
-        need_x, _, *needs = ctx.needs_input_grad
+        saved, need_x, needs = ctx.saved_tensors, ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        weights, sources = saved[: len(gradients)], saved[len(gradients) :]
         rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
         dx = _input_gradient(rows, weights) if need_x else None
-        x_rows, needs_bias = x.reshape(-1, x.shape[-1]), needs[len(weights) :]
+        needs_bias = needs[len(weights) :]
+        x_rows = ctx.make(*sources).reshape(-1, ctx.shape[-1]) if any(needs[: len(weights)]) else None
         # autograd casts them to the weights' dtypes
         dweights = [None if dy is None or not need else dy.t() @ x_rows for dy, need in zip(rows, needs, strict=False)]
         dbiases = [
             None if dy is None or not need else dy.sum(0, dtype=dtype)
             for dy, need, dtype in zip(rows, needs_bias, ctx.bias_dtypes, strict=True)
         ]
-        return None if dx is None else dx.view(x.shape), None, *dweights, *dbiases
+        return None if dx is None else dx.view(ctx.shape), None, *dweights, *dbiases
 
 
 def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._autograd import check_dtypes, first_order
 from ._low_rank import Adapter, Numerics, Projection, as_matrix, check_projection
+from ._made_again import source_of
 from ._projections import (
     Masks,
     a_gradients,
@@ -65,22 +66,25 @@ class LoraLinearFunction(torch.autograd.Function):
         numerics, masks = Numerics.of(x, adapters_of(projections)), Masks.of(x, projections)
         (stack,) = stacked([projections], numerics)
         outputs, values = project(as_matrix(x, numerics.compute), stack, masks, numerics)
-        ctx.layout, ctx.numerics = layout_of(stack), numerics
-        ctx.save_for_backward(x, values, masks.seed, *stack.tensors)  # x, not a copy: other layers save the same one
+        ctx.layout, ctx.numerics, ctx.shape = layout_of(stack), numerics, x.shape
+        source = source_of(x, x)  # not a copy in another dtype: other layers save the same one
+        ctx.make, ctx.sources = source.make, len(source.tensors)
+        ctx.save_for_backward(*source.tensors, values, masks.seed, *stack.tensors)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     @first_order
     def backward(ctx, *gradients):
-        x, values, seed, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        sources, (values, seed, *tensors) = saved[: ctx.sources], saved[ctx.sources :]
         need_x, _, *needs = ctx.needs_input_grad
         numerics, (stack, _) = ctx.numerics, restored(ctx.layout, tensors)
         dys = [as_matrix(dy, numerics.compute) for dy in gradients]
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, stack, numerics) if need_x else None
-        flat = as_matrix(x, numerics.compute) if any(needs[::2]) else None
+        flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
         das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)
-        return None if dx is None else dx.view(x.shape), None, *interleaved(das, dbs, needs)
+        return None if dx is None else dx.view(ctx.shape), None, *interleaved(das, dbs, needs)
 
 
 def lora_linear(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ._autograd import check_dtypes, first_order, graph_is_kept
 from ._gated import ACTIVATIONS, backward, forward, gated_reference, halves, runs_plain
 from ._low_rank import Numerics, Projection, as_matrix, check_projection
+from ._made_again import source_of
 from ._projections import (
     Masks,
     Stack,
@@ -58,13 +59,18 @@ class LoraMLPFunction(torch.autograd.Function):
         h = forward(*halves(gate, up), activation, numerics.compute)
         (y,), h_values = project(h, down, masks.after(first), numerics)
         ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
-        ctx.save_for_backward(flat, gate, up, values, h_values, masks.seed, *first.tensors, *down.tensors)
+        source = source_of(x, flat)
+        ctx.make, ctx.sources = source.make, len(source.tensors)
+        ctx.save_for_backward(
+            *source.tensors, gate, up, values, h_values, masks.seed, *first.tensors, *down.tensors
+        )  # fmt: skip
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        flat, gate, up, values, h_values, seed, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        sources, (gate, up, values, h_values, seed, *tensors) = saved[: ctx.sources], saved[ctx.sources :]
         need_x, _, _, _, *needs = ctx.needs_input_grad
         numerics, masks = ctx.numerics, Masks(seed)
         first, tensors = restored(ctx.layouts[0], tensors)
@@ -75,8 +81,9 @@ class LoraMLPFunction(torch.autograd.Function):
         dys, down_gradient = _through_down(ctx, dy_rows, gate, up, h_values, down, h_masks, down_needs)
         g, dbs = rank_gradients(dys, values, first, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, first, numerics) if need_x else None
-        das = a_gradients(g, flat if any(needs[::2]) else None, dx, first, masks, numerics)
-        dx = None if dx is None else dx.view(*dy.shape[:-1], flat.shape[1])
+        flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
+        das = a_gradients(g, flat, dx, first, masks, numerics)
+        dx = None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
         return dx, None, None, None, *interleaved(das, dbs, needs), *down_gradient
 
 

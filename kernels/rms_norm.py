@@ -11,10 +11,13 @@ Traffic   forward 2NH elements, backward 3NH, and 2PH fp32 numbers for dw, P pro
 Source    Zhang & Sennrich 2019, arXiv:1910.07467
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ._autograd import empty, first_order, vector
+from ._made_again import can_be_made
 from ._norm import (
     backward_config,
     check_columns,
@@ -160,6 +163,10 @@ def rms_norm_backward(
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
+def _again(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
+    return _forward(x, weight, eps, offset, cast_before_weight)[0]
+
+
 class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, cast_before_weight):
@@ -197,4 +204,5 @@ def rms_norm(
     check_columns(x, weight)
     if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
-    return RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
+    y = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
+    return can_be_made(y, functools.partial(_again, eps, offset, cast_before_weight), x, weight)

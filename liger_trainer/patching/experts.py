@@ -19,7 +19,7 @@ from ..kernels.types import Gate
 from ..modules.gated_mlp import gated
 from . import structure
 from .clamps import Clamp, clamps_of
-from .mlps import ACTIVATIONS, CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
+from .mlps import CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
 from .options import PatchOptions, PatchReport
 
 
@@ -33,7 +33,7 @@ class GateRule:
 
     @property
     def kind(self) -> str:
-        return f"{ACTIVATIONS[self.activation]} experts"
+        return f"{GATED[self.activation]} experts"
 
     def form(self, module: nn.Module) -> Gate:
         """Return the same gate as `lora_experts` takes it."""
@@ -60,7 +60,7 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
         refused = rule if isinstance(rule, str) else structure.obstacle(module) if rule else None
         if refused is not None:
             report.leave(type(module).__name__, refused)
-        elif isinstance(rule, GateRule) and getattr(options, OPTIONS[ACTIVATIONS[rule.activation]]):
+        elif isinstance(rule, GateRule) and getattr(options, OPTIONS[GATED[rule.activation]]):
             replacements.set(module, "_apply_gate", types.MethodType(_apply_gate(rule), module))
             report.swap(rule.kind)
 

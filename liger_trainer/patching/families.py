@@ -40,8 +40,10 @@ KINDS = {
     "swiglu": ("SwiGLU", "SwiGLU experts"),
     "geglu": ("GEGLU", "GEGLU experts"),
     "relu2": ("ReLU2", "ReLU2 experts"),
+    "gelu": ("GELU MLP",),
     "linear": ("shared input",),
     "lora": ("LoRA linear", "LoRA MLP", "LoRA experts", "frozen experts"),
+    "towers": ("tower attention", "patch embedding", "placeholders"),
     "fused_linear_cross_entropy": ("fused loss",),
     "cross_entropy": ("cross-entropy", "fused loss"),  # a model with either loss can have the other
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..common.hooks import is_hooked
 from ..common.replacements import Replacements
 from ..kernels.linears import linears
-from ..modules.gated_mlp import WEIGHTS, is_plain
+from ..modules.gated_mlp import has_plain_weight, is_plain
 from .options import PatchOptions, PatchReport
 from .shared_input import GROUP, SharedInput, layers_of_one_input
 
@@ -49,7 +49,7 @@ def _is_served(layer: Any) -> TypeGuard[nn.Linear]:
     """Whether a layer has our forward, and is nothing but its weight and bias."""
     forward = vars(layer).get("forward")
     ours = isinstance(forward, types.MethodType) and forward.__func__ is _forward
-    return ours and type(layer) is nn.Linear and type(layer.weight) in WEIGHTS and not is_hooked(layer)
+    return ours and has_plain_weight(layer) and not is_hooked(layer)
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  its name in nn.Linear

@@ -1,11 +1,11 @@
-"""MLPs with a gated activation or squared ReLU: found by structure, proved on a miniature.
+"""MLPs with a gated activation, GELU or squared ReLU: found by structure, proved on a miniature.
 
     down(act(gate(x)) * up(x))       gate and up are two linear layers, or one with both packed; clamped or not
-    down(relu(up(x))^2)
+    down(gelu(up(x)))                either GELU; down(relu(up(x))^2)
 
 The linear layers are called as the modules that they are, so adapters, quantised layers, hooks and FSDP keep working;
-while another child has hooks, the module's own forward runs. act(gate) * up is not stored where `down` is a plain
-nn.Linear. Stacked experts are in experts.py.
+while another child has hooks, the module's own forward runs. What `down` reads is not stored where that is a
+plain nn.Linear. Stacked experts are in experts.py.
 """
 
 import functools
@@ -19,17 +19,19 @@ from torch import Tensor, nn
 
 from ..common.hooks import is_called
 from ..common.replacements import Replacements
+from ..kernels.activation_linear import activation_reference
 from ..kernels.gated_linear import gated_reference
-from ..kernels.relu2 import relu2, relu2_reference
-from ..modules.gated_mlp import project
+from ..kernels.relu2 import relu2
+from ..modules.gated_mlp import linear, project, project_ungated
 from . import structure
 from .clamps import Clamp, clamps_of
 from .lora import is_lora_mlp, mlp_with_lora
 from .options import PatchOptions, PatchReport
 
-ACTIVATIONS = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU", "relu2": "ReLU2"}
-OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2"}  # the option of `PatchOptions` that asks for it
-GATED = ("silu", "gelu_tanh", "gelu")
+GATED = {"silu": "SwiGLU", "gelu_tanh": "GEGLU", "gelu": "GEGLU"}
+UNGATED = {"relu2": "ReLU2", "gelu_tanh": "GELU MLP", "gelu": "GELU MLP"}
+# The option of `PatchOptions` that asks for it.
+OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu"}
 # How gate and up come from the first linear layers: (gate, up), where None says that gate is packed [gate | up].
 LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "split": lambda gate, up: (gate, up),
@@ -50,7 +52,7 @@ class MLPRule:
     Attributes:
         first: the names of gate and up, of the layer with both, or of up alone.
         layout: a key of LAYOUTS, or "ungated".
-        activation: a key of ACTIVATIONS.
+        activation: a key of GATED, or of UNGATED.
         down: the name of the last layer.
         clamp: what is between instead, or None.
     """
@@ -63,17 +65,20 @@ class MLPRule:
 
     @property
     def kind(self) -> str:
-        return ACTIVATIONS[self.activation]
+        return (UNGATED if self.layout == "ungated" else GATED)[self.activation]
 
     def linear_layers(self, module: nn.Module) -> list[nn.Module]:
         return [getattr(module, name) for name in (*self.first, self.down)]
 
     def __call__(self, module: nn.Module, x: Tensor, plain: bool = False) -> Tensor:
         """Run the MLP with what `module` holds now; `plain`: by the ops' references, as the proof wants it."""
-        projections = [getattr(module, name)(x) for name in self.first]
         down = getattr(module, self.down)
+        if self.layout == "ungated" and self.activation != "relu2" and not plain:
+            return project_ungated(down, linear(getattr(module, self.first[0]), x), self.activation)
+        projections = [getattr(module, name)(x) for name in self.first]
         if self.layout == "ungated":
-            return down((relu2_reference if plain else relu2)(*projections))
+            (up,) = projections
+            return down(activation_reference(up, self.activation) if plain else relu2(up))
         gate, up = LAYOUTS[self.layout](*projections)
         if self.clamp is not None:
             return down(self.clamp(module, gate, up, plain))
@@ -83,14 +88,14 @@ class MLPRule:
 
     def __str__(self) -> str:
         if self.layout == "ungated":
-            return f"{self.down}(relu({self.first[0]}(x))^2)"
+            return f"{self.down}(act({self.first[0]}(x))) with act one of {', '.join(UNGATED)}"
         gate, up = self.first if self.layout == "split" else ("gate", "up")
         return f"{self.down}(act({gate}) * {up}) with act one of {', '.join(GATED)}"
 
 
 def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
     """Swap the MLPs that `options` ask for. Those that an earlier part computes are passed over."""
-    if not (options.swiglu or options.geglu or options.relu2):
+    if not any(getattr(options, name) for name in OPTIONS.values()):
         return
     prove = structure.once_for_equal_layers(prove_mlp)
     for module in model.modules():
@@ -174,7 +179,7 @@ def _rules(module: nn.Module) -> Iterator[MLPRule]:
                 yield from (MLPRule(tuple(first), layout, activation, down) for activation in GATED)
                 yield from (MLPRule(tuple(first), layout, "silu", down, clamp) for clamp in clamps_of(module))
         elif len(names) == 2 and sizes[first[0]] == (inner, width):
-            yield MLPRule(tuple(first), "ungated", "relu2", down)
+            yield from (MLPRule(tuple(first), "ungated", activation, down) for activation in UNGATED)
 
 
 def _check(module: nn.Module, rule: MLPRule) -> tuple[int, str | None]:

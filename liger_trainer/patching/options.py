@@ -36,8 +36,12 @@ class PatchOptions:
         swiglu: MLPs and experts gated by SiLU, clamped (gpt-oss) or not.
         geglu: MLPs and experts gated by GELU.
         relu2: MLPs with squared ReLU; relu_squared, Liger-Kernel's name, is taken too.
+        gelu: MLPs with GELU and no gate.
         linear: linear layers that read one tensor, such as queries, keys and values.
         lora: linear layers, MLPs and stacked experts with plain LoRA adapters; stacked experts that are frozen.
+        towers: towers that read images or sound: attention over a whole batch in one call where the model calls it
+            image by image, patches embedded by a product instead of a convolution, and placeholders counted before the
+            tower runs.
         fused_linear_cross_entropy: the loss from hidden states, without stored logits.
         cross_entropy: the loss's kernel on stored logits, for code that wants both. Not with the fused one.
     """
@@ -48,8 +52,10 @@ class PatchOptions:
     swiglu: bool = True
     geglu: bool = True
     relu2: bool = True
+    gelu: bool = True
     linear: bool = True
     lora: bool = True
+    towers: bool = True
     fused_linear_cross_entropy: bool = True
     cross_entropy: bool = False
 

@@ -29,7 +29,10 @@ from .mlps import patch_mlps
 from .norms import patch_norms
 from .options import NothingToPatch, PatchOptions, PatchReport
 from .packed_attention import KIND, pack_attention
+from .patch_embedding import patch_patch_embedding
+from .placeholders import patch_placeholders
 from .stacked_experts import patch_stacked_experts
+from .tower_attention import patch_tower_attention
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
@@ -38,7 +41,7 @@ _NO_LOSS_FUNCTION = (
 # Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
 PARTS = (
     patch_attention, patch_gated_norms, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora,
-    patch_linears,
+    patch_linears, patch_tower_attention, patch_patch_embedding, patch_placeholders,
 )  # fmt: skip
 
 
@@ -112,8 +115,13 @@ class Patched:
 
         The report says whether it does. Once is enough; `unpack_attention` takes it off.
         """
-        if not len(self._packed):
+        if not self.packs_attention:
             pack_attention(self.model, self._packed, self.report)
+
+    @property
+    def packs_attention(self) -> bool:
+        """Return whether `pack_attention` was called, and `unpack_attention` not since."""
+        return bool(len(self._packed))
 
     def unpack_attention(self) -> None:
         """Give the model its own attention over packed rows back. Doing it twice does nothing."""

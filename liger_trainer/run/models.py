@@ -193,12 +193,12 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
     """Compare the tokens of student and teacher, id by id: see `compare_tokenizers`.
 
     Returns:
-        None with a `uld` loss, which compares models of different tokenizers.
+        None with `uld` or `alm`, which compare models of different tokenizers.
 
     Raises:
         ConfigError: an id means different tokens, or `teacher_tokenizer_name_or_path` has no tokenizer.
     """
-    if plan_of(config.values).of("uld"):
+    if plan_of(config.values).other_tokens:
         return None
     try:
         named = config["teacher_tokenizer_name_or_path"]

@@ -68,8 +68,8 @@ def _check_teacher(args: Any) -> None:
             raise ConfigError(f"{name} does not go with rows that have images: {reason}.")
     if getattr(args, "teacher", None) in ("cache", "server"):
         raise ConfigError(f"teacher: {args.teacher} knows rows of text alone. With images take model or self.")
-    if hasattr(args, "loss_plan") and args.loss_plan().of("uld"):
-        raise ConfigError("losses: uld reads rows as text in two tokenizers, and these have images. Leave it out.")
+    if hasattr(args, "loss_plan") and (name := args.loss_plan().other_tokens):
+        raise ConfigError(f"losses: {name} reads rows as text in two tokenizers, and these have images. Leave it out.")
 
 
 @dataclass

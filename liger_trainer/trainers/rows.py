@@ -113,13 +113,16 @@ def has_only_prompts(dataset: Any) -> bool:
     return "prompt" in columns and columns.isdisjoint({"completion", "input_ids"})
 
 
-def prepare_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str | None, name: str) -> Any:
+def prepare_prompts(
+    dataset: Any, tokenizer: Any, args: Any, chat_template: str | None, name: str, kept_column: str | None = None
+) -> Any:
     """Tokenize prompts into rows without supervised tokens: `input_ids`, and `labels` that are all -100.
 
     Args:
         dataset: rows with `prompt`, text or messages; and, for messages, perhaps `tools` and `chat_template_kwargs`.
         args: supplies max_length, shuffle_dataset, seed, dataset_num_proc. Prompts that fill max_length are left out.
         chat_template: instead of the tokenizer's own.
+        kept_column: stays in the rows.
 
     Returns:
         The rows, and their facts; None in place of the facts of a stream.
@@ -134,7 +137,7 @@ def prepare_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str 
 
     fixed = isinstance(dataset, Dataset)
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if fixed else {}
-    columns = list(next(iter(dataset)))
+    columns = [column for column in next(iter(dataset)) if column != kept_column]
     rows = dataset.map(tokenize, remove_columns=columns, **options)
     limit = args.max_length
     kept = rows if limit is None else rows.filter(lambda row: len(row["input_ids"]) < limit, **options)
@@ -152,6 +155,15 @@ def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list
         row["prompt"], tools=json.loads(tools) if isinstance(tools, str) else tools, add_generation_prompt=True,
         tokenize=True, return_dict=True, chat_template=chat_template, **(row.get("chat_template_kwargs") or {}),
     )["input_ids"]  # fmt: skip
+
+
+def prompt_ids(dataset: Dataset, tokenizer: Any, chat_template: str | None, num_proc: int | None) -> list[list[int]]:
+    """Return the token ids of every prompt, in order; see `prepare_prompts`."""
+    rows = dataset.map(
+        lambda row: {"input_ids": _ids(row, tokenizer, chat_template)}, remove_columns=dataset.column_names,
+        num_proc=num_proc,
+    )  # fmt: skip
+    return rows["input_ids"][:]
 
 
 def _facts(rows: Dataset, kept: Dataset) -> RowFacts:

@@ -31,7 +31,8 @@ from liger_trainer.patching.rebind_globals import always_reads_after, globals_re
 
 ROPE, FUSED = "rope", "QK norm + rope"
 ALONE = dict.fromkeys(
-    ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "linear", "lora", "fused_linear_cross_entropy"), False
+    ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "gelu", "linear", "lora", "fused_linear_cross_entropy"),
+    False,
 )
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,

@@ -71,11 +71,14 @@ def assert_same_gradients(plain, graphed):
 @pytest.mark.parametrize(
     "family, change",
     [
-        ("qwen3", lambda m: m), ("qwen3", checkpointed), ("qwen3", lora), ("gemma3", lambda m: m),
-        ("gpt2", lambda m: m), ("llama_tied", lambda m: checkpointed(lora(m))),
+        pytest.param("qwen3", lambda m: m, id="full"),
+        pytest.param("qwen3", checkpointed, id="checkpointing", marks=pytest.mark.slow),
+        pytest.param("qwen3", lora, id="lora", marks=pytest.mark.slow),
+        pytest.param("gemma3", lambda m: m, id="gemma3"),
+        pytest.param("gpt2", lambda m: m, id="gpt2", marks=pytest.mark.slow),
+        pytest.param("llama_tied", lambda m: checkpointed(lora(m)), id="lora, checkpointing"),
     ],
-    ids=["full", "checkpointing", "lora", "gemma3", "gpt2", "lora, checkpointing"],
-)  # fmt: skip
+)
 def test_losses_and_gradients_are_those_without_graphs(family, change):
     plain, graphed, layers = pair(change, family)
     for step in range(6):
@@ -339,7 +342,9 @@ def test_no_graph_stays_from_before_a_change():
         assert_same_gradients(plain, graphed)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "passes", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_layers_that_are_unfrozen_get_gradients(passes):
     plain, graphed, _ = pair(only_last_trains)
     for number in range(passes + 5):
@@ -405,7 +410,14 @@ def test_gradients_that_leave_the_layers_have_memory_of_their_own():
     assert RunsAgain.replays == 24
 
 
-@pytest.mark.parametrize("change", [lambda m: m, lora, checkpointed], ids=["full", "lora", "checkpointing"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda m: m, id="full", marks=pytest.mark.slow),
+        pytest.param(lora, id="lora", marks=pytest.mark.slow),
+        pytest.param(checkpointed, id="checkpointing"),
+    ],
+)
 @pytest.mark.parametrize("as_views", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_distributed_data_parallel(change, as_views):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

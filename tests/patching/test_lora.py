@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
+from quick_cases import by_turns
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 
@@ -149,8 +150,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])
+@pytest.mark.parametrize(("change", "name"), by_turns(CHANGES, ["self_attn.q_proj", "mlp.up_proj"]))
 def test_what_runs_pefts_forward(change, name, calls):
     """One layer in a state that the ops do not know, changed after patching: the others stay on them."""
     plain, model = wrapped(tiny_model()), wrapped(tiny_model())

@@ -26,6 +26,7 @@ from transformers.models.persimmon.modeling_persimmon import PersimmonMLP
 from transformers.models.phi.modeling_phi import PhiMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching.experts import patch_experts
@@ -109,6 +110,8 @@ MLPS = {
     "another order": (Shuffled, "SwiGLU"),
     "nemotron": (lambda: NemotronMLP(config(hidden_act="relu2")), "ReLU2"),
     "persimmon, biased": (lambda: PersimmonMLP(config(hidden_act="relu2")), "ReLU2"),
+    "siglip": (lambda: SiglipMLP(config(hidden_act="gelu_pytorch_tanh")), "GELU MLP"),
+    "phi, exact gelu": (lambda: PhiMLP(config(hidden_act="gelu")), "GELU MLP"),
     "multipliers of 1": (lambda: FalconH1MLP(config()), "SwiGLU"),
     "dropout of 0": (lambda: seed_oss(0.0), "SwiGLU"),
     "clamped": (lambda: ClampedMLP(), "SwiGLU"),
@@ -117,7 +120,7 @@ MLPS = {
         "SwiGLU",
     ),
 }
-OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2"}
+OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu"}
 
 
 def patched(module, **options):
@@ -127,7 +130,7 @@ def patched(module, **options):
 @pytest.mark.parametrize(
     ("name", "path"),
     [*((name, "torch") for name in MLPS), ("llama with biases", "triton"), ("up first", "triton"),
-     ("persimmon, biased", "triton")],
+     ("persimmon, biased", "triton"), ("siglip", "triton")],
 )  # fmt: skip
 def test_values_and_gradients_are_the_layers_own(request, name, path):
     make, kind = MLPS[name]
@@ -140,7 +143,7 @@ def test_values_and_gradients_are_the_layers_own(request, name, path):
     assert_same(run(ours, x), run(own, x))
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "phi3, packed", "up first", "persimmon, biased"])
+@pytest.mark.parametrize("name", ["llama with biases", "phi3, packed", "up first", "persimmon, biased", "siglip"])
 def test_half_precision_autocast_and_options(name):
     make, kind = MLPS[name]
     own = layer(make)
@@ -165,6 +168,9 @@ def test_the_product_is_not_kept_for_the_backward(kernels):
         return len({pointer for pointer, shape in sizes if shape == (7, INNER)})
 
     assert kept(ours) == 2 and kept(own) == 4  # gate and up; with silu(gate) and the product
+    own = layer(MLPS["siglip"][0])
+    ours, _ = patched(own)
+    assert kept(ours) == 1 and kept(own) == 2  # with gelu(up)
 
 
 def test_linear_layers_may_be_replaced_after_patching_and_are_called():
@@ -263,10 +269,10 @@ def test_an_mlp_that_computes_something_else_is_left_alone_with_the_reason(name)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: PhiMLP(config(hidden_act="gelu_new")),
+        lambda: PhiMLP(config(hidden_act="relu")),
         lambda: nn.Sequential(nn.Linear(H, INNER), nn.ReLU(), nn.Linear(INNER, H)),
     ],
-    ids=["ungated gelu", "a sequence"],
+    ids=["ungated relu", "a sequence"],
 )
 def test_what_is_no_gated_mlp_is_not_mentioned(make):
     report = patched(layer(make))[1]

@@ -8,17 +8,17 @@ import weakref
 import pytest
 import torch
 import transformers
-from packed import SquareTensors, documents, packed
+from packed import SquareTensors, documents, flash_by_definition, packed
 from tiny import FAMILIES, VOCAB, assert_same_gradients, named_gradients, spread_weights, tiny_model
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import packed_attention
+from liger_trainer.patching import flash
 from liger_trainer.patching.document_mask import DocumentMask, Documents, structure_of
 from liger_trainer.patching.options import PatchReport
-from liger_trainer.patching.packed_attention import NAMES, PackedAttention, attention_configs, pack_attention
+from liger_trainer.patching.packed_attention import NAMES, attention_configs, pack_attention
 from liger_trainer.patching.patcher import patch
 
 LENGTHS = (7, 1, 12, 3, 18)  # 12 and 18 are longer than the windows of 8
@@ -86,34 +86,12 @@ def test_the_watch_sees_the_mask_that_sdpa_makes():
     assert squares.operations
 
 
-def flash_by_definition(
-    q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
-):
-    """PyTorch's `_flash_attention_forward` as its documentation has it: q (tokens, heads, width); -1 is no limit."""
-    assert torch.equal(ends_q, ends_k) and ends_q.dtype == torch.int32 and not debug and dropout == 0.0
-    assert longest_q == longest_k >= ends_q.diff().max() and ends_q[0] == 0 and ends_q[-1] == len(q)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    outputs = []
-    for start, end in zip(ends_q.tolist(), ends_q[1:].tolist(), strict=False):
-        at = torch.arange(end - start)
-        behind = at[:, None] - at  # how far a key is behind its query
-        seen = torch.ones_like(behind, dtype=torch.bool)
-        if causal or window_size_right >= 0:
-            seen &= behind >= -max(window_size_right, 0)
-        if window_size_left >= 0:
-            seen &= behind <= window_size_left
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
-    return torch.cat(outputs), None, None, None, None
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_operation_of_gpus_is_called_as_it_is_defined(monkeypatch, family, rows):
     """Layout, lengths, window and scale; the operation itself runs on GPUs alone."""
-    monkeypatch.setattr(packed_attention, "FLASH", flash_by_definition)
-    monkeypatch.setattr(PackedAttention, "_flash_serves", lambda *_: True)
+    monkeypatch.setattr(flash, "FLASH", flash_by_definition)
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
     model, untouched, _ = packing(family)
     each = documents((5, 11, 1, 14, 17, 14), VOCAB - 5, seed=7)
     positions = torch.cat([torch.arange(len(row)) for row in each]).view(rows, -1)

@@ -9,7 +9,7 @@ from packed import SquareTensors, documents, packed
 from tiny import named_gradients
 
 from liger_trainer.common.replacements import Replacements
-from liger_trainer.patching import packed_attention
+from liger_trainer.patching import flash
 from liger_trainer.patching.document_mask import Documents
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packed_attention import pack_attention
@@ -58,8 +58,8 @@ def errors(got, want):
 
 
 def counting(monkeypatch):
-    calls, flash = [], packed_attention._flash
-    monkeypatch.setattr(packed_attention, "_flash", lambda *a: calls.append(1) or flash(*a))
+    calls, attend = [], flash.attend
+    monkeypatch.setattr(flash, "attend", lambda *a, **how: calls.append(1) or attend(*a, **how))
     return calls
 
 
@@ -109,7 +109,7 @@ def test_repeated_ends_are_empty_documents(window):
     results = []
     for each, longest in ((ends, 90), (filled, 90), (filled, 128)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = packed_attention._flash(*leaves, Documents(each, longest), window, {"scaling": 0.1})
+        out = flash.attend(*leaves, Documents(each, longest), {"scaling": 0.1}, window=window)
         grads = torch.autograd.grad(out.square().sum(), leaves)
         results.append([out, *grads])
     for other in results[1:]:
@@ -144,6 +144,6 @@ def test_dropout_is_of_attention_s_probabilities():
     q, k = (torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v = torch.ones_like(q)
     v[:, :, 500:] = 0
-    out = packed_attention._flash(q, k, v, Documents(ends, 500), None, {"dropout": 0.2}).float()
+    out = flash.attend(q, k, v, Documents(ends, 500), {"dropout": 0.2}).float()
     assert out[:, 500:].abs().max() == 0
     assert abs(out[:, 100:500].mean().item() - 1) < 0.02 and out[:, 100:500].std() > 0.01

@@ -90,10 +90,10 @@ def test_loss_and_gradients_are_the_plain_models(family):
     assert_same_outcome(outcome(model, batch), want, 1e-6)
 
 
-@pytest.mark.parametrize("option", sorted(NOTHING.keys() - {"lora", "cross_entropy"}))
+@pytest.mark.parametrize("option", sorted(NOTHING.keys() - {"lora", "cross_entropy", "towers"}))
 def test_each_option_alone(option):
     """And all but that one."""
-    family = {"geglu": "gemma2", "layer_norm": "cohere", "relu2": "nemotron"}.get(option, "llama")
+    family = {"geglu": "gemma2", "layer_norm": "cohere", "relu2": "nemotron", "gelu": "phi"}.get(option, "llama")
     plain = diverse(family)
     batch = masked_batch(vocab=VOCAB)
     model = copy.deepcopy(plain)
@@ -101,8 +101,8 @@ def test_each_option_alone(option):
     (kind,) = patched.report.swapped
     assert not patched.report.left_alone
     kinds = {
-        "swiglu": "SwiGLU", "geglu": "GEGLU", "relu2": "ReLU2", "rms_norm": "RMSNorm", "layer_norm": "LayerNorm",
-        "rope": "rope", "fused_linear_cross_entropy": "fused loss", "linear": "shared input",
+        "swiglu": "SwiGLU", "geglu": "GEGLU", "relu2": "ReLU2", "gelu": "GELU MLP", "rms_norm": "RMSNorm",
+        "layer_norm": "LayerNorm", "rope": "rope", "fused_linear_cross_entropy": "fused loss", "linear": "shared input",
     }  # fmt: skip
     assert kind == kinds[option]
     assert_same_outcome(outcome(model, batch), outcome(plain, batch), 1e-5)

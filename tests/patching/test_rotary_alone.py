@@ -16,7 +16,8 @@ from liger_trainer.patching.rotary import prove_rotary
 from liger_trainer.patching.rotary_alone import is_alone, prove_alone, replacement_alone
 
 ROPE = {**dict.fromkeys(
-    ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "linear", "lora", "fused_linear_cross_entropy"), False
+    ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "gelu", "linear", "lora", "fused_linear_cross_entropy"),
+    False,
 )}  # fmt: skip
 HALVES = frozenset({"halves"})
 # swapped modules, and calls of the op of each; DeepSeek V4 rotates back, too, and has compressors beside attention

@@ -121,7 +121,7 @@ def numbers(trainer) -> list[tuple[str, float]]:
     return [(name, x) for name, x in logs if isinstance(x, (int, float)) and not any(t in name for t in TIMES)]
 
 
-QUICK = ("sft", "dpo", "dpo, adapters", "kto", "grpo, entropy bonus", "rloo")
+QUICK = ("sft", "dpo, adapters", "kto", "grpo, entropy bonus")
 
 
 @pytest.mark.parametrize(

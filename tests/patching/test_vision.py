@@ -15,11 +15,14 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision import VISION_FAMILIES, picture_chats, vision_model, vision_processor
 
 import liger_trainer
-from liger_trainer import patch
+from liger_trainer import PatchOptions, patch
+from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import rotary
+from liger_trainer.patching import placeholders, rotary
 from liger_trainer.patching.call_structure import NotCapturable
 from liger_trainer.patching.cuda_graphs import GraphedLayers
+from liger_trainer.patching.options import PatchReport
+from liger_trainer.patching.patch_embedding import embed_patches, patch_patch_embedding
 from liger_trainer.patching.patcher import patched_record
 
 QUICK = ("qwen3_vl", "gemma3")
@@ -29,9 +32,26 @@ families = pytest.mark.parametrize(
 ALONE = dict.fromkeys(vars(liger_trainer.PatchOptions()), False)
 # of two layers in each tower; the text's come first
 SWAPPED = {
-    "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2},
-    "qwen3_vl": {"rope": 2, "QK norm + rope": 2, "RMSNorm": 5, "LayerNorm": 7, "SwiGLU": 2},
-    "gemma3": {"QK norm + rope": 2, "RMSNorm": 10, "LayerNorm": 5, "GEGLU": 2},
+    "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2, "tower attention": 2, "placeholders": 1},
+    "qwen3_vl": {
+        "rope": 2,
+        "QK norm + rope": 2,
+        "RMSNorm": 5,
+        "LayerNorm": 7,
+        "SwiGLU": 2,
+        "GELU MLP": 2,
+        "tower attention": 2,
+        "placeholders": 1,
+    },
+    "gemma3": {
+        "QK norm + rope": 2,
+        "RMSNorm": 10,
+        "LayerNorm": 5,
+        "GEGLU": 2,
+        "GELU MLP": 2,
+        "patch embedding": 1,
+        "placeholders": 1,
+    },
     "gemma4": {"RMSNorm": 33, "GEGLU": 2},
     "smolvlm": {"rope": 2, "RMSNorm": 5, "LayerNorm": 5, "SwiGLU": 2},
     "llava": {"rope": 2, "RMSNorm": 5, "LayerNorm": 6, "SwiGLU": 2},
@@ -60,7 +80,7 @@ def test_a_patched_model_computes_what_it_computed(family):
         got = step(model, family)
     assert SWAPPED[family].items() <= swapped.items()
     parts = [got]
-    for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "fused_linear_cross_entropy"):
+    for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "towers", "fused_linear_cross_entropy"):
         try:
             with patch(model, {**ALONE, option: True}):
                 parts.append(step(model, family))
@@ -72,6 +92,77 @@ def test_a_patched_model_computes_what_it_computed(family):
     assert len(parts) > 3
     again = step(model, family)
     assert again[0] == want[0]
+
+
+def test_a_tower_s_rows_are_contiguous():
+    """SigLIP's are transposed, and so is every sum with them."""
+    model, seen = vision_model("gemma3"), []
+    for layer in model.model.vision_tower.encoder.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].is_contiguous()))
+    with torch.no_grad():
+        model(**batch_of("gemma3"))
+        with patch(model, {**ALONE, "towers": True}):
+            model(**batch_of("gemma3"))
+    assert seen == [False, False, True, True]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_placeholders_are_counted_on_the_host(monkeypatch, family):
+    """With the model's own message where they do not fit the images. The copy is one of a GPU's ids in use."""
+    monkeypatch.setattr(placeholders, "_is_far", lambda ids: True)
+    masks, on_device = [], placeholders._on_device
+    monkeypatch.setattr(placeholders, "_on_device", lambda *a: masks.append(on_device(*a)) or masks[-1])
+    model, batch = vision_model(family).train(), batch_of(family)
+    want = step(model, family)
+    wrong = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5)}
+    with pytest.raises(ValueError, match="do not match") as stock:
+        model(**wrong)
+    with patch(model, {**ALONE, "towers": True}) as patched:
+        assert patched.report.swapped["placeholders"] == 1
+        got = step(model, family)
+        assert masks and masks[0].shape[:2] == batch["input_ids"].shape
+        with pytest.raises(ValueError, match="do not match") as ours:
+            model(**wrong)
+        seen = len(masks)
+        model(input_ids=batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5))
+        assert len(masks) == seen
+    assert str(ours.value) == str(stock.value)
+    assert got[0] == pytest.approx(want[0], rel=1e-6)
+    assert_same_gradients(got[1], want[1])
+
+
+def test_ids_come_to_the_host_once_for_teacher_and_student(monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.clone()) or copies[-1])
+    ids = torch.arange(6).view(2, 3)
+    assert placeholders._on_host(ids) is placeholders._on_host(ids) and len(copies) == 1
+    ids[0, 0] = 9
+    assert torch.equal(placeholders._on_host(ids), ids) and len(copies) == 2
+    with torch.inference_mode():  # where nothing tells whether a tensor was written into
+        ids = torch.arange(3)
+        for _ in range(2):
+            placeholders._on_host(ids)
+    assert len(copies) == 4
+
+
+def test_a_model_that_reads_its_embeddings_counts_its_placeholders_itself():
+    class ReadsShape(torch.nn.Module):
+        def forward(self, input_ids=None, pixel_values=None):
+            return self.get_placeholder_mask(input_ids, pixel_values)
+
+        def get_placeholder_mask(self, input_ids, inputs_embeds):
+            return (input_ids == 3).unsqueeze(-1), inputs_embeds.shape[-1]
+
+    class ReadsElements(ReadsShape):
+        def get_placeholder_mask(self, input_ids, inputs_embeds):
+            mask = input_ids == 3
+            return mask, inputs_embeds[mask].numel()
+
+    assert placeholders._counts(ReadsShape) and not placeholders._counts(ReadsElements)
+
+
+def image_token(model):
+    return next(getattr(model.config, name) for name in ("image_token_id", "image_token_index") if name in model.config)
 
 
 def angles(seed=0, tokens=12, width=8, layout="halves"):
@@ -178,3 +269,39 @@ def test_decoder_layers_in_graphs(family):
     assert layers.report.startswith("CUDA graphs: 2 layers") == recorded, layers.report
     assert (RunsAgain.replays > replays) == recorded
     layers.undo()
+
+
+@pytest.mark.parametrize(
+    "conv, shape",
+    [
+        (torch.nn.Conv2d(3, 10, 4, 4), (2, 3, 8, 12)),
+        (torch.nn.Conv2d(3, 10, (4, 2), (4, 2), padding="valid", bias=False), (2, 3, 8, 12)),
+        (torch.nn.Conv3d(3, 10, (2, 4, 4), (2, 4, 4)), (2, 3, 4, 8, 12)),
+        (torch.nn.Conv2d(3, 10, 4, 4), (2, 3, 9, 12)),  # a row of pixels is left over: by the convolution
+    ],
+    ids=["2d", "not square", "3d", "left over"],
+)
+def test_patches_are_embedded_by_a_product(conv, shape):
+    conv, x = conv.double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *conv.parameters()]
+    ours, theirs = embed_patches(conv, x), conv(x)
+    torch.testing.assert_close(ours, theirs)
+    d_out = torch.randn_like(theirs)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, d_out) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert ours.flatten(2).transpose(1, 2).is_contiguous() == (shape[2] % 4 == 0)
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"dilation": 2}, {"groups": 3}, {"stride": 2}], ids=str)
+def test_another_convolution_stays(options):
+    class Embedding(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 9, 4, **{"stride": 4, **options})
+
+        def forward(self, x):
+            return self.conv(x).flatten(2).transpose(1, 2)
+
+    report = PatchReport("tower")
+    patch_patch_embedding(Embedding(), PatchOptions(), Replacements(), report)
+    assert not report.swapped

@@ -1,5 +1,7 @@
 """Inputs of the gated activations, in every memory layout that a model may hand over."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,11 @@ SHAPES = {
     "four dimensions": (2, 2, 3, 18),
     "empty batch": (0, 16),
 }
+
+
+def like(place: Any) -> dict[str, Any]:
+    """Return the dtype and device of a place, as tensors are made with."""
+    return {"dtype": place.dtype, "device": place.device}
 
 
 def normal(*shape: int, like: dict | None = None, seed: int = 0, spread: float = 2.0) -> Tensor:
