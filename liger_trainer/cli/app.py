@@ -20,6 +20,7 @@ from . import (
     estimate,
     evaluate,
     generate,
+    hub_kernels,
     init_student,
     merge,
     new,
@@ -73,6 +74,7 @@ app.command("convert")(convert.convert)
 app.command("env")(env.env)
 app.command("doctor")(doctor.doctor)
 app.command("selfcheck")(selfcheck.selfcheck)
+app.command("hub-kernels")(hub_kernels.hub_kernels)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 

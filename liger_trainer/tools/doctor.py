@@ -21,17 +21,20 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import ConfigError
+from ..patching.patch_embedding import embed_patches
 from ..patching.patcher import NothingToPatch, Patched, PatchOptions, PatchReport
+from ..patching.placeholders import counting_forward
 from ..trainers.images import vision_tower
 
 # column of the table -> kinds of a report (`PatchReport.swapped`)
 COLUMNS = {
     "norms": ("RMSNorm", "gated RMSNorm", "LayerNorm"),
-    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "LoRA MLP"),
+    "MLP": ("SwiGLU", "GEGLU", "ReLU2", "GELU MLP", "LoRA MLP"),
     "rope": ("rope", "QK norm + rope"),
     "experts": ("SwiGLU experts", "GEGLU experts", "LoRA experts", "frozen experts"),
     "head": ("fused loss",),
 }
+ATTENTION_OF_TOWERS = "tower attention"
 IMAGES = "images"  # the last column: what is swapped in the part that reads them
 LAYERS = tuple(kind for column, kinds in COLUMNS.items() if column != "head" for kind in kinds)
 
@@ -149,7 +152,13 @@ def _report_of(model: Any, options: PatchOptions) -> PatchReport:
 def _swapped_classes(model: Any) -> set[str]:
     """Name the classes of layers that have a method of ours. An attention is one where its rotation is swapped."""
     layers = (module for module in model.modules() if module is not model and not hasattr(module, "in_features"))
-    return {type(layer).__name__ for layer in layers if {"forward", "_apply_gate"} & vars(layer).keys()}
+    return {type(layer).__name__ for layer in layers if _computes(layer, "forward") or _computes(layer, "_apply_gate")}
+
+
+def _computes(layer: Any, method: str) -> bool:
+    """Whether a method of ours computes the layer, and does not only run the layer's own."""
+    ours = getattr(vars(layer).get(method), "__func__", None)
+    return ours not in (None, counting_forward, embed_patches)
 
 
 def class_of(config: Any) -> str | None:
@@ -207,7 +216,8 @@ def cells(report: PatchReport) -> dict[str, str]:
         for column, kinds in COLUMNS.items()
     }
     tower = report.tower
-    of_tower = "" if tower is None else ", ".join(kind for kind in LAYERS if tower.swapped[kind]) or "nothing"
+    kinds = () if tower is None else (kind for kind in (*LAYERS, ATTENTION_OF_TOWERS) if tower.swapped[kind])
+    of_tower = "" if tower is None else ", ".join(kinds) or "nothing"
     return {**cells, IMAGES: of_tower}
 
 

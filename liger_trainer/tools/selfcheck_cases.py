@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.activation_linear import activation_linear
 from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
@@ -19,6 +20,7 @@ from ..kernels.geglu import geglu
 from ..kernels.jsd import jsd, jsd_reference
 from ..kernels.kl_div import kl_div
 from ..kernels.layer_norm import layer_norm
+from ..kernels.linear_alm import linear_alm, linear_alm_reference
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_divergence import KINDS, linear_divergence, linear_divergence_reference
 from ..kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
@@ -135,6 +137,13 @@ def _pair(draw: Draw) -> dict[str, Tensor]:
 def _other_vocabulary(draw: Draw) -> dict[str, Tensor]:
     teacher = {"teacher_hidden": draw(ROWS, INNER), "teacher_weight": draw(VOCAB - 90, INNER, std=2 / INNER**0.5)}
     return {**_head(draw), **teacher}
+
+
+def _spans(draw: Draw) -> dict[str, Tensor]:
+    """A student's head, spans of three rows, and how likely a teacher finds them."""
+    head = _head(draw)
+    rows = torch.arange(ROWS, device=head["labels"].device)
+    return {**head, "spans": rows - rows % 3, "teacher_log_prob": -4 * draw(ROWS).abs()}
 
 
 def _top_tokens(draw: Draw) -> dict[str, Tensor]:
@@ -273,6 +282,10 @@ CHECKS: tuple[Check, ...] = (
         ("gate", "up", "weight"),
     ),
     Check(
+        "activation_linear", activation_linear, lambda x, weight: F.linear(F.gelu(x), weight),
+        lambda draw: {**_rows("x")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))}, ("x", "weight"),
+    ),
+    Check(
         "linears", lambda x, **weights: linears(x, [*weights.values()]),
         lambda x, **weights: tuple(F.linear(x, w) for w in weights.values()),
         lambda draw: {**_rows("x")(draw), **{w: draw(HIDDEN, HIDDEN, std=1 / math.sqrt(HIDDEN)) for w in ("q", "k")}},
@@ -306,9 +319,19 @@ CHECKS: tuple[Check, ...] = (
         )
         for tail in ("bucket", "none")
     ),
+    *(
+        Check(
+            f"linear_sparse_divergence, {kind}", _loss(linear_sparse_divergence, kind=kind),
+            _loss(linear_sparse_divergence_reference, kind=kind), _top_tokens, HEAD_LEAVES,
+        )
+        for kind in KINDS if kind != "forward_kl"
+    ),
     Check(
         "linear_uld", _loss(linear_uld, ce_weight=0.1), _loss(linear_uld_reference, ce_weight=0.1), _other_vocabulary,
         HEAD_LEAVES,
+    ),
+    Check(
+        "linear_alm", _loss(linear_alm, ce_weight=0.1), _loss(linear_alm_reference, ce_weight=0.1), _spans, HEAD_LEAVES
     ),
     Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
     Check(

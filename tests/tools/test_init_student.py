@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from quick_cases import slow_but
 from tiny import VOCAB, WORDS, divergence_by_hand, spread_weights, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
@@ -129,7 +130,7 @@ def supervised() -> list[dict[str, torch.Tensor]]:
     return [{"labels": batch["input_ids"], **batch} for batch in batches()]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "gemma2"])
+@pytest.mark.parametrize("family", slow_but(["llama", "llama_tied", "gemma2"], "gemma2"))
 @torch.no_grad()
 def test_the_layer_that_is_missed_least_is_left_out_each_time(family):
     model = planted(family)

@@ -76,9 +76,10 @@ def trained_on(*overrides: str) -> list[tuple[str, list[bool]]]:
     [
         (),
         ("packing=true", "max_length=30"),
-        ("packing=true", "packing_strategy=wrapped"),
-        ("packing=true", "packing_strategy=bfd_split"),
-        ("packing=true", "max_length=9", "truncation_mode=keep_end"),  # best fit keeps the start all the same
+        pytest.param(("packing=true", "packing_strategy=wrapped"), marks=pytest.mark.slow),
+        pytest.param(("packing=true", "packing_strategy=bfd_split"), marks=pytest.mark.slow),
+        # best fit keeps the start all the same
+        pytest.param(("packing=true", "max_length=9", "truncation_mode=keep_end"), marks=pytest.mark.slow),
         ("completion_only_loss=false", "max_length=6", "truncation_mode=keep_end"),
         ("pad_to_multiple_of=8", "shuffle_dataset=true"),
     ],
