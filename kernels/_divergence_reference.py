@@ -54,7 +54,7 @@ def likeliest_half(log_p: Tensor) -> Tensor:
     return log_p >= torch.minimum(floor, falling[:, :1])
 
 
-def _divergence(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:
+def divergence_of(kind: str, q: Tensor, p: Tensor, beta: float, alpha: float) -> Tensor:
     """Return one divergence (N,) from log-probabilities q, p (N, V) of student and teacher."""
 
     def kl(a, b):
@@ -95,7 +95,7 @@ def _divergences(
         teacher_logits = torch.lerp(s, t, teacher_share)
     q, p = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
     weights = divergence_weights(kind, beta, alpha)
-    values = {part: _divergence(part, q, p, beta, alpha) for part in weights}
+    values = {part: divergence_of(part, q, p, beta, alpha) for part in weights}
     total = torch.zeros_like(q[:, 0])
     for part, weight in weights.items():
         if weight:  # 0 * an infinite divergence would be NaN

@@ -3,21 +3,31 @@
 A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
 So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
 others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
-the K entries are filled in last. The Triton kernel and its torch twin take the same arguments. Formulas:
-linear_sparse_divergence.py.
+the K entries are filled in last. The Triton kernel and its torch twin take the same arguments; the adaptive KL is the
+twin's on any device, in blocks of rows. Formulas: linear_sparse_divergence.py, _coarse_divergences.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ._coarse_divergences import coarse_divergences, coarse_pieces, weighted
+from ._divergence_options import BITS
 from ._logits import LogitTransform, check_scalars, entropy_of, load_label_logit, load_logits, transform
 from ._triton import kept_launch, tl, triton, use_triton
+from .divergence_kinds import ROW_KINDS
 
 BLOCK, WARPS = 8192, 32  # so many warps that a multiprocessor holds one row, which L2 keeps for the second pass
-FIELDS = ("loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees")
+FIELDS = (
+    "loss", "divergence", "log_prob", "entropy", "is_top1", "teacher_mass", "agrees",
+    *(f"{kind} of the loss" for kind in ROW_KINDS),
+)  # fmt: skip
+TERMS = len(FIELDS) - len(ROW_KINDS)  # the divergences start here; those not asked for stay unwritten
 TAILS = ("bucket", "none")
+LEAST_REST = 2.0**-24  # what fp32 log-probabilities tell of the rest's mass; below it, reverse KLs would be infinite
+BLOCK_LOGITS = 2**24  # of the twin on a GPU: 64 MiB in fp32, and again as much for each step on them
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,33 @@ class SparseOptions:
     temperature: float = 1.0
     ce_weight: float = 0.0
     scale_by_temperature_squared: bool = True
+    weights: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})  # of ROW_KINDS
+    beta: float = 0.5
+    alpha: float = 0.1
 
     def __post_init__(self):
+        if self.tail == "none" and not self.plain:
+            raise ValueError(
+                f"tail none determines the forward KL alone, got kind {', '.join(self.weights)}: draws do not tell the "
+                "teacher's probability of other tokens."
+            )
         if self.tail not in TAILS:
             raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}.")
         check_scalars(self.temperature)
+        if not 0 <= self.beta <= 1 or not 0 <= self.alpha < 1:
+            raise ValueError(f"beta must lie in [0, 1] and alpha in [0, 1), got {self.beta} and {self.alpha}.")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is the forward KL, and nothing else is measured."""
+        return self.weights == {"forward_kl": 1.0}
+
+    @property
+    def kinds(self) -> int:
+        """Return the kernel's KINDS: bits of the divergences beside the forward KL, whose bit says that there are."""
+        return (
+            0 if self.plain else BITS["forward_kl"] | sum(BITS[kind] for kind in self.weights if kind != "forward_kl")
+        )
 
     @property
     def divergence_scale(self) -> float:
@@ -116,9 +148,10 @@ def _rest_statistics(
 def _sparse_kernel(
     logits_ptr, grad_ptr, bias_ptr, ids_ptr, log_probs_ptr, labels_ptr, token_weight_ptr, top_ids_ptr, out_ptr,
     stride_row, stride_grad, stride_out, V, K, scale, softcap, temperature, divergence_scale, ce_weight,
+    w_forward, w_reverse, w_jsd, w_skew, w_skew_reverse, w_tvd, beta, alpha,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_TOP_IDS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CE: tl.constexpr, HAS_BUCKET: tl.constexpr,
-    WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    KINDS: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_row passes 2^31
     logits_ptr += row * stride_row
@@ -174,6 +207,29 @@ def _sparse_kernel(
     if HAS_BUCKET:
         rest_p = tl.where(count > 0, tl.maximum(1.0 - mass, 0.0), 0.0)
         divergence += rest_p * (tl.log(tl.where(rest_p > 0.0, rest_p, 1.0)) - log_rest_q)
+    down_k, down_rest, down = p, rest_p, mass + rest_p  # minus the gradient in log q, and its sum
+    if KINDS:
+        # Each outcome adds to each kind; the rest is one, of which fp32 tells 2^-24 at least.
+        weights = (w_reverse, w_jsd, w_skew, w_skew_reverse, w_tvd)
+        log_p_rest = tl.log2(tl.maximum(1.0 - mass, 5.9604644775390625e-08))
+        of_k = coarse_pieces(
+            log_q_k * 1.4426950408889634, log_p * 1.4426950408889634, present, weights, beta, alpha, KINDS
+        )
+        of_rest = coarse_pieces(log_rest_q * 1.4426950408889634, log_p_rest, count > 0, weights, beta, alpha, KINDS)
+        unsound = divergence != divergence  # ids twice or beyond the vocabulary: minima and maxima hide NaN
+        forward = divergence
+        tl.store(out_ptr + 7 * stride_out + row, forward * divergence_scale)
+        divergence = weighted(w_forward, forward)
+        for i in tl.static_range(5):
+            value = tl.sum(of_k[i], 0) + of_rest[i]
+            value = tl.where(value > 1e20, float("inf"), value)
+            value = tl.where(unsound, float("nan"), value)
+            tl.store(out_ptr + (8 + i) * stride_out + row, value * divergence_scale)
+            divergence += weighted(weights[i], value)
+        divergence = tl.where(unsound, float("nan"), divergence)
+        down_k = w_forward * p + of_k[5]
+        down_rest = w_forward * rest_p + of_rest[5]
+        down = tl.where(unsound, float("nan"), tl.sum(down_k, 0) + down_rest)
     divergence = divergence * divergence_scale
     loss = divergence
     log_prob, is_top1 = 0.0, 0.0
@@ -196,10 +252,9 @@ def _sparse_kernel(
     tl.store(out_ptr + 6 * stride_out + row, agrees)
 
     if WRITE_GRAD:
-        all_p = mass + rest_p
         coefficient = divergence_scale * inv_t
         rest_q = tl.exp(log_rest_q)
-        rest_weight = coefficient * (all_p * rest_q - rest_p)
+        rest_weight = coefficient * (down * rest_q - down_rest)
         if HAS_CE and not HAS_TEMPERATURE:  # one softmax for both losses
             rest_weight += ce_weight * rest_q
         lse_rest_T = top_rest * inv_t + tl.log2(total_rest_T)
@@ -218,7 +273,7 @@ def _sparse_kernel(
             grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
         tl.debug_barrier()  # the pass also wrote over the taken entries
-        grad_k = coefficient * (all_p * e_k_T / total_T - p)
+        grad_k = coefficient * (down * e_k_T / total_T - down_k)
         if HAS_CE:
             grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))
         grad_k = grad_k * slope_k * token_weight
@@ -229,18 +284,19 @@ def sparse_rows(
     logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad: Tensor | None, o: SparseOptions
 ) -> None:
     """Fill out (len(FIELDS), n), and grad (n, V) unless it is None. grad may be logits itself. Overwrite logits."""
-    if not use_triton(logits):
-        return _rows_torch(logits, bias, targets, out, grad, o)
+    if not use_triton(logits) or "adaptive_kl" in o.weights:
+        return _in_blocks(logits, bias, targets, out, grad, o)
     K, block = targets.ids.shape[1], min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     launched = kept_launch(
         _sparse_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1], K,
         float(o.transform.scale), float(o.transform.softcap or 1.0), float(o.temperature), float(o.divergence_scale),
-        float(o.ce_weight),
+        float(o.ce_weight), *(float(o.weights.get(kind, 0.0)) for kind in ROW_KINDS if kind != "adaptive_kl"),
+        float(o.beta), float(o.alpha),
         HAS_BIAS=bias is not None, HAS_SOFTCAP=o.transform.softcap is not None, HAS_LABELS=targets.labels is not None,
         HAS_TOKEN_WEIGHT=targets.token_weight is not None, HAS_TOP_IDS=targets.top_ids is not None,
         HAS_TEMPERATURE=o.temperature != 1.0, HAS_CE=o.ce_weight != 0, HAS_BUCKET=o.tail == "bucket",
-        WRITE_GRAD=grad is not None, BLOCK=block, K_BLOCK=triton.next_power_of_2(K),
+        KINDS=o.kinds, WRITE_GRAD=grad is not None, BLOCK=block, K_BLOCK=triton.next_power_of_2(K),
         num_warps=min(WARPS, max(4, block // 256)),
     )(
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.ids, targets.log_probs,
@@ -250,6 +306,15 @@ def sparse_rows(
     )  # fmt: skip
     if not launched:
         _rows_torch(logits, bias, targets, out, grad, o)
+
+
+def _in_blocks(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
+    """Call the torch twin; on a GPU for some rows at a time: it holds several fp32 copies of its logits."""
+    n, vocab = logits.shape
+    size = n if logits.device.type == "cpu" else max(1, BLOCK_LOGITS // vocab)
+    for start in range(0, n, max(size, 1)):
+        rows = slice(start, start + size)
+        _rows_torch(logits[rows], bias, targets.rows(rows), out[:, rows], None if grad is None else grad[rows], o)
 
 
 def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out: Tensor, grad, o) -> None:
@@ -269,6 +334,10 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     if o.tail == "bucket":
         rest_p = (1 - mass).clamp(min=0).where(~taken.all(-1), 0)
         divergence += (rest_p * (rest_p.log() - log_rest_q)).where(rest_p > 0, 0)
+    all_p = mass + rest_p
+    d_entries, d_rest = all_p[:, None] * log_q_k.exp() - p, all_p * log_rest_q.exp() - rest_p
+    if not o.plain:
+        divergence, d_entries, d_rest = _coarse(log_q_k, log_rest_q, log_p, mass, present, ~taken.all(-1), out, o)
     out[0] = out[1] = divergence * o.divergence_scale
     out[2] = out[4] = out[6] = 0
     out[3], out[5] = entropy_of(log_q), mass
@@ -283,12 +352,29 @@ def _rows_torch(logits: Tensor, bias: Tensor | None, targets: SparseTargets, out
     out[0] *= factor
     if grad is None:
         return
-    all_p = mass + rest_p
-    rest_weight = all_p * log_rest_q.exp() - rest_p
-    dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(rest_weight[:, None]).masked_fill_(taken, 0)
-    dx.scatter_add_(1, index, (all_p[:, None] * log_q_k.exp() - p).where(present, 0))
+    dx = (log_q_T - log_rest_q[:, None]).exp_().mul_(d_rest[:, None]).masked_fill_(taken, 0)
+    dx.scatter_add_(1, index, d_entries.where(present, 0))
     dx *= o.divergence_scale / o.temperature
     if o.ce_weight and labels is not None:
         dx += o.ce_weight * log_q.exp()
         dx.scatter_add_(1, labels[:, None], torch.full_like(dx[:, :1], -o.ce_weight))
     grad.copy_(dx.mul_(slope).mul_(factor[:, None]))
+
+
+def _coarse(
+    log_q_k: Tensor, log_rest_q: Tensor, log_p: Tensor, mass: Tensor, present: Tensor, has_rest: Tensor, out: Tensor,
+    o: SparseOptions,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the weighted divergence (n,) of the entries and the rest, and its gradient in the logits of the entries,
+    (n, K), and of the rest as a whole, (n,). Write each kind's value to `out`."""
+    log_rest_p = (1 - mass).clamp(min=LEAST_REST).log()
+    log_q, log_p = (torch.cat([a, b[:, None]], -1) for a, b in ((log_q_k, log_rest_q), (log_p, log_rest_p)))
+    here = torch.cat([present, has_rest[:, None]], -1)
+    values, gradient = coarse_divergences(log_q, log_p, here, o.weights, o.beta, o.alpha)
+    divergence = torch.zeros_like(mass)
+    for kind, value in values.items():
+        out[TERMS + ROW_KINDS.index(kind)] = value * o.divergence_scale
+        if o.weights[kind]:
+            divergence += o.weights[kind] * value
+    in_logits = gradient - log_q.exp().where(here, 0) * gradient.sum(-1, keepdim=True)
+    return divergence, in_logits[:, :-1], in_logits[:, -1]

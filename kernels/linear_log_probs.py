@@ -29,11 +29,11 @@ from ._chunking import Execution
 from ._compile import TAGS, check_traceable
 from ._cross_entropy_rows import FIELDS, CrossEntropyOptions, Targets, Tile, tile_gradient, whole_rows
 from ._fused_linear import LinearLoss, LogitChunk, check_labels, upstream_rows
-from ._head import Adapters, LinearHead, check_head, linear_reference
+from ._head import Adapters, LinearHead, check_head, linear_reference, vocabulary
 from ._labelled_rows import RowSelection, all_rows, put, selected_rows, take
 from ._logits import LogitTransform, entropy_of, transform
 
-__all__ = ["LogProbs", "linear_log_probs", "linear_log_probs_reference"]
+__all__ = ["LogProbs", "linear_log_probs", "linear_log_probs_reference", "stored_log_probs"]
 
 SMOOTHED = 0.5  # smoothing that makes the row kernel's loss hold the mean logit; a half costs no digit
 HIDDEN_ALONE = Needs(True, False, False)
@@ -58,10 +58,17 @@ class LogProbs(NamedTuple):
 def linear_log_probs_reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
     softcap: float | None = None, temperature: float = 1.0, ignore_index: int | None = -100, mean_logits: bool = False,
-    lora: Adapters = None,
+    vocab_size: int | None = None, lora: Adapters = None,
 ) -> LogProbs:  # fmt: skip
     """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     logits = transform(linear_reference(hidden, weight, lora), bias, LogitTransform(scale, softcap))[0] / temperature
+    return stored_log_probs(logits[:, : vocabulary(weight, vocab_size)], labels, ignore_index, mean_logits)
+
+
+def stored_log_probs(
+    logits: Tensor, labels: Tensor, ignore_index: int | None = -100, mean_logits: bool = False
+) -> LogProbs:  # fmt: skip
+    """Return the values of logits (N, V) that are there, in plain torch and in their dtype."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     log_probs = F.log_softmax(logits, -1)
     place = labels.where(kept, 0)[:, None]
@@ -169,8 +176,8 @@ class TokenLogProbs(torch.autograd.Function):
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
     softcap: float | None = None, temperature: float = 1.0, ignore_index: int | None = -100,
-    rows: RowSelection | None = None, mean_logits: bool = False, workspace_mb: float | None = None,
-    accumulate_dtype: torch.dtype | None = None, lora: Adapters = None,
+    rows: RowSelection | None = None, mean_logits: bool = False, vocab_size: int | None = None,
+    workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, lora: Adapters = None,
 ) -> LogProbs:  # fmt: skip
     """Compute each label's log-probability under softmax of `hidden @ weight.T`, and the distribution's entropy.
 
@@ -180,8 +187,8 @@ def linear_log_probs(
     Args:
         hidden: (N, H), fp32, fp16, bf16 (fp64: torch). Any strides.
         weight: (V, H). Frozen if it requires no gradient: its product is skipped, and the logits are computed once.
-        labels: (N,) int64, each in [0, V) or ignore_index. Ignored rows cost nothing. On the GPU a label outside gives
-            NaN.
+        labels: (N,) int64, each in [0, vocab_size) or ignore_index. Ignored rows cost nothing. On the GPU a label
+            outside gives NaN.
         bias: (V,), added to the logits.
         scale: multiplies the logits (Granite, Cohere).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after scale.
@@ -190,6 +197,7 @@ def linear_log_probs(
             learn which.
         rows: the labelled rows, if their selection started earlier (see `RowSelection`).
         mean_logits: return the mean logit of each row, too.
+        vocab_size: the real vocabulary, if the head is padded beyond its own: the softmax runs over its first rows.
         workspace_mb: MiB for the chunk of logits. Default: 512, or the size of 2,048 rows if that is larger, up to
             1024.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once. Default: the weight's
@@ -207,7 +215,8 @@ def linear_log_probs(
     if rows is not None and ignore_index is None:
         raise ValueError("ignore_index=None says that every row has a label, and rows which have: give one of them.")
     head = LinearHead.of(hidden, weight, bias, lora)
-    arguments = scale, softcap, temperature, mean_logits, workspace_mb, accumulate_dtype
+    vocab = vocabulary(weight, vocab_size)
+    arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     if torch.compiler.is_compiling():
         check_traceable(rows, False, False)
         per_token = _opaque(*head.tensors, head.dtype, labels, ignore_index, *arguments)
@@ -218,7 +227,7 @@ def linear_log_probs(
 
 def _values(
     head: LinearHead, labels: Tensor, rows: RowSelection | None, ignore_index: int | None, scale: float,
-    softcap: float | None, temperature: float, mean_logits: bool, workspace_mb: float | None,
+    softcap: float | None, temperature: float, mean_logits: bool, vocab: int, workspace_mb: float | None,
     accumulate_dtype: torch.dtype | None,
 ) -> LinearLogProbs:  # fmt: skip
     if ignore_index is None:
@@ -227,7 +236,7 @@ def _values(
         selected = selected_rows(head.hidden, labels, rows, None, ignore_index)
     options = CrossEntropyOptions(LogitTransform(scale, softcap), temperature, SMOOTHED if mean_logits else 0.0)
     targets = Targets(take(labels, selected).contiguous())
-    return LinearLogProbs(selected, head.weight.shape[0], Execution(workspace_mb, accumulate_dtype), targets, options)
+    return LinearLogProbs(selected, vocab, Execution(workspace_mb, accumulate_dtype), targets, options)
 
 
 # Under torch.compile: an opaque op each for the values and for their gradients.
@@ -237,11 +246,12 @@ def _values(
 def _opaque(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
     dtype: torch.dtype, labels: Tensor, ignore_index: int | None, scale: float, softcap: float | None,
-    temperature: float, mean_logits: bool, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
+    temperature: float, mean_logits: bool, vocab: int, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     """Return the values (fields, N). `dtype` is that of the products: autocast is off when this runs."""
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    arguments = scale, softcap, temperature, mean_logits, workspace_mb, accumulate_dtype
+    arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     return _values(head, labels, None, ignore_index, *arguments).values(head, False)[0].contiguous()
 
 
@@ -254,12 +264,12 @@ def _(hidden, weight, bias, low, low_weight, dtype, *_):
 def _opaque_backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, low_weight: Tensor | None,
     dtype: torch.dtype, labels: Tensor, ignore_index: int | None, scale: float, softcap: float | None,
-    temperature: float, mean_logits: bool, workspace_mb: float | None, accumulate_dtype: torch.dtype | None,
-    needs: list[bool], per_token: Tensor, upstream: Tensor,
+    temperature: float, mean_logits: bool, vocab: int, workspace_mb: float | None,
+    accumulate_dtype: torch.dtype | None, needs: list[bool], per_token: Tensor, upstream: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the head's tensors, an empty tensor for None. upstream: (fields, N)."""
     head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
-    arguments = scale, softcap, temperature, mean_logits, workspace_mb, accumulate_dtype
+    arguments = scale, softcap, temperature, mean_logits, vocab, workspace_mb, accumulate_dtype
     values = _values(head, labels, None, ignore_index, *arguments)
     gradients = values.head_gradients(head, Needs(*needs), per_token, upstream[1], upstream[2])
     return tuple(hidden.new_empty(0) if x is None else x.contiguous() for x in gradients)  # pyright: ignore[reportReturnType]

@@ -8,6 +8,7 @@
                                                                           (P + R) q_j - R q_j/(1 - Q)  else
     none    sum p_k (log p_k - log q_k)                            d/ds_j = P q_j - p_j, p_j = 0 beyond ids
     loss = sum over rows of w [T^2 D + ce_weight CE] / num_items,  CE at T = 1, w token_weight
+    other kinds, with the bucket: D(p, q) of the K + 1 outcomes, formulas in _coarse_divergences.py
 
 Tails     The right one depends on where the entries come from.
           bucket: the teacher's likeliest K, or any other choice made without chance. The rest of the vocabulary counts
@@ -19,6 +20,10 @@ Tails     The right one depends on where the entries come from.
           cross-entropy part without bias; it subtracts the sample's own entropy, a constant. For the likeliest K it is
           biased: the optimum gives all other tokens probability 0.
           The likeliest K divided by their sum have that same optimum, so they are not offered.
+Kinds     With the bucket both sides are distributions over K + 1 outcomes, and any divergence of these is determined:
+          a lower bound of the full one, as the forward KL is, and 0 for a student that equals its teacher. R is then at
+          least 2^-24, since log-probabilities in fp32 tell no less, and a reverse KL would be infinite. Draws (tail
+          none) determine the forward KL alone.
 Shapes    hidden: (N, H)  weight: (V, H)  ids, log_probs: (N, K)  labels, token_weight: (N,)  bias: (V,)
 Method    as in linear_cross_entropy.py: three products, gradients in the forward. _sparse_rows.py computes the rows.
 Numerics  logits in the products' dtype; softmax and sums in fp32. 1 - Q is a sum over the rest alone, so log(1 - Q)
@@ -30,8 +35,9 @@ Source    draws and their lack of bias, bias of the likeliest K: Anshumann et al
           arXiv:1503.02531; the bucket: KL between coarser distributions (data processing inequality)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,15 +45,17 @@ from torch import Tensor
 from ._autograd import Needs
 from ._chunking import Execution
 from ._compile import check_traceable, opaque_loss
+from ._divergence_reference import divergence_of, named_terms
 from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
 from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference, vocabulary
 from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take, token_count
 from ._logits import LogitTransform, entropy_of, transform
-from ._sparse_rows import FIELDS, SparseOptions, SparseTargets, sparse_rows
+from ._sparse_rows import FIELDS, LEAST_REST, TERMS, SparseOptions, SparseTargets, sparse_rows
+from .divergence_kinds import ROW_KINDS, divergence_weights
 
 __all__ = [
     "LinearSparseDivergence", "Lora", "linear_sparse_divergence", "linear_sparse_divergence_reference",
-    "sparse_divergence_reference",
+    "sparse_divergence_reference", "weighted_sparse_divergences",
 ]  # fmt: skip
 
 MAX_ENTRIES = 1024  # per token: they lie in the registers of one program
@@ -66,33 +74,58 @@ class LinearSparseDivergence(NamedTuple):
     is_top1: Tensor  # (N,) bool, whether the student finds no token likelier than the label
     teacher_mass: Tensor  # (N,) P, the teacher's probability that the K entries cover
     agrees: Tensor  # (N,) bool, whether the student finds no token likelier than that of top_ids
+    # {name: (N,)} of each kind in `kind`, without its weight, at the loss's temperature, times T^2 if the loss is.
+    terms: dict[str, Tensor]
 
 
 def sparse_divergence_reference(
-    student_logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", temperature: float = 1.0
-) -> Tensor:
-    """Return divergences (N,) of logits (N, V), in plain torch, without the factor T^2."""
+    student_logits: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", temperature: float = 1.0,
+    kind: str = "forward_kl", beta: float = 0.5, alpha: float = 0.1,
+) -> Tensor:  # fmt: skip
+    """Return divergences (N,) of one of ROW_KINDS of logits (N, V), in plain torch, without the factor T^2."""
     log_q = (student_logits / temperature).log_softmax(-1)
     present = (ids >= 0) & (log_probs != -torch.inf)
     log_p = log_probs.to(log_q.dtype)
     p, log_p = log_p.exp().where(present, 0), log_p.where(present, 0)
     index = ids.long().where(present, 0)
-    divergence = (p * (log_p - log_q.gather(1, index).where(p > 0, 0))).sum(-1)
+    log_q_k = log_q.gather(1, index)
+    divergence = (p * (log_p - log_q_k.where(p > 0, 0))).sum(-1)
     if tail == "none":
         return divergence
     named = torch.zeros_like(log_q).scatter_add(1, index, present.to(log_q.dtype)) > 0
     covered = named.all(-1)
     rest = (1 - p.sum(-1)).clamp(min=0).where(~covered, 0)
     log_rest_q = log_q.masked_fill(named & ~covered[:, None], -torch.inf).logsumexp(-1)
-    return divergence + torch.special.xlogy(rest, rest) - rest * log_rest_q
+    if kind == "forward_kl":
+        return divergence + torch.special.xlogy(rest, rest) - rest * log_rest_q
+    sides = (log_q_k, log_rest_q), (log_p, rest.clamp(min=LEAST_REST).log())
+    here = torch.cat([present, ~covered[:, None]], -1)
+    q, p = (torch.cat([a, b[:, None]], -1).where(here, -torch.inf) for a, b in sides)
+    return divergence_of(kind, q, p, beta, alpha)
+
+
+def weighted_sparse_divergences(
+    student_logits: Tensor, ids: Tensor, log_probs: Tensor, *, kind: str | Mapping[str, float] = "forward_kl",
+    beta: float = 0.5, alpha: float = 0.1, **how: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return the weighted sum (N,) of the kinds, and each without its weight by name; see the one above."""
+    weights = divergence_weights(kind, beta, alpha)
+    how |= {"beta": beta, "alpha": alpha}
+    values = {part: sparse_divergence_reference(student_logits, ids, log_probs, kind=part, **how) for part in weights}
+    total = torch.zeros_like(next(iter(values.values())))
+    for part, weight in weights.items():
+        if weight:  # 0 * an infinite divergence would be NaN
+            total = total + weight * values[part]
+    return total, named_terms(kind, beta, alpha, values)
 
 
 def linear_sparse_divergence_reference(
     hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket",
-    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
-    scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
-    token_weight: Tensor | None = None, scale_by_temperature_squared: bool = True, vocab_size: int | None = None,
-    reduction: str = "mean", top_ids: Tensor | None = None, lora: Adapters = None,
+    kind: str | Mapping[str, float] = "forward_kl", labels: Tensor | None = None, ce_weight: float = 0.0,
+    temperature: float = 1.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None,
+    num_items: float | Tensor | None = None, ignore_index: int = -100, token_weight: Tensor | None = None,
+    scale_by_temperature_squared: bool = True, vocab_size: int | None = None, reduction: str = "mean",
+    top_ids: Tensor | None = None, lora: Adapters = None, beta: float = 0.5, alpha: float = 0.1,
 ) -> LinearSparseDivergence:  # fmt: skip
     """Return in plain torch what the op must equal. Tests and benchmarks import this."""
     V = min(weight.shape[0], vocab_size or weight.shape[0])
@@ -103,8 +136,11 @@ def linear_sparse_divergence_reference(
     label = torch.zeros_like(keep, dtype=torch.int64) if labels is None else labels * keep
     log_q = s.log_softmax(-1)
     log_prob = log_q.gather(1, label[:, None]).squeeze(1).where(has_label, 0)
-    divergence = sparse_divergence_reference(s, ids, log_probs, tail=tail, temperature=temperature)
-    divergence = divergence * (temperature**2 if scale_by_temperature_squared else 1.0)
+    factor = temperature**2 if scale_by_temperature_squared else 1.0
+    divergence, terms = weighted_sparse_divergences(
+        s, ids, log_probs, tail=tail, temperature=temperature, kind=kind, beta=beta, alpha=alpha
+    )
+    divergence = divergence * factor
     each = divergence - ce_weight * log_prob if ce_weight else divergence
     each = each * (1.0 if token_weight is None else token_weight)
     loss = each.where(keep, 0)
@@ -116,7 +152,11 @@ def linear_sparse_divergence_reference(
     if top_ids is not None:
         agrees = log_q.gather(1, top_ids[:, None].long()).squeeze(1) >= log_q.amax(-1)
     fields = divergence, log_prob, entropy_of(log_q), is_top1, mass, agrees
-    return LinearSparseDivergence(loss, *(x.where(keep, x.new_zeros(())).detach() for x in fields))
+
+    def kept(x: Tensor) -> Tensor:
+        return x.where(keep, x.new_zeros(())).detach()
+
+    return LinearSparseDivergence(loss, *map(kept, fields), terms={name: kept(factor * x) for name, x in terms.items()})
 
 
 @dataclass(frozen=True)
@@ -141,9 +181,14 @@ class LinearSparse(LinearLoss):
 def _loss(
     rows: Rows, how: Execution, head: LinearHead, labels: Tensor | None, ids: Tensor, log_probs: Tensor,
     token_weight: Tensor | None, top_ids: Tensor | None, vocab: int, tail: str, scale: float, softcap: float | None,
-    temperature: float, ce_weight: float, scale_by_temperature_squared: bool,
+    temperature: float, ce_weight: float, scale_by_temperature_squared: bool, kinds: str, weights: list[float],
+    beta: float, alpha: float,
 ) -> LinearSparse:  # fmt: skip
-    options = SparseOptions(tail, LogitTransform(scale, softcap), temperature, ce_weight, scale_by_temperature_squared)
+    """Make the loss. kinds: separated by spaces, since custom ops can't take list[str]."""
+    options = SparseOptions(
+        tail, LogitTransform(scale, softcap), temperature, ce_weight, scale_by_temperature_squared,
+        dict(zip(kinds.split(), weights, strict=True)), beta, alpha,
+    )  # fmt: skip
     targets = SparseTargets(
         take(ids, rows).contiguous(), take(log_probs, rows).contiguous(),
         None if labels is None else take(labels, rows).contiguous(),
@@ -157,13 +202,14 @@ _opaque_loss = opaque_loss("linear_sparse_divergence", _loss)
 
 
 def linear_sparse_divergence(
-    hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket", kind: str = "forward_kl",
-    labels: Tensor | None = None, ce_weight: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None,
-    scale: float = 1.0, softcap: float | None = None, num_items: float | Tensor | None = None, ignore_index: int = -100,
-    token_weight: Tensor | None = None, reduction: str = "mean", scale_by_temperature_squared: bool = True,
-    rows: RowSelection | None = None, vocab_size: int | None = None, recompute: bool = False,
-    workspace_mb: float | None = None, accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False,
-    top_ids: Tensor | None = None, lora: Adapters = None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, log_probs: Tensor, *, tail: str = "bucket",
+    kind: str | Mapping[str, float] = "forward_kl", labels: Tensor | None = None, ce_weight: float = 0.0,
+    temperature: float = 1.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None,
+    num_items: float | Tensor | None = None, ignore_index: int = -100, token_weight: Tensor | None = None,
+    reduction: str = "mean", scale_by_temperature_squared: bool = True, rows: RowSelection | None = None,
+    vocab_size: int | None = None, recompute: bool = False, workspace_mb: float | None = None,
+    accumulate_dtype: torch.dtype | None = None, overwrite_hidden: bool = False, top_ids: Tensor | None = None,
+    lora: Adapters = None, beta: float = 0.5, alpha: float = 0.1,
 ) -> LinearSparseDivergence:  # fmt: skip
     """Distill a student's head from a teacher known at K tokens per row, mixed with cross-entropy in the same pass.
 
@@ -179,7 +225,9 @@ def linear_sparse_divergence(
             those at that temperature. -inf is padding and ignored.
         tail: "bucket" for the likeliest K, with the rest of the vocabulary as one more outcome; "none" for ids drawn
             from the teacher, with log_probs = log(count / draws). "none" is biased for the likeliest K.
-        kind: "forward_kl", the only one that a sparse teacher determines.
+        kind: one of KINDS, or several with weights, as for `linear_divergence`. With tail "none" the forward KL is the
+            only one that a sparse teacher determines. "adaptive_kl" takes a few passes in torch, on a GPU too.
+        beta, alpha: of the JSD and of the skewed KLs, as for `linear_divergence`.
         labels: (N,) int64. Rows with ignore_index take no part in either loss. Without labels, every row does.
         ce_weight: weight of the cross-entropy against labels, at temperature 1.
         temperature: divides the student's logits in the divergence.
@@ -201,14 +249,15 @@ def linear_sparse_divergence(
         ValueError: if shapes don't fit, an option is unknown or out of range, or ce_weight lacks labels.
     """
     check_head(hidden, weight, bias, lora)
-    _check_targets(hidden, ids, log_probs, top_ids, kind)
+    _check_targets(hidden, ids, log_probs, top_ids)
+    weights = divergence_weights(kind, beta, alpha)
     check_labels(hidden, labels, ce_weight)
     check_execution(hidden, token_weight, reduction, num_items, recompute, overwrite_hidden)
     check_overwritten(overwrite_hidden, lora)
     vocab, head = vocabulary(weight, vocab_size), LinearHead.of(hidden, weight, bias, lora)
     arguments = (
         ids, log_probs.detach(), token_weight, top_ids, vocab, tail, scale, softcap, temperature, ce_weight,
-        scale_by_temperature_squared,
+        scale_by_temperature_squared, " ".join(weights), [*weights.values()], beta, alpha,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         check_traceable(rows, recompute, overwrite_hidden)
@@ -220,15 +269,21 @@ def linear_sparse_divergence(
         how = Execution(workspace_mb, accumulate_dtype, overwrite_hidden)
         loss, function = _loss(selected, how, head, labels, *arguments), Recomputed if recompute else GradientsInForward
         value, per_token = function.apply(loss, Needs.of(*head.tensors), reduction, head.dtype, *head.tensors)
-    return _named(value, per_token)
+    return _named(value, per_token, kind, beta, alpha)
 
 
-def _named(loss: Tensor, per_token: Tensor) -> LinearSparseDivergence:
-    _, divergence, log_prob, entropy, is_top1, teacher_mass, agrees = per_token.unbind(0)
-    return LinearSparseDivergence(loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass, agrees > 0)
+def _named(loss: Tensor, per_token: Tensor, kind, beta: float, alpha: float) -> LinearSparseDivergence:
+    divergence, log_prob, entropy, is_top1, teacher_mass, agrees = per_token[1:TERMS].unbind(0)
+    terms = dict(zip(ROW_KINDS, per_token[TERMS:].unbind(0), strict=True))
+    if divergence_weights(kind, beta, alpha) == {"forward_kl": 1.0}:
+        terms["forward_kl"] = divergence  # the one term, which the kernel does not write twice
+    return LinearSparseDivergence(
+        loss, divergence, log_prob, entropy, is_top1 > 0, teacher_mass, agrees > 0,
+        terms=named_terms(kind, beta, alpha, terms),
+    )  # fmt: skip
 
 
-def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, top_ids: Tensor | None, kind: str) -> None:
+def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, top_ids: Tensor | None) -> None:
     if ids.dim() != 2 or ids.shape != log_probs.shape or ids.shape[0] != hidden.shape[0]:
         raise ValueError(
             f"ids and log_probs must be (N, K), a row for each of hidden: ids is {tuple(ids.shape)}, "
@@ -244,9 +299,4 @@ def _check_targets(hidden: Tensor, ids: Tensor, log_probs: Tensor, top_ids: Tens
         raise ValueError(
             f"top_ids must be int64 or int32, one per row of hidden: top_ids is {tuple(top_ids.shape)} of "
             f"{top_ids.dtype}, hidden {tuple(hidden.shape)}."
-        )
-    if kind != "forward_kl":
-        raise ValueError(
-            f"kind must be forward_kl, got {kind!r}: others need the teacher's probability of tokens that a sparse "
-            f"teacher does not name. See linear_divergence."
         )

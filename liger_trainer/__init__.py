@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .trainers.distill_callback import DistillationCallback
     from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
+    from .trainers.import_cache import import_cache as import_teacher_cache
     from .trainers.sft_config import LigerConfig
     from .trainers.sft_trainer import LigerTrainer
 
@@ -109,6 +110,7 @@ _MODULE_OF = {
     "disable": "patching.use_liger_kernel",
     "enable": "patching.use_liger_kernel",
     "generate_dataset": "tools.generate.run:generate",
+    "import_teacher_cache": "trainers.import_cache:import_cache",
     "liger_llama4_text_rotary_pos_emb": "modules.llama4_rope",
     "liger_llama4_vision_rotary_pos_emb": "modules.llama4_rope",
     "liger_multimodal_rotary_pos_emb": "modules.rope",
@@ -168,6 +170,7 @@ __all__ = [
     "disable",
     "enable",
     "generate_dataset",
+    "import_teacher_cache",
     "liger_llama4_text_rotary_pos_emb",
     "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb",

@@ -1,7 +1,8 @@
-"""`cache`: write down a teacher's predictions for the rows once, and look at what was written."""
+"""`cache`: write down a teacher's predictions for the rows once, or import them; look at what was written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,13 @@ from ._shared import OVERRIDES, AsJson, Config, Overrides, out_of_memory, show_n
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from ..teachers.cache.store import CacheIndex, CacheSettings, HiddenSettings
+
+
+class RecordsOf(StrEnum):
+    """The tools whose records `import` reads."""
+
+    vllm = "vllm"
+    distillkit = "distillkit"
 
 
 TAKES_LESS = (
@@ -70,6 +78,34 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
         _print(Path(settings["teacher_cache_dir"]).expanduser(), index)
 
 
+@app.command("import", cls=SettingsCommand, context_settings=OVERRIDES)
+def import_(
+    config: Config,
+    records: Annotated[
+        Path, typer.Option("--records", metavar="PATH", help="A file of them, or a folder.", show_default=False)
+    ],
+    tool: Annotated[RecordsOf, typer.Option("--from", help="The tool that wrote them.", show_default=False)],
+    compression: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="DistillKit's YAML with the compression, if it is not beside the records."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Write what another tool has recorded of a teacher into teacher_cache_dir, for the rows of CONFIG.
+
+    vllm: prompt_logprobs, in JSON lines or Parquet. distillkit: what its sample_logits_vllm writes.
+    """
+    from ..config.run_config import load_run_config
+    from .run import _quieten
+
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().uncorrected
+    show_notices(settings)
+    if settings.recipe != "distill":
+        raise settings.error("recipe", "a teacher cache is for recipe: distill.")
+    _quieten()
+    _print(Path(settings["teacher_cache_dir"]).expanduser(), _import(settings, records, tool, compression))
+
+
 @app.command()
 def info(directory: CacheDir, as_json: AsJson = False) -> None:
     """Print what a cache holds, what it belongs to, and how many bytes a token takes."""
@@ -89,6 +125,21 @@ def verify(directory: CacheDir) -> None:
 
     cache = TeacherCache(directory, verify=True)
     typer.echo(f"{directory}: {len(cache.index.shards)} shards, {cache.index.tokens:,} tokens, nothing is damaged.")
+
+
+def _import(config: "RunConfig", records: Path, tool: RecordsOf, compression: Path | None) -> "CacheIndex":
+    from ..run.data.datasets import load_run_datasets
+    from ..run.models import check_student, open_model
+    from ..trainers.import_cache import import_cache
+
+    files = open_model(config, "model_name_or_path")
+    data = load_run_datasets(config, files.vocab_size)
+    check_student(config, files, data)
+    args: Any = config.training_args()
+    with _progress(show=not args.disable_tqdm) as progress, config.refusals("the import"):
+        return import_cache(
+            records, tool.value, args, files.tokenizer, data.train, data.test, progress, compression=compression
+        )
 
 
 def _capture(config: "RunConfig") -> "CacheIndex":
@@ -134,13 +185,16 @@ def _print(path: Path, index: "CacheIndex") -> None:
     head = f", and {index.head.bytes / 2**20:,.1f} MiB of the head" if index.head else ""
     ids = "" if settings.kind == "hidden" else f", {settings.format.id_bits} bits each"
     teacher = f"{index.teacher.name}{f' at {index.teacher.revision}' if index.teacher.revision else ''}"
+    from_where = f"{index.teacher.dtype}; weights in {prints.teacher_from}"
+    if prints.imported:
+        from_where = f"from records of {prints.teacher_from}"
     rows = {
         "state": "finished" if index.finished else f"not finished: {done:,} of {index.tokens:,} tokens",
         "holds": _contents(settings),
         "rows": f"{index.rows:,} with {index.tokens:,} supervised tokens",
         "bytes per token": f"{settings.format.bytes} in a record, {size / max(1, done):.1f} on disk",
         "size": f"{size / 2**20:,.1f} MiB in {len(index.shards)} shards{head}",
-        "teacher": f"{teacher}, {index.teacher.dtype}; weights in {prints.teacher_from}: {prints.teacher[:16]}",
+        "teacher": f"{teacher}, {from_where}: {prints.teacher[:16]}",
         "tokenizer": f"{settings.vocab_size:,} tokens{ids}: {prints.tokenizer[:16]}",
         "chat template": prints.chat_template[:16] if prints.chat_template else "none",
         "data": prints.data[:16],
@@ -167,4 +221,6 @@ def _contents(settings: "CacheSettings | HiddenSettings") -> str:
         "topk": f"the likeliest {settings.entries} tokens with the mass of the rest{rest}, {settings.bits} bits",
         "sampled": f"{settings.entries} draws from the teacher, seed {settings.seed}",
     }
-    return f"{kinds[settings.kind]}, at temperature {settings.temperature:g}"
+    names = {"label_log_prob": "the labels' log-probabilities", "entropy": "the entropies"}
+    unknown = f", without {' and '.join(names[name] for name in settings.unknown)}" if settings.unknown else ""
+    return f"{kinds[settings.kind]}, at temperature {settings.temperature:g}{unknown}"

@@ -17,6 +17,8 @@ HTTP: Rule = {
     "pattern": r"^https?://([^\s/@]+@)?(\[[0-9a-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:\d{1,5})?([/?#]\S*)?$",
     "patternErrorMessage": "an address such as http://localhost:8000/v1",
 }
+HTTP_SERVERS: Rule = {**HTTP, "items": {"type": "string", **HTTP}}
+"""one address, or a list of them"""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ def _python_rule(item: dataclasses.Field) -> Rule:
     annotation: Any = item.type
     is_integer = int in get_args(annotation | None)
     kind = "integer" if is_integer else "string" if "pattern" in limits else "number"
-    return {"type": [kind, "null"] if item.default is None else kind, **limits} if limits or is_integer else {}
+    types = [kind, *(["array"] if "items" in limits else ()), *(["null"] if item.default is None else ())]
+    return {"type": types, **limits} if limits or is_integer else {}
 
 
 def _default(item: dataclasses.Field) -> Any:

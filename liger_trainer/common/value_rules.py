@@ -15,6 +15,7 @@ from typing import Any
 Rule = dict[str, Any]
 NUMBER: Rule = {"type": "number"}
 SHARE: Rule = {"type": "number", "minimum": 0, "maximum": 1}
+ABOVE_ZERO: Rule = {"type": "number", "exclusiveMinimum": 0}
 BELOW_ONE: Rule = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _WORDS = {

@@ -69,7 +69,7 @@ class SeveralAnswers(TeacherAnswer):
             counts_ce = self.routed or i == 0  # the cross-entropy of a token is added once
             results.append(answer.loss(student, part_targets, _part_options(options, part.weight, counts_ce)))
         merged = _routed(results) if self.routed else _weighted(results, [part.weight for part in self.parts])
-        return BatchLoss(**{**merged, "by_teacher": self._by_teacher(results)})
+        return BatchLoss(**{**merged, "parts": self._by_teacher(results)})
 
     def _by_teacher(self, results: Sequence[BatchLoss]) -> dict[str, Tensor]:
         """Return zeros for teachers that had nothing to teach, since each process must log the same names."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.options import check_values
-from ..common.value_rules import BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
+from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 from ..kernels.divergence_kinds import KINDS
 from .config import SKEW_ALPHA, LossConfig
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 LAYERS: Rule = {"type": ["array", "string"], "items": {"type": "array", "items": {"type": "integer"}}}
+ALM_TAU = 100.0  # the paper's
 LAYOUTS = ("uniform", "last")  # named choices of blocks for hidden-state losses, instead of pairs
 
 
@@ -24,8 +25,8 @@ class LossType:
     """One type of loss.
 
     Attributes:
-        family: "divergence", of next-token distributions; "uld", of those of two tokenizers; "ce"; or "hidden",
-            between blocks' outputs.
+        family: "divergence", of next-token distributions; "uld" and "alm", of a teacher of another tokenizer; "ce"; or
+            "hidden", between blocks' outputs.
         options: what an entry may say beside type and weight, as rules of `value_rules`.
         common: {option: scalar}: these options set a scalar of the whole configuration.
         scalars: the value of the loss depends on these.
@@ -45,10 +46,12 @@ LOSS_TYPES: dict[str, LossType] = {
     "skew_kl": _SKEWED,
     "skew_reverse_kl": _SKEWED,
     "uld": LossType("uld", scalars=("temperature",)),
+    "alm": LossType("alm", {"tau": ABOVE_ZERO}, {"tau": "alm_tau"}, ("alm_tau",)),
     "ce": LossType("ce"),
     "hidden_mse": _HIDDEN,
     "hidden_cosine": _HIDDEN,
 }
+OTHER_TOKENS = ("uld", "alm")  # families that compare models of different tokenizers
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def _check_layers(kind: str, layers: Any) -> None:
 # the keys of a configuration that decide its loss
 FIELDS = (
     "losses", "schedules", "taid", "beta", "skew_alpha", "temperature", "kd_temperature", "teacher", "cache_kind",
-    "lmbda",
+    "cache_tail_draws", "lmbda", "seq_kd",
 )  # fmt: skip
 
 
@@ -126,8 +129,8 @@ class LossPlan:
 
     Attributes:
         terms: the list of losses.
-        scalars: {name: value} as configured: the loss's temperature, beta, skew_alpha, <type>_weight of each term, and
-            lmbda where the configuration has it.
+        scalars: {name: value} as configured: the loss's temperature, beta, skew_alpha, alm_tau, <type>_weight of each
+            term, and lmbda where the configuration has it.
         schedules: those of scheduled scalars, by name.
         taid: the teacher's share over the steps, or None.
     """
@@ -145,6 +148,11 @@ class LossPlan:
     def used(self) -> set[str]:
         """The scalars, weights aside, that change the value of some term."""
         return {name for term in self.terms for name in LOSS_TYPES[term.type].scalars}
+
+    @property
+    def other_tokens(self) -> str:
+        """The type of the loss that is for a teacher of another tokenizer; empty without one."""
+        return next((term.type for term in self.terms if term.family in OTHER_TOKENS), "")
 
     def at(self, step: int, max_steps: int) -> dict[str, float]:
         """Return the scheduled scalars in the step after `step` steps of `max_steps`."""
@@ -180,8 +188,8 @@ def plan_of(fields: Mapping[str, Any]) -> LossPlan:
         raise ValueError("losses: every weight is 0, so nothing would be learned. Give one of them another.")
     if plan.taid is not None and not plan.of("divergence"):
         raise ValueError("taid: it changes what the divergences hold the student against, and losses has none of them.")
-    if plan.of("uld"):
-        _check_uld(plan, values.get("teacher", "model"))
+    if plan.other_tokens:
+        _check_other_tokens(plan, values)
     if knows_few_tokens(values):
         _check_sparse(plan, values)
     elif values.get("teacher") == "cache":
@@ -194,6 +202,12 @@ def knows_few_tokens(fields: Mapping[str, Any]) -> bool:
     return fields.get("teacher") in _SPARSE and (fields["teacher"] != "cache" or fields.get("cache_kind") != "hidden")
 
 
+def lumps_the_rest(fields: Mapping[str, Any]) -> bool:
+    """Whether a teacher known at few tokens tells the mass of the others as one, so that any divergence is known."""
+    draws = fields.get("cache_tail_draws")
+    return fields["teacher"] == "server" or (fields.get("cache_kind", "topk") == "topk" and draws == 0)
+
+
 def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the keys in `given` that do not change the plan, each with the reason.
 
@@ -204,20 +218,32 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
             yield key, "has no effect: nothing in the loss depends on it."
     if fields.get("label_smoothing_factor") and knows_few_tokens(fields):
         yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
+    elif fields.get("label_smoothing_factor") and plan.of("alm"):
+        yield "label_smoothing_factor", "is not part of the loss beside alm: leave it at 0."
     elif fields.get("label_smoothing_factor") and not plan.of("ce"):
         yield "label_smoothing_factor", "has no effect: it is of the cross-entropy, and there is no ce in losses."
 
 
-def _check_uld(plan: LossPlan, teacher: str) -> None:
+def _check_other_tokens(plan: LossPlan, values: Mapping[str, Any]) -> None:
     """Refuse what does not go with a teacher that has another tokenizer."""
+    name, teacher = plan.other_tokens, values.get("teacher", "model")
     beside = [term.type for term in plan.terms if term.family == "divergence"]
     if beside:
         raise ValueError(
-            f"losses: {', '.join(beside)} and uld do not go together: uld is for a teacher of another tokenizer, and "
-            "these are over one vocabulary. Beside uld there may be ce and losses between hidden states."
+            f"losses: {', '.join(beside)} and {name} do not go together: {name} is for a teacher of another tokenizer, "
+            f"and these are over one vocabulary. Beside {name} there may be ce and losses between hidden states."
         )
+    if plan.of("uld") and plan.of("alm"):
+        raise ValueError("losses: uld and alm do not go together: each reads the teacher's rows its own way. Take one.")
     if teacher != "model":
-        raise ValueError(f"losses: uld needs the model of a teacher with a tokenizer of its own; teacher is {teacher}.")
+        raise ValueError(
+            f"losses: {name} needs the model of a teacher with a tokenizer of its own; teacher is {teacher}."
+        )
+    if plan.of("alm") and values.get("seq_kd"):
+        raise ValueError(
+            "seq_kd: the teacher's completions would be tokens that the student does not have. Leave it at false; with "
+            "lmbda the student samples them, and alm reads them in the teacher's tokens."
+        )
 
 
 _SPARSE = {"cache": "a teacher cache", "server": "a teacher's server"}
@@ -230,16 +256,15 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
         raise ValueError(f"taid: it mixes logits of the whole vocabulary, which teacher: {teacher} does not have.")
     if plan.of("hidden"):
         raise ValueError(f"losses: {plan.of('hidden')[0].type} needs the teacher's model; teacher: {teacher} has none.")
-    unknown = next((term.type for term in plan.of("divergence") if term.type != "forward_kl" and not term.weight), None)
-    if unknown:
-        raise ValueError(f"losses: {unknown} cannot be measured: teacher: {teacher} determines the forward KL alone.")
-    used = {term.type for term in plan.of("divergence") if term.weight}
-    if used != {"forward_kl"}:
+    key, asked = "losses" if "losses" in values else "beta", sorted(term.type for term in plan.of("divergence"))
+    if not any(term.weight or f"{term.type}_weight" in plan.schedules for term in plan.of("divergence")):
+        raise ValueError(f"{key}: the loss asks for no divergence, and {_SPARSE[teacher]} teaches by one.")
+    if not lumps_the_rest(values) and asked != ["forward_kl"]:
         raise ValueError(
-            f"{'losses' if 'losses' in values else 'beta'}: {_SPARSE[teacher]} determines the forward KL alone, with "
-            f"or without ce beside it; the loss asks for {', '.join(sorted(used)) or 'no divergence'}. Use beta=0, or "
-            "losses with forward_kl and ce."
-            + (" With cache_kind: hidden a cache serves every divergence." if teacher == "cache" else "")
+            f"{key}: {_SPARSE[teacher]} with draws from the rest determines the forward KL alone, with or without ce "
+            f"beside it; the loss asks for {', '.join(asked)}. Use beta=0, or losses with forward_kl and ce. With "
+            "cache_tail_draws: 0 a cache serves every divergence on the tokens that it lists, with cache_kind: hidden "
+            "on all tokens."
         )
     if "temperature" in plan.schedules:
         raise ValueError(f"schedules: temperature: what teacher: {teacher} answers is of one temperature.")
@@ -250,8 +275,8 @@ def _check_sparse(plan: LossPlan, values: Mapping[str, Any]) -> None:
             "another temperature cannot be known. Use temperature 1, or a teacher in this process or in a cache."
         )
     weight = plan.schedules.get("forward_kl_weight")
-    if weight is not None and 0 in (weight.start, weight.end):
-        raise ValueError(f"schedules: forward_kl_weight must stay above 0 with teacher: {teacher}.")
+    if weight is not None and 0 in (weight.start, weight.end) and not lumps_the_rest(values):
+        raise ValueError("schedules: forward_kl_weight must stay above 0 with draws in a teacher cache.")
 
 
 def _check_recorded(plan: LossPlan) -> None:
@@ -268,7 +293,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     check_values(values, LossConfig)
     temperature = values.get("kd_temperature", values.get("temperature", 1.0))
     lmbda = {"lmbda": values["lmbda"]} if "lmbda" in values else {}
-    return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, **lmbda}
+    return {"temperature": temperature, "beta": beta, "skew_alpha": alpha, "alm_tau": ALM_TAU, **lmbda}
 
 
 def _entries_scalars(terms: tuple[LossTerm, ...], scalars: Mapping[str, float]) -> dict[str, float]:

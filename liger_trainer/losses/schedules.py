@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.value_rules import BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
+from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
 
 CURVES = ("linear", "cosine", "constant")
-_STEPS: Rule = {"type": "number", "exclusiveMinimum": 0}
 SCHEDULE: Rule = {
     "type": "object",
     "properties": {
-        "from": NUMBER, "to": NUMBER, "kind": {"enum": list(CURVES)}, "warmup_steps": _STEPS, "steps": _STEPS,
+        "from": NUMBER, "to": NUMBER, "kind": {"enum": list(CURVES)}, "warmup_steps": ABOVE_ZERO, "steps": ABOVE_ZERO,
     },
     "additionalProperties": False,
 }  # fmt: skip
 SCHEDULES: Rule = {"type": ["object", "string", "null"], "additionalProperties": SCHEDULE}
 # The values that a schedule may have. At 0 and 1 the JSD is 0 and a KL takes its place, so the loss would jump there.
 LIMITS: dict[str, Rule] = {
-    "temperature": {"type": "number", "exclusiveMinimum": 0},
+    "temperature": ABOVE_ZERO,
     "beta": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "skew_alpha": BELOW_ONE,
+    "alm_tau": ABOVE_ZERO,
     "lmbda": SHARE,
 }
 _TAID_KEYS: dict[str, Rule] = {

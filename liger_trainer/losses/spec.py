@@ -39,6 +39,8 @@ class Distillation:
     terms: tuple[str, ...] = ()  # the types that are returned and logged by name
     measure_jsd: bool = False  # the JSD at temperature 1 and beta 0.5, whatever is minimised
     uld_weight: float = 0.0  # in place of the divergences, where the teacher has another tokenizer
+    alm_weight: float = 0.0  # so, too
+    alm_tau: float = 100.0  # softens the likelihoods of spans
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,19 @@ def distillation_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str,
         "weights": weights("divergence"),
         "ce_weight": weights("ce").get("ce", 0.0),
         "uld_weight": weights("uld").get("uld", 0.0),
+        "alm_weight": weights("alm").get("alm", 0.0),
         "hidden_weights": weights("hidden"),
-        **{name: scalars[name] for name in ("temperature", "beta", "skew_alpha")},
+        **{name: scalars[name] for name in ("temperature", "beta", "skew_alpha", "alm_tau")},
     }
 
 
-_FIELD_OF = {"divergence": "weights", "ce": "ce_weight", "uld": "uld_weight", "hidden": "hidden_weights"}
+_FIELD_OF = {
+    "divergence": "weights",
+    "ce": "ce_weight",
+    "uld": "uld_weight",
+    "alm": "alm_weight",
+    "hidden": "hidden_weights",
+}
 
 
 def moved_fields(plan: LossPlan, moved: Mapping[str, float]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class BatchLoss(NamedTuple):
     teacher_entropy: Tensor | None = None
     jsd: Tensor | None = None  # at beta 0.5, where `Distillation.measure_jsd` asks for it
     terms: Mapping[str, Tensor] | None = None  # by type of loss, without its weight
-    by_teacher: Mapping[str, Tensor] | None = None  # "name/forward_kl" and "name/share", of several teachers
+    parts: Mapping[str, Tensor] | None = None  # "x/share" and other "x/...", of tokens of a kind, as of one teacher
 
 
 class TeacherAnswer(ABC):

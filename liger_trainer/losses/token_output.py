@@ -37,7 +37,7 @@ class TokenLossOutput(ModelOutput):
     teacher_entropy: Tensor = None
     jsd: Tensor = None  # at temperature 1 and beta 0.5, where `Distillation.measure_jsd` asks for it
     terms: dict[str, Tensor] = None  # by type of loss, of a `Distillation` that lists them
-    by_teacher: dict[str, Tensor] = None  # "name/forward_kl" and "name/share", of several teachers
+    parts: dict[str, Tensor] = None  # see `BatchLoss`
     uncast: "Uncast" = None
 
     def in_fp32(self) -> "TokenLossOutput":
@@ -79,7 +79,7 @@ def token_output(outputs: Any, result: BatchLoss, targets: BatchTargets, options
         teacher_entropy=laid_out(result.teacher_entropy),
         jsd=laid_out(result.jsd),
         terms=each(_listed_terms(result, options)),
-        by_teacher=each(result.by_teacher),
+        parts=each(result.parts),
     )
     if not torch.compiler.is_compiling():
         output.uncast = Uncast(output)

@@ -84,6 +84,12 @@ class Teacher(ABC):
         self.check(prepared, name, tokenizer)
         return prepared
 
+    def see_prompts(
+        self, dataset: Any, name: str, read: Callable[[Any], list[list[int]]], *, tokenizer: Any
+    ) -> None:  # fmt: skip
+        """Look at rows of prompts alone, which `read(tokenizer)` makes token ids of, with this tokenizer or its own."""
+        return None
+
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
         """Look at the tokenized rows of a dataset, with all columns, before they are cut to length and packed."""
         return None
@@ -94,6 +100,11 @@ class Teacher(ABC):
 
     def collator(self, collator: Any) -> Any:
         """Return the trainer's collator, or one around it that adds what `answer` needs."""
+        return collator
+
+    def sampled_collator(self, collator: Any) -> Any:
+        """Return TRL's collator, or one around it, for rows whose completions have just been sampled. What it makes
+        replaces what `collator` made of the dataset's rows."""
         return collator
 
     def fingerprints(self) -> dict[str, Any]:

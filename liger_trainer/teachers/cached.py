@@ -4,6 +4,7 @@ A document's key says where its records are, and the collator lays them out as t
 needed.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..losses.teacher_answer import TeacherAnswer
 from .base import DistillHost, Teacher
 from .cache.background_check import BackgroundCheck
 from .cache.hidden import HiddenFormat, TeacherHead
-from .cache.store import TeacherCache
+from .cache.store import CacheSettings, TeacherCache
 from .collators import DocumentCollator
 from .config import TeacherConfig
 from .fingerprints import teacher_fingerprint
@@ -46,11 +47,20 @@ class CachedTeacher(Teacher):
         assert args.teacher_cache_dir is not None
         self.cache = TeacherCache(args.teacher_cache_dir, verify=args.verify_teacher_cache)
         self.cache.check_settings(args.cache_kind, max_length=args.max_length, temperature=args.loss_temperature)
+        self._check_losses(args)
         self._head: TeacherHead | None = None  # of hidden states, after `prepare`
         if teacher is not None:
             self._check_teacher(teacher, args)
         verified = args.verify_teacher_cache
         self._check = None if verified else BackgroundCheck(self.cache.path, self.cache.index)
+
+    def _check_losses(self, args: TeacherConfig) -> None:
+        others = sorted(term.type for term in args.loss_plan().of("divergence") if term.type != "forward_kl")
+        if others and not isinstance(self.cache.format, HiddenFormat) and self.cache.format.tail == "none":
+            raise ConfigError(
+                f"losses: the teacher cache {self.cache.path} holds draws, which determine the forward KL alone; the "
+                f"loss asks for {', '.join(others)}. Capture one with cache_tail_draws: 0 or cache_kind: hidden."
+            )
 
     def fingerprints(self) -> dict[str, Any]:
         index = self.cache.index
@@ -67,6 +77,11 @@ class CachedTeacher(Teacher):
 
     def _check_teacher(self, teacher: Any, args: TeacherConfig) -> None:
         there = self.cache.index.fingerprints.teacher_from
+        if self.cache.index.fingerprints.imported:
+            raise ConfigError(
+                f"The teacher cache {self.cache.path} was imported from records of {there}, which cannot be compared "
+                "with a teacher. Leave the teacher out to train from the cache as it is."
+            )
         here = "files" if isinstance(teacher, str) else "memory"
         if there != here:
             raise ConfigError(
@@ -106,7 +121,10 @@ class CachedTeacher(Teacher):
         if isinstance(form, HiddenFormat):
             assert self._head is not None
             return RecordedAnswer(self._head.logits(form.decode(inputs.pop(RECORDS))))
-        return SparseAnswer(form.decode(inputs.pop(RECORDS)), form.tail, form.vocab_size)
+        targets, settings = form.decode(inputs.pop(RECORDS)), self.cache.index.settings
+        assert isinstance(settings, CacheSettings)
+        unknown: Any = dict.fromkeys(settings.unknown)
+        return SparseAnswer(replace(targets, **unknown), form.tail, form.vocab_size)
 
 
 class CacheCollator(DocumentCollator):

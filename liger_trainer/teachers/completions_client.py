@@ -66,9 +66,14 @@ class CompletionsServer(Connection):
         """Return the answers in the order of the questions. The first error ends them all."""
         return self.for_each(self._ask, questions)
 
-    def _ask(self, question: Question) -> TopTokens:
+    def ask_each(self, question: Question) -> dict[str, TopTokens]:
+        """Return every server's answer to one question, by the servers' names."""
+        answers = self.for_each(lambda server: self._ask(question, server), self.servers)
+        return {server.name: answer for server, answer in zip(self.servers, answers, strict=True)}
+
+    def _ask(self, question: Question, only: Any = None) -> TopTokens:
         entries = (len(question.ids) + 1) * (self.options.top_k + 1)
-        answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY)
+        answer = self.post(self._request(question.ids), 2**20 + entries * BYTES_PER_ENTRY, only)
         read = _read_vllm if self.options.protocol == "vllm" else _read_echo
         try:
             places = read(answer["choices"][0], question)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..common.options import (
-    HTTP,
+    HTTP_SERVERS,
     Fact,
     OptionValues,
     check_values,
@@ -116,7 +116,8 @@ class TeacherConfig:
         teacher_load_in_4bit, teacher_load_in_8bit: quantise its weights with bitsandbytes.
         teacher_device: where it lives, such as "cuda:1" or "cpu". Default: with the student.
         teacher_offload: keep its weights in CPU memory and bring them to the device layer by layer.
-        teacher_server_base_url: such as "http://localhost:8000/v1".
+        teacher_server_base_url: such as "http://localhost:8000/v1"; or a list of servers of one model, which share the
+            requests, and take over those of one that fails.
         teacher_server_model: the model's name there.
         teacher_server_protocol: "vllm", with `prompt_logprobs`, or "echo", with `echo` and `logprobs`.
         teacher_server_top_k: likeliest tokens asked for at each position.
@@ -220,8 +221,12 @@ class TeacherConfig:
         _beside_offload("teacher_load_in_8bit", "packed weights cannot be streamed"),
         _beside_offload("teacher_device", "weights are streamed to the student's device"),
     )
-    teacher_server_base_url: str | None = option(
-        None, "The teacher's server, such as http://localhost:8000/v1.", text=HTTP, needs=SERVER, needed_by=SERVER
+    teacher_server_base_url: list[str] | str | None = option(
+        None,
+        "The teacher's server, such as http://localhost:8000/v1, or a list of several that serve the same model.",
+        text=HTTP_SERVERS,
+        needs=SERVER,
+        needed_by=SERVER,
     )
     teacher_server_model: str | None = option(
         None, "Name of the teacher's model on its server.", needs=SERVER, needed_by=SERVER

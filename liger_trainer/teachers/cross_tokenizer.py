@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer, for a `uld` loss: it reads the same rows in its own tokens and chat template.
+"""A teacher with another tokenizer: it reads the same rows in its own tokens and chat template. The one for `uld`.
 
 Rows are prepared a second time with its tokenizer and aligned with the student's by text. As with a teacher cache, a
 row is found again by its key, after any shuffling and packing; the teacher reads the documents of a packed row one by
@@ -39,10 +39,14 @@ RowsForReading = Callable[[Any, Dataset, Any, Any], Dataset]
 class CrossTokenizerTeacher(ModelTeacher):
     """A causal LM with another tokenizer: `teacher_tokenizer_name_or_path`, or the one beside the model.
 
+    Attributes:
+        loss_type: of the losses, the one that it is for.
+
     Raises:
         ConfigError: no tokenizer is known; rows are streamed, tokenized already, or lose their beginnings.
     """
 
+    loss_type = "uld"
     knows_new_tokens = False
 
     def __init__(self, args: TeacherConfig, teacher: PreTrainedModel | str, rows_for_reading: RowsForReading):
@@ -50,17 +54,27 @@ class CrossTokenizerTeacher(ModelTeacher):
         super().__init__(args, teacher)
         if args.packing and args.packing_strategy != "bfd" or args.truncation_mode != "keep_start":
             raise ConfigError(
-                "A uld loss finds each row's text again in the teacher's tokens, so rows must begin with their own "
-                "beginning: set packing_strategy to 'bfd' and truncation_mode to 'keep_start'."
+                f"{self.loss_type} finds each row's text again in the teacher's tokens, so rows must begin with their "
+                "own beginning: set packing_strategy to 'bfd' and truncation_mode to 'keep_start'."
             )
         tokenizer = teacher_tokenizer(teacher, **options_of_teacher(teacher, args))
         if tokenizer is None:
             raise ConfigError(
-                "A uld loss needs the teacher's tokenizer, and none lies beside the teacher: name it in "
+                f"{self.loss_type} needs the teacher's tokenizer, and none lies beside the teacher: name it in "
                 "teacher_tokenizer_name_or_path."
             )
         self.tokenizer: Any = tokenizer
-        self.rows = TeacherRows()
+        self.student_tokenizer: Any = None
+        self.rows = self.new_rows()
+
+    def new_rows(self) -> "TeacherRows":
+        """Return an empty store of what is kept of each row."""
+        return TeacherRows([IDS, PARTNERS], TeacherRow)
+
+    def aligned_row(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """Return a function of a row's input_ids, labels, teacher_input_ids and teacher_labels, which makes the columns
+        of the store."""
+        return partial(_aligned_row, tokenizer=self.student_tokenizer, teacher_tokenizer=self.tokenizer)
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         return None
@@ -72,19 +86,22 @@ class CrossTokenizerTeacher(ModelTeacher):
         self, prepare: PrepareRows, dataset: Any, packing: bool, name: str, *, tokenizer: Any, formatting_func: Any
     ) -> Any:
         if not isinstance(dataset, Dataset):
-            raise ConfigError(f"A uld loss needs the text of all rows at first, and the {name} dataset is streamed.")
+            raise ConfigError(
+                f"{self.loss_type} needs the text of all rows at first, and the {name} dataset is streamed."
+            )
         if "input_ids" in dataset.column_names:
             raise ConfigError(
-                f"A uld loss needs the text of the rows, for the teacher's tokenizer, and the {name} dataset is "
+                f"{self.loss_type} needs the text of the rows, for the teacher's tokenizer, and the {name} dataset is "
                 "tokenized already."
             )
+        self.student_tokenizer = tokenizer
         numbered = dataset.add_column(ROW, list(range(len(dataset))))  # pyright: ignore[reportCallIssue]
         prepared = prepare(numbered, False)
-        self.rows.add(self._beside(prepared, numbered, name, tokenizer, formatting_func), name)
+        self.rows.add(self._beside(prepared, numbered, name, formatting_func), name)
         prepared = prepared.remove_columns(ROW)
         return prepare(prepared, True) if packing else prepared
 
-    def _beside(self, prepared: Dataset, raw: Dataset, name: str, tokenizer: Any, formatting_func: Any) -> Dataset:
+    def _beside(self, prepared: Dataset, raw: Dataset, name: str, formatting_func: Any) -> Dataset:
         """Return, for each prepared row, its tokens and labels and what the teacher reads in its place."""
         theirs = self._read_by_teacher(raw.select(prepared[ROW]), formatting_func).select_columns(
             ["input_ids", "labels", ROW]
@@ -103,12 +120,12 @@ class CrossTokenizerTeacher(ModelTeacher):
             axis=1,
         )
         beside = pairs.map(
-            partial(_aligned_row, tokenizer=tokenizer, teacher_tokenizer=self.tokenizer),
+            self.aligned_row(),
             remove_columns=["teacher_labels"],
             num_proc=self._args.dataset_num_proc,
             desc=f"Aligning the {name} dataset with the teacher's tokens",
         )
-        self._report(beside, prepared, name)
+        self.report(beside, prepared, name)
         return beside
 
     def _read_by_teacher(self, raw: Dataset, formatting_func: Any) -> Dataset:
@@ -123,7 +140,8 @@ class CrossTokenizerTeacher(ModelTeacher):
                 "teacher_tokenizer_name_or_path, or give rows of plain prompts and completions."
             )
 
-    def _report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
+    def report(self, beside: Dataset, prepared: Dataset, name: str) -> None:
+        """Say how much of a dataset is compared. Raises DataError for nothing."""
         tokens = sum(supervised_tokens(labels) for labels in prepared["labels"])
         paired = sum(partner >= 0 for row in beside[PARTNERS] for partner in row)
         announce(
@@ -132,15 +150,15 @@ class CrossTokenizerTeacher(ModelTeacher):
         )
         if not paired:
             raise DataError(
-                f"No supervised token of the {name} dataset begins where one of the teacher's does, so a uld loss has "
+                f"No supervised token of the {name} dataset begins where one of the teacher's does, so uld has "
                 "nothing to compare: do both chat templates write the same text for the completions, in as many parts?"
             )
 
-    def collator(self, collator: Any) -> "CrossTokenizerCollator":
+    def collator(self, collator: Any) -> DocumentCollator:
         return CrossTokenizerCollator(collator, self.rows)
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
-        """Return the number of the student's tokens: uld does not compare ids."""
+        """Return the number of the student's tokens: ids are not compared."""
         size, rows = tokenizer_size(self.tokenizer), teacher.get_output_embeddings().weight.shape[0]
         if rows < size:
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
@@ -169,24 +187,32 @@ class TeacherRow:
 
 
 class TeacherRows:
-    """What the teacher reads, by the keys of the student's rows."""
+    """What the teacher reads, by the keys of the student's rows.
 
-    def __init__(self) -> None:
+    Args:
+        columns: what is kept of each row.
+        make: makes what `find` returns of their values.
+    """
+
+    def __init__(self, columns: list[str], make: Callable[..., Any]):
+        self._columns, self._make = columns, make
         self._datasets: list[Dataset] = []
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, rows: Dataset, name: str) -> None:
-        """Add rows with the columns input_ids, labels, teacher_input_ids and teacher_partners."""
+        """Add rows with input_ids, labels and the columns that are kept."""
         for index, row in enumerate(rows.select_columns(["input_ids", "labels"])):
             self._places[row_key(row["input_ids"], row["labels"])] = (len(self._datasets), index)  # pyright: ignore
-        self._datasets.append(rows.select_columns([IDS, PARTNERS]))
+        self._datasets.append(rows.select_columns(self._columns))
 
-    def find(self, key: bytes) -> TeacherRow | None:
+    def find(self, key: bytes) -> Any:
+        """Return what is kept of a row; None where its key is not known."""
         place = self._places.get(key)
-        if place is None:
-            return None
-        row = self._datasets[place[0]][place[1]]
-        return TeacherRow(row[IDS], row[PARTNERS])
+        return None if place is None else self.at(*place)
+
+    def at(self, dataset: int, index: int) -> Any:
+        row = self._datasets[dataset][index]
+        return self._make(*(row[column] for column in self._columns))
 
 
 class CrossTokenizerCollator(DocumentCollator):

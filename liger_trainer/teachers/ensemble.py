@@ -1,6 +1,7 @@
 """Several teachers: all of them teach each row, by weight; or a column of the rows names the teacher of each.
 
-The column does not survive TRL's packing, so a document's key says which teacher it has.
+The column does not survive TRL's packing, so a document's key says which teacher it has. Where each row of a batch is
+one of the dataset, its teacher is told by the row, and stays the same when its completion is sampled anew.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,8 +44,10 @@ class EnsembleTeacher(Teacher):
                 "args.teachers names several teachers: pass teacher_model as a dictionary of them by name, or leave it "
                 f"out; got {type(given).__name__}."
             )
-        if args.loss_plan().of("uld"):
-            raise ConfigError("losses: uld has one teacher, of another tokenizer. Leave it out, or several teachers.")
+        if name := args.loss_plan().other_tokens:
+            raise ConfigError(
+                f"losses: {name} has one teacher, of another tokenizer. Leave it out, or several teachers."
+            )
         try:
             entries = entries_of(args, given)
         except ValueError as error:
@@ -61,7 +64,6 @@ class EnsembleTeacher(Teacher):
         self._index = {route: i for i, entry in enumerate(entries) for route in entry.routes}
         self._routes: dict[bytes, int] = {}
         self._all_read = False
-        self.knows_new_tokens = self._column is None
 
     @property
     def models(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class EnsembleTeacher(Teacher):
         for i, (name, teacher) in enumerate(self.teachers.items()):
             reads = present is None or self._all_read or i in (present or (0,))
             if reads:
-                taught = None if routes is None else routes == i
+                taught = None if routes is None else (routes == i).expand(inputs["input_ids"].shape)
                 known: Any = teacher.answer(dict(inputs))
                 shares.append(WeightedAnswer(name, known, self.entries[name].weight, taught))
         return SeveralAnswers(shares, tuple(self.teachers), routed=routes is not None)
@@ -148,16 +150,27 @@ def _teacher(entry: TeacherEntry, given: Mapping[str, Any] | None) -> Teacher:
 
 
 class RouteCollator(DocumentCollator):
-    """Add `teacher_routes` (batch, length) int64, the teacher of each position that predicts a token, and
-    `teachers_present`, the teachers that have any."""
+    """Add `teacher_routes` int64 and `teachers_present`, the teachers that have any.
+
+    The routes are (batch, 1), the teacher of each row, whatever it predicts; or, of rows that hold several documents,
+    (batch, length), the teacher of each position that predicts a token.
+    """
 
     def __init__(self, collator: Any, routes: Mapping[bytes, int]):
         super().__init__(collator, "is of no dataset that the trainer prepared, so its teacher is not known.")
         self.routes = routes
 
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().__call__(examples)
+        if any("seq_lengths" in example for example in examples) or len(batch["input_ids"]) != len(examples):
+            return batch
+        rows = [(example["input_ids"], example.get("labels", example["input_ids"])) for example in examples]
+        routes = torch.cat([self._answer(ids, labels)[:1] for ids, labels in rows])
+        return {**batch, ROUTES: routes[:, None], PRESENT: tuple(routes.unique().tolist())}
+
     def look_up(self, key: bytes, tokens: int) -> torch.Tensor | None:
         route = self.routes.get(key)
-        return None if route is None else torch.full((tokens,), route)
+        return None if route is None else torch.full((max(tokens, 1),), route)
 
     def columns(self, answers: list[torch.Tensor], predicts: torch.Tensor) -> dict[str, Any]:
         routes = torch.full(predicts.shape, NO_ROUTE)

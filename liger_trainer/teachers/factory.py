@@ -14,6 +14,7 @@ from .ensemble import EnsembleTeacher
 from .model import ModelTeacher
 from .privileged import PrivilegedTeacher
 from .server import ServerTeacher
+from .spans import SpanTeacher
 
 GivenTeacher = PreTrainedModel | str | Mapping[str, PreTrainedModel | str] | None
 
@@ -57,6 +58,8 @@ def _plain(args: TeacherConfig, teacher_model: GivenTeacher, rows_for_reading: R
     if teacher_model is None:
         raise ConfigError("No teacher was given: pass teacher_model, or set teacher_model_name_or_path in args.")
     assert not isinstance(teacher_model, Mapping)  # which are several
-    if args.loss_plan().of("uld"):
-        return CrossTokenizerTeacher(args, teacher_model, rows_for_reading)
+    plan = args.loss_plan()
+    if plan.other_tokens:
+        kind = SpanTeacher if plan.of("alm") else CrossTokenizerTeacher
+        return kind(args, teacher_model, rows_for_reading)
     return ModelTeacher(args, teacher_model)

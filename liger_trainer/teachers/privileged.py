@@ -105,9 +105,9 @@ class PrivilegedTeacher(Teacher):
                 "teacher_prompt goes before each row: set packing, eval_packing and padding_free to false."
             )
         plan = args.loss_plan()
-        if plan.of("hidden") or plan.of("uld"):
+        if plan.of("hidden") or plan.other_tokens:
             raise ConfigError(
-                "teacher_prompt goes with losses on logits of the same tokens: leave hidden_* and uld out."
+                "teacher_prompt goes with losses on logits of the same tokens: leave hidden_*, uld and alm out."
             )
         self._prompt, self._column = args.teacher_prompt, args.teacher_prompt_column
         self._tokenizer: Any = None

@@ -27,11 +27,20 @@ class TextRun:
         first: the index of the first token in its row.
         text: the text of all of them.
         starts: for each token, how many characters stand before it; None within a character.
+        end: how many characters stand behind the last token: all; None within a character.
+        front: the white space before `text`.
     """
 
     first: int
     text: str
     starts: tuple[int | None, ...]
+    end: int | None
+    front: str
+
+    @property
+    def cuts(self) -> tuple[int | None, ...]:
+        """For each cut between tokens, from before the first to behind the last, the characters before it."""
+        return (*self.starts, self.end)
 
     def places(self, common: int) -> dict[int, list[int]]:
         """Return {characters before: positions that predict the token there}, up to `common` characters."""
@@ -64,11 +73,19 @@ def _run(first: int, ids: Sequence[int], tokenizer: Any) -> TextRun:
         starts.append(len(text) if read == index else None)
         # Decode together with the tokens before: decoders treat the first token of a text differently.
         decoded = decode(ids[window : index + 1])
-        if not decoded.endswith(UNFINISHED):
-            text += decoded[len(decode(ids[window:read])) :]
-            window, read = read, index + 1
+        if decoded.endswith(UNFINISHED):
+            continue
+        before = decode(ids[window:read])
+        same = len(os.path.commonprefix([before, decoded]))
+        if same < len(before):  # the token changes how those before it are written
+            text = text[: len(text) - len(before) + same]
+            starts = [None if start is None or start > len(text) else start for start in starts]
+            starts[index] = None
+        text += decoded[same:]
+        window, read = read, index + 1
     front = len(text) - len(text.lstrip())
-    return TextRun(first, text[front:], tuple(None if start is None else max(0, start - front) for start in starts))
+    cuts = [None if cut is None else max(0, cut - front) for cut in [*starts, len(text) if read == len(ids) else None]]
+    return TextRun(first, text[front:], tuple(cuts[:-1]), cuts[-1], text[:front])
 
 
 def aligned(student: Sequence[TextRun], teacher: Sequence[TextRun]) -> dict[int, int]:

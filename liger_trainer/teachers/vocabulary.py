@@ -81,7 +81,7 @@ class Vocabulary:
             raise DataError(
                 f"The {name} dataset uses {_count(used, 'token')} that the teacher's tokenizer does not have, "
                 f"{found.sum():,} times: {_named(used)}. Leave them out of the rows and the chat template, use a "
-                "teacher that knows them, or distil across tokenizers with a `uld` loss."
+                "teacher that knows them, or distil across tokenizers with an `alm` or `uld` loss."
             )
 
 
@@ -110,8 +110,8 @@ def compare_tokenizers(student: Any, teacher: Any | None) -> Vocabulary:
             f"student and teacher have different tokenizers: {len(different):,} of {len(both):,} shared ids differ; "
             f"{shown}{'; ...' if len(different) > SHOWN else ''}. The student knows {same:,} of the teacher's "
             f"{len(theirs):,} tokens under any id. Distil across them with "
-            "`losses: [{type: uld}]`, choose a teacher of the same model family, or distil from text that the teacher "
-            "has written, with recipe: sft."
+            "`losses: [{type: alm}]` or `[{type: uld}]`, choose a teacher of the same model family, or distil from "
+            "text that the teacher has written, with recipe: sft."
         )
     size = min(max(ours), max(theirs)) + 1
     return Vocabulary(
@@ -134,7 +134,7 @@ def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary
         whose = "both tokenizers have" if vocabulary.compared else "the student's tokenizer has"
         raise ConfigError(
             f"The teacher knows {rows[1]} tokens, but {whose} {vocabulary.size}: they do not share a vocabulary. Use a "
-            "teacher with the same tokenizer, or distil across tokenizers with a `uld` loss."
+            "teacher with the same tokenizer, or distil across tokenizers with an `alm` or `uld` loss."
         )
     return replace(vocabulary, student_rows=rows[0], teacher_rows=rows[1])
 

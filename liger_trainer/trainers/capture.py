@@ -8,13 +8,13 @@ Several processes, each with the whole teacher, read batches of one shard at a t
 has the same rows whoever reads it, so any number of processes writes the same files.
 """
 
-import dataclasses
 import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +30,27 @@ from ..common.console import announce
 from ..common.files import sha256, write_atomically
 from ..common.storage import writing_to
 from ..errors import ConfigError
-from ..losses.model_parts import embedding_rows, head_rows, output_module
 from ..teachers.cache.hidden import HEAD
-from ..teachers.cache.reader import HiddenReader, Reader, TeacherReader
-from ..teachers.cache.records import RecordFormat
+from ..teachers.cache.reader import HiddenReader
 from ..teachers.cache.store import (
     INDEX,
     VERSION,
     CacheIndex,
-    CacheSettings,
     Fingerprints,
     HeadFile,
-    HiddenSettings,
     Shard,
-    TeacherName,
     check_shards,
     pack_shard,
     read_index,
     unpack_shard,
     write_index,
 )
-from ..teachers.fingerprints import data_fingerprint, teacher_fingerprint, template_fingerprint, tokenizer_fingerprint
-from ..teachers.placement import load_teacher, stays, stream_weights
+from ..teachers.fingerprints import data_fingerprint, template_fingerprint, tokenizer_fingerprint
 from ..teachers.row_keys import documents
+from .capture_model import RowReader, Source, model_source
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows, prepare_rows
 from .ranks import decided_by_first
-from .token_ids import check_ids
 
 LOCK, MIB = ".lock", 2**20
 SECONDS_OF_A_PART = 60.0
@@ -128,13 +122,25 @@ def capture(
         CorruptError: what an earlier capture left is damaged.
         StorageError: the disk is full, read-only or over its quota; the shards before are kept.
     """
-    if args.teacher_cache_dir is None:
-        raise ConfigError("teacher_cache_dir says where the cache is written; it is not set.")
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise ConfigError(
             "Each process that captures a cache holds the whole teacher, which DeepSpeed may partition. Leave "
             "deepspeed out."
         )
+    return write_cache(partial(model_source, teacher, args), args, tokenizer, train, test, progress)
+
+
+def write_cache(
+    source: Callable[[PreparedRows, ExitStack], Source], args: LigerDistillConfig, tokenizer: Any, train: Dataset,
+    test: Dataset | dict[str, Dataset] | None, progress: Progress | None,
+) -> CacheIndex:  # fmt: skip
+    """Write what a source says about the rows into a cache, as `capture` does.
+
+    Args:
+        source: makes it of the prepared rows; what it changes is undone by the stack.
+    """
+    if args.teacher_cache_dir is None:
+        raise ConfigError("teacher_cache_dir says where the cache is written; it is not set.")
     path = Path(args.teacher_cache_dir).expanduser()
     first = args.process_index == 0
     with ExitStack() as stack:
@@ -145,7 +151,7 @@ def capture(
 
         before = decided_by_first(first, begin)
         rows = prepare_rows(args, tokenizer, train, test)
-        at_work = _Capture.of(path, teacher, args, rows, before)
+        at_work = _Capture.of(path, source(rows, stack), args, rows, before)
         with writing_to(path, "The same command goes on with the capture."):
             index = at_work.run(progress if progress and first else lambda *_: None)
         return decided_by_first(first, lambda: index)
@@ -199,7 +205,7 @@ class _Capture:
 
     path: Path
     plan: CapturePlan
-    reader: Reader
+    reader: RowReader
     index: CacheIndex
     batch_size: int
     rank: int
@@ -207,33 +213,17 @@ class _Capture:
 
     @classmethod
     def of(
-        cls, path: Path, teacher: PreTrainedModel | str, args: LigerDistillConfig, rows: PreparedRows,
-        before: CacheIndex | None,
-    ) -> "_Capture":  # fmt: skip
-        vocabulary = max(rows.tokenizer.get_vocab().values()) + 1
-        form = None if args.cache_kind == "hidden" else _token_format(args, vocabulary)
-        model = _ready(load_teacher(teacher, args), args)
-        _check_vocabulary(model, vocabulary)
-        check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
-        check_ids(rows.largest_ids, "labels", vocabulary, "the tokenizer has")
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        reader, settings = (
-            _hidden(model, args, vocabulary, autocast) if form is None else _tokens(model, args, form, autocast)
-        )
-        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // settings.format.bytes))
-        path_or_id = teacher if isinstance(teacher, str) else None
+        cls, path: Path, source: Source, args: LigerDistillConfig, rows: PreparedRows, before: CacheIndex | None
+    ) -> "_Capture":
+        plan = CapturePlan.of(rows, max(1, args.cache_shard_mb * MIB // source.settings.format.bytes))
         index = CacheIndex(
             version=VERSION,
             finished=False,
-            teacher=TeacherName(
-                name=path_or_id or type(model).__name__,
-                revision=args.teacher_model_revision if path_or_id else None,
-                dtype=str(model.dtype).removeprefix("torch."),
-            ),
-            settings=settings,
+            teacher=source.teacher,
+            settings=source.settings,
             fingerprints=Fingerprints(
-                teacher=teacher_fingerprint(teacher, args),
-                teacher_from="files" if path_or_id else "memory",
+                teacher=source.fingerprint,
+                teacher_from=source.comes_from,
                 tokenizer=tokenizer_fingerprint(rows.tokenizer),
                 chat_template=template_fingerprint(rows.tokenizer),
                 data=data_fingerprint(plan.keys),
@@ -250,7 +240,9 @@ class _Capture:
                     f"{'; '.join(different)}. Restore them, remove it, or choose another teacher_cache_dir."
                 )
             index = before
-        return cls(path, plan, reader, index, args.per_device_eval_batch_size, args.process_index, args.world_size)
+        return cls(
+            path, plan, source.reader, index, args.per_device_eval_batch_size, args.process_index, args.world_size
+        )
 
     def run(self, progress: Progress) -> CacheIndex:
         if self.rank:
@@ -344,53 +336,3 @@ class _Capture:
     def _update(self, **changes: Any) -> None:
         self.index = self.index.model_copy(update=changes)
         write_index(self.path, self.index)
-
-
-def _token_format(args: LigerDistillConfig, vocab_size: int) -> RecordFormat:
-    kind: Any = args.cache_kind
-    return RecordFormat.of(kind, args.cache_entries, args.cache_tail_draws, args.cache_bits, vocab_size)
-
-
-def _tokens(
-    model: PreTrainedModel, args: LigerDistillConfig, form: RecordFormat, autocast: torch.dtype | None
-) -> tuple[Reader, CacheSettings]:
-    settings = CacheSettings.model_validate(
-        {
-            **dataclasses.asdict(form),
-            "temperature": float(args.loss_temperature),
-            "seed": args.seed if form.draws else None,
-            "max_length": args.max_length,
-            "shard_mb": args.cache_shard_mb,
-        }
-    )
-    return TeacherReader(model, form, settings.temperature, settings.seed or 0, autocast), settings
-
-
-def _hidden(
-    model: PreTrainedModel, args: LigerDistillConfig, vocab_size: int, autocast: torch.dtype | None
-) -> tuple[Reader, HiddenSettings]:
-    reader = HiddenReader(model, vocab_size, autocast)
-    head, form = reader.head, reader.head.format
-    return reader, HiddenSettings(
-        kind="hidden", width=form.width, dtype=form.dtype, scale=head.scale, softcap=head.softcap,
-        vocab_size=vocab_size, max_length=args.max_length, shard_mb=args.cache_shard_mb,
-    )  # fmt: skip
-
-
-def _ready(teacher: PreTrainedModel, args: LigerDistillConfig) -> PreTrainedModel:
-    """Freeze the teacher and move it to the run's device. A quantized or spread model stays where it is."""
-    spread = len(set((getattr(teacher, "hf_device_map", None) or {}).values())) > 1
-    if args.teacher_offload:
-        stream_weights(teacher, args.device)
-    elif not spread and not stays(args) and getattr(teacher, "hf_quantizer", None) is None:
-        teacher.to(args.device)  # pyright: ignore[reportArgumentType]
-    return teacher.requires_grad_(False).eval()
-
-
-def _check_vocabulary(teacher: PreTrainedModel, real: int) -> None:
-    size = 0 if output_module(teacher) is None else head_rows(teacher)
-    if size < real:
-        raise ConfigError(
-            f"The teacher knows {size} tokens, but the student's tokenizer has {real}: they do not share a vocabulary. "
-            "Use a teacher with the same tokenizer."
-        )

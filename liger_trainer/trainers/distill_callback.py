@@ -76,9 +76,9 @@ class DistillationCallback(TrainerCallback):
                               "schedules": schedules, "taid": taid})  # fmt: skip
         for key, message in without_effect(self._plan, {}, () if skew_alpha == SKEW_ALPHA else ("skew_alpha",)):
             raise ValueError(f"{key}: {message}")
-        if self._plan.of("uld"):
+        if name := self._plan.other_tokens:
             raise ConfigError(
-                "DistillationCallback: a uld loss needs the text of the rows, for the teacher's tokenizer, and a "
+                f"DistillationCallback: {name} needs the text of the rows, for the teacher's tokenizer, and a "
                 "callback sees tokens alone. Use LigerDistillTrainer."
             )
         if self._plan.taid is not None and self._plan.taid.adaptive:

@@ -25,7 +25,7 @@ from .images import check_settings
 from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
 from .prepare_rows import cut_of, rows_for_reading
-from .rows import check_prompts, has_only_prompts, prepare_prompts
+from .rows import check_prompts, has_only_prompts, prepare_prompts, prompt_ids
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
@@ -134,8 +134,9 @@ class LigerDistillTrainer(LigerTrainer):
     def why_whole_head(self) -> str | None:
         if not isinstance(self.teaching, ModelTeacher):
             return "only a single teacher model in this process is compared with a head whose rows lie on the ranks"
-        if any(term.family in ("uld", "hidden") for term in self.args.loss_plan().terms):
-            return "uld and the losses on hidden states need whole models"
+        plan = self.args.loss_plan()
+        if plan.other_tokens or plan.of("hidden"):
+            return "uld, alm and the losses on hidden states need whole models"
         return super().why_whole_head()
 
     def teacher_fingerprints(self) -> dict[str, Any]:
@@ -227,10 +228,26 @@ class LigerDistillTrainer(LigerTrainer):
                 "seq_kd, and the teacher samples what the student does not. Or add a column completion."
             )
         self.prompts_alone.add(dataset_name)
-        prepared, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name)
+
+        def read(reader: Any) -> list[list[int]]:
+            template = self.chat_template if reader is processing_class else None
+            return prompt_ids(dataset, reader, template, args.dataset_num_proc)
+
+        self.teaching.see_prompts(dataset, dataset_name, read, tokenizer=processing_class)
+        column = args.teacher_column
+        prepared, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name, column)
+        if column is not None:
+            prepared = self._routed_prompts(prepared, column, dataset_name, processing_class)
         if facts is not None:
             self.row_facts[dataset_name] = facts
         return prepared
+
+    def _routed_prompts(self, prompts: Any, column: str, dataset_name: str, tokenizer: Any) -> Any:
+        """Have the teachers look at the column of prompts alone, and return the rows without it."""
+        if isinstance(prompts, Dataset):
+            self.teaching.read_rows(prompts, dataset_name, lambda tokens: tokens)
+        self.teaching.check(prompts, dataset_name, tokenizer)
+        return prompts.remove_columns(column)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""

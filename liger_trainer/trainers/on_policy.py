@@ -109,7 +109,7 @@ class OnPolicy:
     def __init__(self, trainer: Any, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
-        self._trainer, self._collate = trainer, collator
+        self._trainer, self._collate = trainer, trainer.teaching.sampled_collator(collator)
         self._args = args = cast(LigerDistillConfig, trainer.args)
         accelerator: Any = trainer.accelerator
         check_sampling(trainer)

@@ -94,6 +94,6 @@ def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
         "teacher_entropy": outputs.teacher_entropy,
         "jsd": outputs.jsd,
         **{f"loss/{name}": value for name, value in (outputs.terms or {}).items()},
-        **(outputs.by_teacher or {}),
+        **(outputs.parts or {}),
     }
     return {name: value for name, value in values.items() if value is not None}

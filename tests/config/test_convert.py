@@ -249,7 +249,7 @@ def test_one_setting(origin, text, key, value):
         ("torchtune", "batch_size: 1\nmax_steps_per_epoch: soon\n", "not what torchtune has here"),
         ("axolotl", "base_model: m\nkd_trainer: true\n", "name a teacher in teacher_model_name_or_path"),
         ("axolotl", "base_model: m\nadapter: ia3\n", "expected lora or qlora"),
-        ("distillkit", "model: m\nteacher: {kind: dataset}\n", "captured with DistillKit cannot be read"),
+        ("distillkit", "model: m\nteacher: {legacy_logit_compression: {k: 9}}\n", "legacy compression are not read"),
         ("distillkit", "model: m\nlayer_mapping: [[0, 1]]\n", "loss_functions compares no hidden states"),
         ("distillkit", "layer_mapping: [[0, 1]]\nloss_functions: [{function: hs_mse, weight: 1.0}]\nmodel: m\n",
          "layer_mapping names the embeddings"),
@@ -271,6 +271,15 @@ loss_functions: [{function: kl, weight: 1.0, temperature: 2.0, missing_probabili
 """
 
 
+def test_logits_that_distillkit_captured():
+    compression = "{d: 64, k: 9, exact_k: 9, residual_bins: []}"
+    text = f"model: m\nteacher: {{kind: dataset, logprob_compressor: {compression}}}\n"
+    result = converted("distillkit", text + VLLM.partition("api_key")[2].partition("\n")[2])
+    assert (result.settings["teacher"], result.settings["teacher_cache_dir"]) == ("cache", "teacher_cache")
+    assert result.lost == [] and any("cache import CONFIG --from distillkit" in note.message for note in result.notes)
+    assert check_text(result.to_yaml(), "converted.yaml")["teacher"] == "cache"
+
+
 def test_a_teacher_behind_vllm():
     result = converted("distillkit", VLLM)
     assert {key: value for key, value in result.settings.items() if key.startswith("teacher")} == {
@@ -283,7 +292,7 @@ def test_a_teacher_behind_vllm():
         "teacher_server_api_key_env": "VLLM_KEY",
     }
     assert result.lost == [] and check_text(result.to_yaml(), "converted.yaml")["teacher"] == "server"
-    assert any("temperature 1" in note.message for note in result.notes)
+    assert any("are of temperature 1" in note.message for note in result.notes)
     secret = converted("distillkit", VLLM.replace("${VLLM_KEY}", "hunter2"))
     assert "hunter2" not in secret.to_yaml() and any("teacher_server_api_key_env" in str(n) for n in secret.notes)
     assert "teacher_server_api_key_env" not in secret.settings

@@ -98,6 +98,15 @@ def test_ignored_rows_and_chunks(place, ignored, workspace_mb, frozen):
         assert not got[name][skipped].any(), f"{name} of ignored rows must be 0"
 
 
+@frozen_parts
+def test_a_head_that_is_padded(place, frozen):
+    tensors = random_inputs(9, 12, 37, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    tensors["labels"] = tensors["labels"].clamp(max=28)
+    got = check_log_probs(tensors, True, frozen, vocab_size=29, mean_logits=True)
+    for name in {"weight", "bias"} - set(frozen):
+        assert not got[f"d_{name}"][29:].any() and got[f"d_{name}"][:29].any()
+
+
 @pytest.mark.parametrize("n, ignored", [(5, 1.0), (0, 0.0), (1, 0.0)], ids=["all ignored", "empty", "one"])
 @frozen_parts
 def test_few_rows(fp32, n, ignored, frozen):

@@ -3,9 +3,11 @@ import functools
 import pytest
 import torch
 from kernel_checks import LEAVES, check, evaluate, random_inputs, set_path
+from quick_cases import slow_but
 
 from liger_trainer.kernels import _sparse_rows
 from liger_trainer.kernels._labelled_rows import RowSelection
+from liger_trainer.kernels.divergence_kinds import KINDS
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_divergence import linear_divergence
 from liger_trainer.kernels.linear_sparse_divergence import (
@@ -214,6 +216,23 @@ def test_extreme_logits(place, size, temperature, tail):
             assert wrong.item() <= bound, f"{name}: error {wrong:.2e}, bound {bound:.2e}"  # NaN fails too
 
 
+@pytest.mark.parametrize("kind", [{"jsd": 1.0, "skew_kl": 0.5, "forward_kl": 0.0}, "tvd", "adaptive_kl"], ids=str)
+def test_other_divergences_of_the_same_id_twice_and_of_one_too_large_are_nan(fp32, kind):
+    """Minima and maxima drop NaN; values and gradients do not."""
+    tensors = random_sparse(4, 6, 24, 5, device=fp32.device)
+    expected = linear_sparse_divergence(**tensors, kind=kind)
+    for wrong in (int(tensors["ids"][2, 0]), 24):
+        if wrong == 24 and (fp32.path == "torch" or kind == "adaptive_kl"):
+            continue  # which is an error there
+        changed = tensors | {"ids": tensors["ids"].clone()}
+        changed["ids"][2, 4] = wrong
+        got = evaluate(linear_sparse_divergence, changed, kind=kind)
+        assert got["loss"].isnan() and got["d_hidden"][2].isnan().all()
+        for name, x in linear_sparse_divergence(**changed, kind=kind).terms.items():
+            assert x.isnan().tolist() == [False, False, True, False], name
+            assert torch.equal(x[[0, 1, 3]], expected.terms[name][[0, 1, 3]])
+
+
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("options", [{}, ALL], ids=["", "all"])
 def test_twice_the_same_id_gives_nan(fp32, tail, options):
@@ -309,6 +328,73 @@ def test_none_on_the_likeliest_is_biased():
     linear_sparse_divergence(x, torch.eye(33, dtype=torch.float64), **cache, tail="none").loss.backward()
     assert (x.grad.gather(1, cache["ids"]) < 0).all()  # descent raises the K
     assert (x.grad.scatter(1, cache["ids"], 1.0) > 0).all()  # and lowers all others
+
+
+OTHERS = [kind for kind in KINDS if kind != "forward_kl"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("options", [{}, ALL | {"beta": 0.3, "alpha": 0.2}], ids=["", "all"])
+def test_other_divergences_of_the_entries_and_the_rest(place, kind, options):
+    tensors = random_sparse(5, 12, 37, 6, dtype=place.dtype, device=place.device, bias=True, ignored=0.3)
+    tensors["ids"][1, 2] = -1
+    got = check_sparse(tensors, kind=kind, **options)
+    assert got["divergence"].abs().max() > 1e-3
+
+
+def test_a_mix_of_divergences_and_one_that_is_measured(place):
+    tensors = random_sparse(5, 12, 37, 6, dtype=place.dtype, device=place.device, ignored=0.3)
+    mix = {"forward_kl": 0.5, "reverse_kl": 0.7, "tvd": -0.2, "symmetric_kl": 0.4, "jsd": 0.0}
+    check_sparse(tensors, kind=mix, beta=0.3, ce_weight=0.2)
+    terms = linear_sparse_divergence(**tensors, kind=mix, beta=0.3).terms
+    assert set(terms) == set(mix)
+    for kind in mix:
+        alone = linear_sparse_divergence(**tensors, kind=kind, beta=0.3)
+        torch.testing.assert_close(terms[kind], alone.divergence, rtol=1e-5, atol=1e-5)
+        assert torch.equal(alone.terms[kind], alone.divergence)
+
+
+@pytest.mark.parametrize("kind", slow_but(OTHERS, "reverse_kl", "skew_kl", "adaptive_kl"))
+def test_other_divergences_of_the_whole_vocabulary(fp32, kind):
+    """K = V: no rest, and what linear_divergence gives."""
+    n, v = 5, 37
+    student = random_inputs(n, 12, v, device=fp32.device, bias=True, ignored=0.2)
+    teacher = random_inputs(n, 9, v, device=fp32.device, seed=1)
+    options = {"kind": kind, "temperature": 2.0, "ce_weight": 0.3, "beta": 0.3, "alpha": 0.2}
+    full = student | {f"teacher_{k}": teacher[k] for k in ("hidden", "weight")}
+    expected = evaluate(linear_divergence, full, **options)
+    logits = teacher["hidden"] @ teacher["weight"].t()
+    cache = likeliest((logits.double() / 2.0).log_softmax(-1), v)
+    got = evaluate(linear_sparse_divergence, student | cache, **options)
+    for name in ("loss", "divergence", "d_hidden", "d_weight", "d_bias", "log_prob", "entropy"):
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but([kind for kind in OTHERS if kind != "adaptive_kl"], "reverse_kl", "jsd", "tvd")
+)
+def test_other_divergences_are_lower_bounds(fp32, kind):
+    """By data processing; 0, with gradient 0, for a student equal to its teacher. (The adaptive KL's weights move.)"""
+    tensors = random_inputs(4, 40, 33, device=fp32.device)
+    student = (tensors["hidden"] @ tensors["weight"].t()).double().log_softmax(-1).cpu()
+    log_p, last = teacher_log_probs(4, 33), torch.zeros(4)
+    for k in (1, 4, 16, 33):
+        got = linear_sparse_divergence(**tensors, **on(fp32.device, likeliest(log_p, k)), kind=kind).divergence.cpu()
+        assert (got >= last - 1e-5).all(), k
+        last = got
+        same = evaluate(linear_sparse_divergence, tensors | on(fp32.device, likeliest(student, k)), kind=kind)
+        gradients = () if kind == "tvd" else ("d_hidden", "d_weight")  # the sign of what rounding left
+        assert all(same[name].abs().max() < 2e-6 for name in ("loss", "divergence", *gradients)), k
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_teacher_whose_rest_rounds_to_nothing(fp32, kind):
+    """The listed tokens add up to 1 in fp32, or more: values and gradients stay numbers, the reverse KL's too."""
+    tensors = random_sparse(4, 6, 20, 5, device=fp32.device)
+    tensors["log_probs"] = torch.tensor([[-1e-8, -19.0, -20.0, -21.0, -22.0]] * 4, device=fp32.device)
+    got = evaluate(linear_sparse_divergence, tensors, kind=kind)
+    for name in ("loss", "divergence", "d_hidden", "d_weight"):
+        assert got[name].isfinite().all() and got[name].abs().max() < 100, name
 
 
 def test_int32_ids(fp32):
@@ -434,7 +520,9 @@ def test_compiles_as_one_graph(labels, frozen):
         ({"recompute": True, "reduction": "sum"}, 'reduction must be "mean" or "none"'),
         ({"tail": "renormalize"}, "tail must be one of bucket, none, got 'renormalize'"),
         ({"top_ids": torch.zeros(3)}, "top_ids must be int64 or int32, one per row"),
-        ({"kind": "reverse_kl"}, "kind must be forward_kl, got 'reverse_kl'"),
+        ({"kind": "reverse_kl", "tail": "none"}, "tail none determines the forward KL alone, got kind reverse_kl"),
+        ({"kind": "hellinger"}, "kind must be one of forward_kl, reverse_kl"),
+        ({"kind": "jsd", "beta": 1.5}, "beta must lie in .0, 1."),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
         ({"vocab_size": 0}, "vocab_size must be at least 1 or None, got 0"),

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from quick_cases import by_turns
 from tiny import (
     FAMILIES,
     VOCAB,
@@ -306,9 +307,9 @@ def distillation_by_hand(student_logits, teacher_logits, labels, how):
     return (how.temperature**2 * soft + how.ce_weight * hard).mean()
 
 
-@pytest.mark.parametrize("kind, temperature", [*((kind, 2.0) for kind in KINDS), ("mix", 1.0)])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_distillation_equals_the_definition_on_real_logits(pair, kind, temperature):
+@pytest.mark.parametrize(("how", "pair"), by_turns([*((kind, 2.0) for kind in KINDS), ("mix", 1.0)], PAIRS))
+def test_distillation_equals_the_definition_on_real_logits(pair, how):
+    kind, temperature = how
     student_family, teacher_family, overrides, vocab = PAIRS[pair]
     student, teacher = tiny_model(student_family), tiny_model(teacher_family, seed=7, **overrides)
     how = with_temperature(KINDS[kind], temperature, vocab)

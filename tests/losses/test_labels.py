@@ -33,9 +33,13 @@ OWN_TARGETS = {
     "GitForCausalLM": "special",  # logits of the image are cut off, and the labels are shifted
     "CsmForConditionalGeneration": "special",  # the first codebook's labels; a second model adds its own loss
 }
-AS_MOONSHINE = ("MoonshineStreamingForConditionalGeneration", "CohereAsrForConditionalGeneration")
 # Whose labels are, though they read more than text.
 CALLERS_TARGETS = {"Qwen2_5_VLForConditionalGeneration": "text", "Blip2ForConditionalGeneration": "special"}
+# Which do as Moonshine, or Qwen2.5-VL, does.
+AS_OTHERS = (
+    "MoonshineStreamingForConditionalGeneration", "CohereAsrForConditionalGeneration",
+    "Florence2ForConditionalGeneration", "Blip2ForConditionalGeneration",
+)  # fmt: skip
 
 
 @functools.cache
@@ -67,10 +71,7 @@ def assert_same(got, want, rtol=1e-4):
 
 @pytest.mark.parametrize(
     "class_name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in AS_MOONSHINE))
-        for name in (*OWN_TARGETS, *CALLERS_TARGETS)
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in AS_OTHERS)) for name in (*OWN_TARGETS, *CALLERS_TARGETS)],
 )
 def test_loss_and_every_gradient_equal_the_plain_model(class_name):
     model, batch = model_and_batch(class_name, "speech" if class_name.startswith("Moonshine") else None)

@@ -10,6 +10,7 @@ import torch
 from byte_level import CODE, ENGLISH, byte_level, saved
 from datasets import Dataset
 from peft import LoraConfig
+from quick_cases import slow_but
 from splits import capture_gradients
 from tiny import CHAT_TEMPLATE, VOCAB, chats, completions, double_copy, texts, tiny_model, tiny_tokenizer, train_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -168,7 +169,7 @@ def by_hand(trainer, student, rows, temperature=1.0, projector=None) -> dict[str
     return {name: total / tokens for name, total in sums.items()}
 
 
-@pytest.mark.parametrize("family", ["completions", "chats", "texts"])
+@pytest.mark.parametrize("family", slow_but(["completions", "chats", "texts"], "chats"))
 def test_logs_equal_values_by_hand(teacher, family):
     rows = {"completions": completions, "chats": chats, "texts": texts}[family](7)
     trainer = make(
@@ -205,8 +206,9 @@ def logs_of_one_batch(teacher) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"packing": True, "max_length": 40}, {"padding_free": True, "max_length": None},
-     {"per_device_train_batch_size": 2, "shuffle_dataset": True},
+    [{"packing": True, "max_length": 40},
+     pytest.param({"padding_free": True, "max_length": None}, marks=pytest.mark.slow),
+     pytest.param({"per_device_train_batch_size": 2, "shuffle_dataset": True}, marks=pytest.mark.slow),
      {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
     ids=["packing", "padding-free", "smaller batches, shuffled", "accumulation"],
 )  # fmt: skip

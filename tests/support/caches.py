@@ -67,3 +67,24 @@ def end_of(capsys, *words: str) -> tuple[int, str]:
         main(list(words))
     printed = capsys.readouterr()
     return int(stopped.value.code or 0), " ".join((printed.out + printed.err).split())
+
+
+# A run that distils `student` from the teacher cache in `cache`.
+CACHED_RUN = """
+recipe: distill
+model_name_or_path: student
+teacher: cache
+teacher_cache_dir: cache
+dataset_name: rows.jsonl
+output_dir: out
+max_steps: 3
+per_device_train_batch_size: 4
+learning_rate: 1e-2
+gradient_checkpointing: false
+save_strategy: no
+max_length: 32
+holdout_fraction: 0.2
+num_sample_completions: 1
+max_new_tokens: 2
+use_cpu: true
+"""

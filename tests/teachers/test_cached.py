@@ -219,11 +219,28 @@ def test_a_teacher_in_memory_is_compared_by_its_state(tmp_path):
         trainer_of(args, teacher="some/name")
 
 
+def test_any_divergence_of_the_listed_tokens_and_the_rest(tmp_path):
+    """Of all tokens, what the live teacher gives; one that holds draws is refused whatever the configuration says."""
+    losses = [{"type": "jsd", "beta": 0.4}, {"type": "reverse_kl", "weight": 0.3}, {"type": "tvd"}, {"type": "ce"}]
+    step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.0, "bf16": False, "losses": losses}
+    args = captured(tmp_path / "c", cache_entries=VOCAB, cache_bits=16, **step)
+    cached = trainer_of(args)
+    live = trainer_of(config(None, **{**step, "teacher": "model"}), teacher=teacher_model())
+    cached.train(), live.train()
+    (logs, *_), (truth, *_) = cached.state.log_history, live.state.log_history
+    for name in ("loss", "kd_loss", "forward_kl", "loss/jsd", "loss/reverse_kl", "loss/tvd"):
+        assert logs[name] == pytest.approx(truth[name], rel=2e-3), name
+    captured(tmp_path / "draws", cache_entries=8, cache_tail_draws=4)
+    with pytest.raises(ConfigError, match="holds draws, which determine the forward KL alone.* asks for jsd, reverse"):
+        trainer_of(config(tmp_path / "draws", **step))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"beta": 0.5}, "determines the forward KL alone.* asks for jsd"),
-        ({"losses": [{"type": "reverse_kl"}]}, "asks for reverse_kl"),
+        ({"beta": 0.5, "cache_tail_draws": None}, "determines the forward KL alone.* asks for jsd"),
+        ({"losses": [{"type": "reverse_kl"}], "cache_tail_draws": 4}, "asks for reverse_kl"),
+        ({"losses": [{"type": "reverse_kl"}], "cache_kind": "sampled", "cache_tail_draws": None}, "for reverse_kl"),
         ({"losses": [{"type": "ce"}]}, "asks for no divergence"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: is not part"),
         ({"cache_kind": "renormalized"}, "cache_kind: expected one of topk, sampled"),

@@ -173,10 +173,7 @@ def test_routes_of_their_own():
     trainer = make({k: v for k, v in teachers().items() if k != "prose"}, data,
                    teachers=entries({"math": 1.0, "code": 1.0}, **options), teacher_column="domain")  # fmt: skip
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
-    supervised = batch["labels"][:, 1:] != -100
-    for row, route in enumerate((0, 1, 0)):
-        assert set(batch["teacher_routes"][row, :-1][supervised[row]].tolist()) == {route}
-    assert batch["teachers_present"] == (0, 1) and (batch["teacher_routes"][:, :-1][~supervised] == -1).all()
+    assert batch["teacher_routes"].tolist() == [[0], [1], [0]] and batch["teachers_present"] == (0, 1)
 
 
 @pytest.mark.parametrize("options", [
@@ -225,6 +222,86 @@ def test_by_their_directories(tmp_path):
     assert trainer.teacher is None
     with trainer.teaching.live() as live:
         assert list(live) == ["math", "code", "prose"]
+
+
+ON_POLICY = {"lmbda": 1.0, "max_completion_length": 7, "temperature": 1.0, "teachers": entries(),
+             "teacher_column": "domain"}  # fmt: skip
+
+
+def sampled_by_hand(seen, domain_of):
+    """Return loss and gradients, in fp64, of sampled micro-batches, each row taught by the teacher of its prompt."""
+    student, models = double_copy(tiny_model()), {name: double_copy(model) for name, model in teachers().items()}
+    total, tokens, used = 0.0, 0, set()
+    for inputs in seen:
+        for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
+            start = int((labels != -100).nonzero()[0])
+            name = domain_of[tuple(ids[:start].tolist())]
+            targets = shift_labels_of(labels[None])[0]
+            keep = targets != -100
+            s, t = (model(input_ids=ids[None]).logits[0, keep, :VOCAB] for model in (student, models[name]))
+            divergence = divergence_by_hand(s, t.detach(), "forward_kl", 1.0)
+            divergence = divergence + 0.5 * divergence_by_hand(s, t.detach(), "jsd", 1.0, BETA)
+            ce = s.log_softmax(-1).gather(-1, targets[keep, None]).sum()
+            total, tokens = total + WEIGHTS[name] * divergence.sum() - 0.3 * ce, tokens + int(keep.sum())
+            used.add(name)
+    (total / tokens).backward()
+    return float(total.detach()) / tokens, {n: p.grad for n, p in student.named_parameters()}, used
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["completions", "prompts alone"])
+def test_routed_on_policy(alone):
+    """A row keeps its teacher when the student completes it anew, in training and in evaluation."""
+    data, test = rows(16), rows(6, seed=9)
+    if alone:
+        data, test = data.remove_columns("completion"), test.remove_columns("completion")
+    trainer = make(teachers(), data, test, per_device_train_batch_size=4, gradient_accumulation_steps=4, **ON_POLICY)
+    tokenizer, seen, answer = tiny_tokenizer(), [], trainer.teaching.answer
+    domain_of = {tuple(tokenizer(row["prompt"])["input_ids"]): row["domain"] for row in [*data, *test]}
+
+    def recorded(inputs):
+        seen.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
+        return answer(inputs)
+
+    trainer.teaching.answer = recorded
+    logs, gradients = step(trainer)
+    loss, want, used = sampled_by_hand(seen, domain_of)
+    assert used == set(WEIGHTS) and sum(len(inputs["labels"]) for inputs in seen) == 16
+    assert logs["loss"] == pytest.approx(loss, rel=1e-4)
+    assert_same(gradients, want)
+    assert sum(logs[f"{name}/share"] for name in WEIGHTS) == pytest.approx(1.0)
+    seen.clear()
+    metrics = trainer.evaluate()
+    if alone:
+        domains = [{domain_of[tuple(ids[: int((labels != -100).nonzero()[0])].tolist())] for ids, labels in zip(
+            inputs["input_ids"], inputs["labels"], strict=True)} for inputs in seen]  # fmt: skip
+        assert len(domains) == 2 and {name for names in domains for name in names} == set(test["domain"])
+    for name in set(test["domain"]):
+        share = metrics[f"eval_{name}/share"]
+        assert 0 < share < 1 and metrics[f"eval_{name}/forward_kl"] > 0
+
+
+def test_routed_on_policy_half_of_the_time():
+    """Micro-batches of the dataset's completions and of sampled ones take turns, each row with its teacher."""
+    options = {**ON_POLICY, "lmbda": 0.5}
+    trainer = make(teachers(), rows(32), per_device_train_batch_size=4, gradient_accumulation_steps=8, **options)
+    logs, _ = step(trainer)
+    assert (
+        0 < logs["on_policy_share"] < 1 and {"on_policy/math/forward_kl", "off_policy/code/forward_kl"} <= logs.keys()
+    )
+
+
+def test_routed_prompts_that_are_refused():
+    prompts = rows(8).remove_columns("completion")
+    with pytest.raises(DataError, match="Row 1 of the train dataset has 'law' .* Known: math, code, prose"):
+        wrong = prompts.remove_columns("domain").add_column("domain", ["math", "law", *["code"] * 6])
+        make(teachers(), wrong, **ON_POLICY)
+    with pytest.raises(DataError, match="train dataset has no column 'domain'"):
+        make(teachers(), prompts.remove_columns("domain"), **ON_POLICY)
+    with pytest.raises(ConfigError, match="teacher_column needs rows that the trainer prepares"):
+        make(teachers(), prompts.to_iterable_dataset(), **ON_POLICY)
+    trainer = make(teachers(), prompts, **ON_POLICY)
+    with pytest.raises(DataError, match="is of no dataset that the trainer prepared"):
+        trainer.data_collator([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])
 
 
 def test_means_over_kinds():

@@ -14,8 +14,11 @@ from splits import capture_gradients
 from tiny import VOCAB, chats, completions, largest_vocabulary_tensor, texts, tiny_model, tiny_tokenizer
 
 from liger_trainer.errors import ConfigError, CorruptError, LigerTrainerError
+from liger_trainer.patching.document_mask import padded_on_the_right
+from liger_trainer.patching.patcher import patch, patched_record
 from liger_trainer.teachers.cache.hidden import HEAD, HiddenFormat
 from liger_trainer.teachers.cache.store import INDEX, TeacherCache, read_index
+from liger_trainer.teachers.row_keys import row_key
 from liger_trainer.trainers import capture as cache_capture
 from liger_trainer.trainers.capture import capture
 
@@ -129,13 +132,7 @@ def test_heads_with_scales_caps_and_biases(tmp_path, family):
     assert_same_step(trainer_of(args), trainer_of(live_args(options), teacher=teacher))
 
 
-@pytest.fixture
-def unpatched_teacher(monkeypatch):
-    """The live teacher runs transformers' own layers, as in a capture: others round bf16 elsewhere."""
-    monkeypatch.setattr("liger_trainer.teachers.model.patch_layers", lambda *_: None)
-
-
-def test_bf16_is_stored_in_two_bytes_and_gives_the_live_teachers_kl(tmp_path, unpatched_teacher):
+def test_bf16_is_stored_in_two_bytes_and_gives_the_live_teachers_kl(tmp_path):
     """Under autocast, products are in bf16 anyway: nothing is lost by storing hidden states and head in it."""
     options = {**STEP, "bf16": True, "beta": 0.5}
     args = hidden_cache(tmp_path / "c", test=completions(6), **options)
@@ -149,7 +146,40 @@ def test_bf16_is_stored_in_two_bytes_and_gives_the_live_teachers_kl(tmp_path, un
     assert_same_step(cached, live, 1e-4)
 
 
-def test_a_cache_of_bf16_teaches_a_run_in_fp32(tmp_path, unpatched_teacher):
+@pytest.mark.parametrize("family, weights", [("gemma2", torch.float32), ("llama", torch.bfloat16)])
+def test_what_is_stored_are_the_live_teachers_hidden_states_bit_for_bit(tmp_path, family, weights):
+    """Under autocast, with its layers patched: rows of one batch, padded to the longest, as the live teacher reads."""
+    made, rows = tiny_model(family, seed=5, hidden_size=48).to(weights), completions(8, seed=11)
+    options = {**STEP, "bf16": True, "per_device_eval_batch_size": 8, "per_device_train_batch_size": 8}
+    hidden_cache(tmp_path / "c", rows, teacher=made, **options)
+    assert patched_record(made) is None, "a capture gives the model back as it was"
+    cache, live = TeacherCache(tmp_path / "c"), trainer_of(live_args(options), rows, test=rows, teacher=made)
+    assert live.teacher_patched.report.swapped and cache.format.dtype == "bfloat16"
+    inputs, compared = next(iter(live.get_eval_dataloader())), 0
+    with live.accelerator.autocast(), padded_on_the_right():  # as in a step
+        hidden = live.teaching.answer({**inputs, "use_cache": False}).hidden.to(torch.bfloat16)
+    for i, (ids, labels) in enumerate(zip(inputs["input_ids"], inputs["labels"], strict=True)):
+        length = int(inputs["attention_mask"][i].sum())
+        records = cache.records(row_key(ids[:length].numpy(), labels[:length].numpy()))
+        assert torch.equal(cache.format.decode(records), hidden[i, :-1][labels[1:] != -100])
+        compared += len(records)
+    assert compared == cache.index.tokens
+
+
+@pytest.mark.parametrize("kind", ["topk", "hidden"])
+def test_a_teacher_that_was_patched_before_stays_as_it_was(tmp_path, kind):
+    made = teacher_model()
+    record = patch(made)
+    before = made.config._attn_implementation
+    captured(tmp_path / "c", teacher=made, cache_kind=kind, cache_tail_draws=None)
+    assert patched_record(made) is record and not record.packs_attention
+    assert made.config._attn_implementation == before
+    record.undo()
+    captured(tmp_path / "d", teacher=made, cache_kind=kind, cache_tail_draws=None)
+    assert patched_record(made) is None and made.config._attn_implementation == before
+
+
+def test_a_cache_of_bf16_teaches_a_run_in_fp32(tmp_path):
     """A teacher whose weights are bf16 computes in bf16; the run's own dtype is its own business."""
     teacher = teacher_model().to(torch.bfloat16)
     args = hidden_cache(tmp_path / "c", teacher=copy.deepcopy(teacher), **STEP)
@@ -312,7 +342,7 @@ def test_the_capture_needs_no_loss_of_its_own(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bf16", [False, True])
-def test_on_gpu(tmp_path, unpatched_teacher, bf16):
+def test_on_gpu(tmp_path, bf16):
     """Captured and trained on the GPU, with records that the host copies there."""
     options = {**STEP, "use_cpu": False, "bf16": bf16, "beta": 0.5, "kd_temperature": 2.0}
     args = hidden_cache(tmp_path / "c", test=completions(6), **options)

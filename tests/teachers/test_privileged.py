@@ -8,6 +8,7 @@ import torch
 from commands import call, save_models, settings, write_rows
 from datasets import Dataset
 from peft import LoraConfig
+from quick_cases import by_turns
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
@@ -91,8 +92,7 @@ def assert_as_by_hand(trainer, teacher, batch: dict, template: str, prompts: lis
     return compared
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(("template", "lora"), by_turns(TEMPLATES, [False, True]))
 def test_the_answer_is_that_to_the_longer_text(template, lora):
     """With a teacher of its own and with the student's base, whose head has an adapter too."""
     trainer = trainer_of(template, lora=lora, **({"teacher": "self"} if lora else {}))
@@ -190,7 +190,7 @@ SYSTEM = [{"role": "system", "content": "w5"}]
     [
         ("plain", {"teacher_prompt": "w1 " * 125}, "longest row 13\\d tokens, and it reads 128 at most"),
         ("plain", {"packing": True}, "set packing, eval_packing and padding_free to false"),
-        ("plain", {"losses": [{"type": "hidden_mse"}]}, "leave hidden_\\* and uld out"),
+        ("plain", {"losses": [{"type": "hidden_mse"}]}, "leave hidden_\\*, uld and alm out"),
         ("plain", {"teacher_prompt_column": "told"}, "either the text or its column"),
         ("plain", {"teacher_prompt": None, "teacher_prompt_column": "no"}, "no column 'no'"),
         ("plain", {"seq_kd": True}, "set seq_kd to false"),

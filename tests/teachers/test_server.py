@@ -7,12 +7,15 @@ from email.utils import formatdate
 
 import pytest
 import torch
+from quick_cases import slow_but
 from served import Reply, served
 from splits import capture_gradients
 from tiny import VOCAB, completions, double_copy, shift_labels_of, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer
 from liger_trainer.errors import ConfigError, NonFiniteError, TeacherServerError
+from liger_trainer.kernels.divergence_kinds import KINDS
+from liger_trainer.kernels.linear_divergence import divergence_reference
 from liger_trainer.teachers.completions_client import CompletionsServer, Question, ServerOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -51,6 +54,55 @@ def test_with_the_whole_vocabulary_it_equals_the_local_teacher(protocol, options
         assert logs[name] == pytest.approx(want_logs[name], rel=1e-5), name
     for name, gradient in want.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+EVERY = {
+    "reverse KL": {"losses": None, "beta": 1.0},
+    "JSD": {"losses": None, "beta": 0.3},
+    "mix": {"losses": [{"type": kind} for kind in KINDS] + [{"type": "ce", "weight": 0.3}], "beta": 0.4},
+    "skewed, one measured": {
+        "losses": [{"type": "skew_kl", "weight": 0.5}, {"type": "tvd", "weight": 0.0}], "skew_alpha": 0.3,
+    },
+    "scheduled": {"losses": [{"type": "forward_kl"}, {"type": "reverse_kl"}],
+                  "schedules": {"forward_kl_weight": {"from": 0.0, "to": 1.0}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("losses", slow_but(EVERY, "JSD", "mix"))
+def test_any_divergence_equals_the_local_teachers_on_the_whole_vocabulary(losses):
+    options = EVERY[losses]
+    with served(teacher_model()) as server:
+        logs, gradients = step(make(server, teacher_server_top_k=VOCAB, **options))
+    want_logs, want = step(make(teacher=teacher_model(), **options))
+    terms = [name for name in want_logs if name.startswith("loss/")]
+    for name in ("loss", "kd_loss", "ce_loss", "forward_kl", "teacher_perplexity", *terms):
+        assert logs[name] == pytest.approx(want_logs[name], rel=1e-4, abs=1e-6), name
+    for name, gradient in want.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "forward_kl"])
+def test_any_divergence_of_a_few_tokens_and_the_rest_as_one(kind):
+    """Against the divergence of the coarser distributions in fp64, whose reference knows no lists of tokens."""
+    teacher = teacher_model()
+    with served(teacher) as server:
+        options = {"alpha": 0.2} if "skew" in kind else {"beta": 0.3} if kind == "jsd" else {}
+        trainer = make(server, losses=[{"type": kind, **options}])
+        student = double_copy(trainer.model)
+        logs, gradients = step(trainer)
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for row in trainer.train_dataset:
+        ids = torch.tensor([row["input_ids"]])
+        keep = shift_labels_of(torch.tensor([row["labels"]]))[0] != -100
+        q, p = (model(input_ids=ids).logits[0, keep].softmax(-1) for model in (student, double_copy(teacher)))
+        likeliest = p.topk(8, -1).indices
+        p, q = (torch.cat([x.gather(-1, likeliest), 1 - x.gather(-1, likeliest).sum(-1, True)], -1) for x in (p, q))
+        each = divergence_reference(q.log(), p.log().detach(), kind=kind, beta=0.3, alpha=0.2)
+        total, tokens = total + each.sum(), tokens + int(keep.sum())
+    (total / tokens).backward()
+    assert logs["loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(gradients[name].double(), parameter.grad, rtol=1e-3, atol=2e-6, msg=name)
 
 
 def test_a_few_tokens_and_the_rest_as_one():
@@ -102,9 +154,8 @@ def test_nothing_behind_the_last_supervised_token_is_asked():
 
 
 def options_of(server, **options):
-    return ServerOptions(
-        server.url, "tiny", **{"protocol": "vllm", "top_k": 4, "retries": 0, "timeout": 20.0, **options}
-    )
+    common = {"url": server.url, "protocol": "vllm", "top_k": 4, "retries": 0, "timeout": 20.0}
+    return ServerOptions(model="tiny", **{**common, **options})
 
 
 QUESTION = Question([3, 1, 4, 1, 5], [1, 2, 3, 4])
@@ -263,6 +314,59 @@ def test_a_slow_server_and_none_at_all():
         CompletionsServer(options_of(server, retries=1), lambda seconds: None).ask([QUESTION])
 
 
+def test_several_servers_share_the_requests():
+    """And give the loss and gradients of one."""
+    with served(teacher_model()) as one, served(teacher_model()) as other, served(teacher_model()) as alone:
+        logs, gradients = step(make(one, data=completions(8), teacher_server_base_url=[one.url, other.url]))
+        want_logs, want = step(make(alone, data=completions(8)))
+        asked = [server.requests for server in (one, other)]
+        assert all(requests and requests[0]["prompt"] == alone.requests[0]["prompt"] for requests in asked)
+        assert min(len(requests) for requests in asked) > 1
+        assert sum(map(len, asked)) == len(alone.requests) + 1  # each is asked about the first tokens
+    assert logs["loss"] == want_logs["loss"]
+    assert all(torch.equal(gradient, want[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("broken", [503, Reply(b"<html>"), Reply(b"{", headers={"Content-Length": "99"})])
+def test_another_server_takes_over(broken):
+    """At once, without a pause, and the one that failed is left alone."""
+    pauses = []
+    with served(tiny_model(), lambda a, r: broken) as bad, served(tiny_model()) as good:
+        options = options_of(bad, url=[bad.url, good.url], retries=0, concurrency=1)
+        answers = CompletionsServer(options, pauses.append).ask([QUESTION] * 6)
+        assert len(bad.requests) == 1 and len(good.requests) == 6 and len(answers) == 6 and not pauses
+        good.change = lambda a, r: 503
+        with pytest.raises(TeacherServerError, match="2 attempts: .*The other 1 failed too"):
+            CompletionsServer(replace(options, retries=1), pauses.append).ask([QUESTION])
+        assert pauses == [0.5] and len(bad.requests) == 3
+
+
+def test_a_server_that_is_gone_is_replaced_and_one_that_refuses_is_not():
+    with served(tiny_model()) as gone:
+        pass
+    with served(tiny_model(), lambda a, r: 404) as refuses, served(tiny_model()) as good:
+        CompletionsServer(options_of(good, url=[gone.url, good.url])).ask([QUESTION])
+        with pytest.raises(ConfigError, match=rf"{refuses.url}/completions refuses: HTTP 404"):
+            CompletionsServer(options_of(good, url=[refuses.url, good.url])).ask([QUESTION])
+        with pytest.raises(ConfigError, match="names a server twice"):
+            CompletionsServer(options_of(good, url=[good.url, good.url]))
+
+
+def test_servers_of_different_models_are_refused():
+    def surer(seed):
+        model = tiny_model("granite", seed=seed)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(20.0)
+        return model
+
+    with served(surer(3)) as one, served(surer(4)) as other:
+        urls = [one.url, other.url]
+        with pytest.raises(ConfigError, match=rf"{one.url}/completions and {other.url}/.* serve different models"):
+            make(one, teacher_server_base_url=urls)
+        other.model = surer(3).to(torch.bfloat16)  # rounding is no other model
+        make(one, teacher_server_base_url=urls)
+
+
 def test_a_run_whose_server_goes_away_is_saved_and_resumed(tmp_path):
     """Between two checkpoints, with two micro-batches a step; it ends with the weights of a run that had its server."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100, "gradient_accumulation_steps": 2,
@@ -311,9 +415,13 @@ def test_a_missing_key(monkeypatch):
         ({"teacher_server_base_url": None}, "teacher_server_base_url: missing; `teacher: server` needs it"),
         ({"teacher_server_model": None}, "teacher_server_model: missing; `teacher: server` needs it"),
         ({"teacher_server_base_url": "localhost:8000"}, "expected an address such as http"),
+        ({"teacher_server_base_url": ["http://a/v1", "b:80"]}, "expected an address such as http"),
+        ({"teacher_server_base_url": []}, "teacher_server_base_url: missing"),
         ({"teacher_server_protocol": "trl"}, "teacher_server_protocol: expected one of vllm, echo"),
         ({"teacher_server_top_k": 0}, "teacher_server_top_k: expected a number of at least 1"),
-        ({"beta": 1.0}, "a teacher's server determines the forward KL alone"),
+        ({"taid": {"start": 0.4}}, "taid: it mixes logits of the whole vocabulary"),
+        ({"losses": [{"type": "hidden_mse"}, {"type": "forward_kl"}]}, "hidden_mse needs the teacher's model"),
+        ({"beta": 1.0, "kd_temperature": 2.0}, "kd_temperature: a server's log-probabilities are of temperature 1"),
         ({"losses": [{"type": "ce"}]}, "the loss asks for no divergence"),
         ({"label_smoothing_factor": 0.1}, "not part of the loss against a teacher's server"),
         ({"teacher_dtype": "bfloat16"}, "teacher_dtype: has no effect with `teacher: self` or `server`"),
@@ -323,3 +431,44 @@ def test_settings_that_are_refused(options, message):
     given = {"teacher": "server", "teacher_server_base_url": "http://localhost/v1", "teacher_server_model": "m"}
     with pytest.raises(ValueError, match=message):
         train_args(LigerDistillConfig, **{**given, **options})
+
+
+ON_POLICY = {"lmbda": 1.0, "max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-2, "seed": 3}
+
+
+@pytest.mark.parametrize("losses", [{"losses": None, "beta": 1.0}, {"losses": LOSSES}], ids=["reverse KL", "mix"])
+def test_on_policy_the_server_scores_what_the_student_samples(losses):
+    """With the whole vocabulary as the local teacher does: the same completions, and the same loss on them."""
+    options = {**ON_POLICY, **losses}
+    with served(teacher_model()) as server:
+        trainer = make(server, teacher_server_top_k=VOCAB, **options)
+        trainer.train()
+        asked = [tuple(request["prompt"]) for request in server.requests[1:]]
+        assert len(trainer.teaching._known) == 0, "sampled rows do not come again"
+    live = make(teacher=teacher_model(), **options)
+    live.train()
+    data = {tuple(row["input_ids"]) for row in trainer.train_dataset}
+    assert asked and not data & set(asked)
+    for logs, want in zip(trainer.state.log_history[:2], live.state.log_history[:2], strict=True):
+        for name in ("loss", "forward_kl", "completion_length", "on_policy_share", "teacher_perplexity"):
+            assert logs[name] == pytest.approx(want[name], rel=1e-4), name
+    for mine, theirs in zip(trainer.model.parameters(), live.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_on_policy_and_off_by_turns_with_a_few_tokens():
+    """Half of the micro-batches sampled; evaluations, of the dataset's completions, ask for their rows once."""
+    with served(teacher_model()) as server:
+        trainer = make(server, data=completions(16), eval_data=completions(3, 7), gradient_accumulation_steps=4,
+                       **{**ON_POLICY, "lmbda": 0.5})  # fmt: skip
+        trainer.train()
+        first = trainer.evaluate()
+        asked = len(server.requests)
+        assert trainer.evaluate()["eval_loss"] == first["eval_loss"] and len(server.requests) == asked
+    logs = trainer.state.log_history[0]
+    assert {"on_policy/forward_kl", "off_policy/forward_kl"} <= logs.keys() and 0 < logs["on_policy_share"] < 1
+
+
+def test_on_policy_what_a_server_cannot_do():
+    with served(teacher_model()) as server, pytest.raises(ConfigError, match="one teacher in this process writes"):
+        make(server, seq_kd=True)

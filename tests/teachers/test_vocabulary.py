@@ -40,7 +40,7 @@ def test_merges_that_differ_make_other_tokens():
     assert f"id {different[3]} is" not in str(error.value) and "; .... " in str(error.value)
     same = len(set(table) & set(other))
     assert f"The student knows {same} of the teacher's 290 tokens under any id" in str(error.value)
-    assert "losses: [{type: uld}]" in str(error.value)
+    assert "losses: [{type: alm}]" in str(error.value)
 
 
 def test_the_same_tokens_under_other_ids_are_another_tokenizer():

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import captured, config, end_of, files_of, flip, keys_of, logits_by_hand, teacher_model, trainer_of
+from caches import (
+    CACHED_RUN,
+    captured,
+    config,
+    end_of,
+    files_of,
+    flip,
+    keys_of,
+    logits_by_hand,
+    teacher_model,
+    trainer_of,
+)
 from datasets import Dataset
 from filelock import FileLock
 from processes import run_on
@@ -291,25 +302,7 @@ def test_padding_of_the_teachers_head_is_cut_off_and_one_that_is_too_small_refus
         torch.testing.assert_close(targets.log_probs.exp().sum(-1), torch.ones(len(targets.ids)))
 
 
-RUN = """
-recipe: distill
-model_name_or_path: student
-teacher_model_name_or_path: teacher
-teacher: cache
-teacher_cache_dir: cache
-dataset_name: rows.jsonl
-output_dir: out
-max_steps: 3
-per_device_train_batch_size: 4
-learning_rate: 1e-2
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.2
-num_sample_completions: 1
-max_new_tokens: 2
-use_cpu: true
-"""
+RUN = CACHED_RUN + "teacher_model_name_or_path: teacher\n"
 
 
 @pytest.fixture
@@ -343,7 +336,7 @@ def test_hidden_states_from_the_command_line(folder, capsys):
     """The live run's metrics, of another divergence and temperature, with the teacher's files gone."""
     Path("run.yaml").write_text(RUN + "beta: 0.5\nkd_temperature: 2.0\n")
     code, said = end_of(capsys, "validate", "run.yaml")
-    assert code == 2 and "With cache_kind: hidden a cache serves every divergence." in said
+    assert code == 2 and "with cache_kind: hidden on all tokens" in said
     assert end_of(capsys, "validate", "run.yaml", "cache_kind=hidden")[0] == 0
     code, said = end_of(capsys, "run", "run.yaml", "cache_kind=hidden", "cache_bits=8")
     assert code == 2 and "cache_bits: has no effect with `cache_kind: hidden`" in said

@@ -131,8 +131,12 @@ def with_adapters(trainer):
 
 
 @pytest.mark.parametrize(
-    "make, name", [(sft, "accumulation"), (sft, "bf16"), (sft, "packing"), (plain, "accumulation"), (plain, "bf16")]
-)
+    "make, name",
+    [
+        (sft, "accumulation"), pytest.param(sft, "bf16", marks=pytest.mark.slow), (sft, "packing"),
+        pytest.param(plain, "accumulation", marks=pytest.mark.slow), (plain, "bf16"),
+    ],
+)  # fmt: skip
 def test_every_step_and_metric_is_that_of_the_distillation_trainer(make, name):
     want, got = ours(name), make(DistillationCallback(a_teacher(), **LOSS), **RUN, **OPTIONS[name])
     got.train()

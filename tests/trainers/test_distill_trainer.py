@@ -1,6 +1,7 @@
 """LigerDistillTrainer: one loss however a batch is split, logs against values by hand, the teacher, its errors."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from processes import run_on
 from safetensors import safe_open
-from splits import OBJECTIVES, ROWS, SPLITS, capture_gradients, one_step
+from splits import QUICK, ROWS, SPLITS, capture_gradients, one_step
 from tiny import (
     VOCAB,
     chats,
@@ -57,9 +58,9 @@ def assert_same_step(got, want):
             assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.fixture(scope="module")
-def whole_batch():
-    return {objective: one_step(objective, batch=8, accumulation=1) for objective in OBJECTIVES}
+@functools.cache
+def whole_batch(objective):
+    return one_step(objective, batch=8, accumulation=1)
 
 
 def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
@@ -68,21 +69,29 @@ def test_the_split_is_one_that_a_mean_of_means_gets_wrong():
 
 
 @pytest.mark.parametrize("objective", ["ce", "kd", "hidden", "on_policy"])  # the others: in two processes
-def test_micro_batches_equal_one_batch(whole_batch, objective):
-    assert_same_step(one_step(objective, batch=1, accumulation=8), whole_batch[objective])
+def test_micro_batches_equal_one_batch(objective):
+    assert_same_step(one_step(objective, batch=1, accumulation=8), whole_batch(objective))
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """The step of every objective in two processes with four rows each."""
-    out = tmp_path_factory.mktemp("two")
-    run_on(2, "splits.py", out / "result.pt")
-    return torch.load(out / "result.pt")
+    """The step of an objective in two processes with four rows each, which is run with all that are as quick."""
+
+    @functools.cache
+    def of(speed):
+        out = tmp_path_factory.mktemp("two")
+        run_on(2, "splits.py", out / "result.pt", speed)
+        return torch.load(out / "result.pt")
+
+    return lambda *split: of("quick" if split in QUICK else "slow")[split]
 
 
-@pytest.mark.parametrize(("objective", "accumulation"), SPLITS)
-def test_two_processes_equal_one(whole_batch, two_processes, objective, accumulation):
-    got, want = two_processes[objective, accumulation], whole_batch[objective]
+@pytest.mark.parametrize(
+    ("objective", "accumulation"),
+    [pytest.param(*split, marks=[] if split in QUICK else pytest.mark.slow) for split in SPLITS],
+)
+def test_two_processes_equal_one(two_processes, objective, accumulation):
+    got, want = two_processes(objective, accumulation), whole_batch(objective)
     assert_same_step(got, want)
     assert objective in ("on_policy", "seq_kd") or got["logs"]["num_tokens"] == sum(
         len(f"{r['prompt']}{r['completion']}".split()) + 1 for r in ROWS

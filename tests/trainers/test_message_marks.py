@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 from foreign_masks import HEADER, MESSAGES, PAIRS, mask_tokenizer
 from foreign_masks import marked as shown
+from quick_cases import slow_but
 from tiny import tiny_model, train_args
 from trl import SFTConfig, chat_template_utils
 
@@ -60,7 +61,10 @@ def make(rows, template=None, config: type[SFTConfig] = LigerConfig, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - OF_PARTS - NOT_ALIKE))
+NAMES = sorted(TEMPLATES.keys() - OF_PARTS - NOT_ALIKE)
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[::2]))
 def test_text_is_that_of_the_template_and_marks_are_trls(name):
     template = TEMPLATES[name]
     marked = marked_template(template, "content", answers_only=True)

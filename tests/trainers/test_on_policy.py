@@ -236,7 +236,7 @@ def test_a_step_is_on_the_students_own_completions_with_its_own_tokens_as_denomi
     assert logs["sampled_tokens_per_second"] > 0 and not any("policy/" in name for name in logs)
 
 
-@pytest.mark.parametrize("lmbda, seq_kd", [(0.5, False), (0.0, True), (0.5, True)])
+@pytest.mark.parametrize("lmbda, seq_kd", [pytest.param(0.5, False, marks=pytest.mark.slow), (0.0, True), (0.5, True)])
 def test_whose_tokens_they_are(lmbda, seq_kd):
     """Greedy, so that who wrote them shows."""
     student, teacher = tiny_model(), tiny_model("gemma2", seed=5, hidden_size=48)

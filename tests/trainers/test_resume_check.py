@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from quick_cases import slow_but
 from tiny import CHAT_TEMPLATE, completions, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from trl import SFTConfig
@@ -135,7 +136,7 @@ CHANGES = {  # the run, what is done to it, and what is said of it
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", slow_but(CHANGES, "rows, template and model", "base", "alpha", "teacher", "kind"))
 def test_what_has_changed_is_named_and_refused(place, capsys, name):
     run, changes, settings, said = CHANGES[name]
     for change in changes:
@@ -315,7 +316,7 @@ def test_teachers_of_every_kind(tmp_path):
         resumed(distill(tmp_path, {"b": other, "c": one}), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["topk", "hidden"])
+@pytest.mark.parametrize("kind", ["topk", pytest.param("hidden", marks=pytest.mark.slow)])
 def test_another_cache(tmp_path, kind):
     def options(name):
         return {"kind": "cache", "teacher_cache_dir": str(tmp_path / name), "cache_kind": kind}

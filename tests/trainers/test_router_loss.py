@@ -1,9 +1,12 @@
 """The auxiliary loss of a mixture of experts: in distillation, too, it is stock transformers', value and gradient."""
 
+from itertools import product
+
 import pytest
 import torch
 from families import build
 from peft import LoraConfig
+from quick_cases import by_turns
 from splits import capture_gradients
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -12,7 +15,6 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 
 COEF = 0.3
-FAMILIES = ["qwen3_moe", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe"))]
 SHORT = dict(max_steps=1, optim="sgd", learning_rate=0.0)
 
 
@@ -69,8 +71,10 @@ def stock(family, batches):
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("make", [distil, sft], ids=["distilled", "fine-tuned"])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(["mixtral", "granitemoe"], [distil, sft])]
+
+
+@pytest.mark.parametrize(("family", "make"), by_turns(["qwen3_moe", "gpt_oss"], [distil, sft]) + SLOW)
 def test_value_and_gradient_are_stock_transformers(make, family):
     ids = torch.arange(5)[None]
     try:

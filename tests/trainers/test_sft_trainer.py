@@ -85,7 +85,9 @@ def assert_same_logs(ours, trls, compared=COMPARED):
     assert steps == STEPS
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_dropout_of_adapters(options):
     """Masks that torch's seed decides, with and without layers that run a second time in the backward."""
     runs = []

@@ -1,4 +1,4 @@
-"""DistillKit 1.0: a teacher in the same process or behind vLLM. Captured logits have no counterpart."""
+"""DistillKit 1.0: a teacher in the same process, behind vLLM, or in logits that it captured."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,11 @@ _TYPES = {
     "kl": "forward_kl", "jsd": "jsd", "tvd": "tvd", "cross_entropy": "ce", "hs_mse": "hidden_mse",
     "hs_cosine": "hidden_cosine",
 }  # fmt: skip
-_CAPTURED = "logits captured with DistillKit cannot be read; name the teacher in teacher_model_name_or_path."
+_CAPTURED = (
+    "logits captured with DistillKit become a cache of ours first: `liger-trainer cache import CONFIG --from "
+    "distillkit --records FOLDER --compression FILE`, with the folder of its Parquet files and this file."
+)
+_LEGACY = "logits in DistillKit's legacy compression are not read; sample them again with its sample_logits_vllm."
 
 
 def _losses(value: Any, source: ForeignConfig) -> Settings:
@@ -31,10 +35,13 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
     if missing:
         known = ", ".join(_TYPES)
         source.note(f"no counterpart to {', '.join(missing)}; left out, the others keep their weights. Known: {known}.")
-    if source.get("teacher.kind") == "vllm":
+    if source.get("teacher.kind") in ("vllm", "dataset"):
         if temperatures - {1.0}:
-            source.note("a server's log-probabilities are of temperature 1, and so are the losses here.")
-        source.note("what is beyond top_k counts as one more outcome here, whatever missing_probability_handling says.")
+            source.note("such log-probabilities are of temperature 1, and so are the losses here.")
+        source.note(
+            "what is beyond the listed tokens counts as one more outcome here, whatever missing_probability_handling "
+            "says."
+        )
         temperatures = set()
     if len(temperatures) > 1:
         source.note(f"one temperature for all losses here; they had {sorted(temperatures)}, the highest is taken.")
@@ -65,8 +72,11 @@ def _with_losses(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _kind(value: Any, source: ForeignConfig) -> Settings:
+    if value == "dataset":
+        source.note(_CAPTURED)
+        return {"teacher": "cache", "teacher_cache_dir": "teacher_cache"}
     if value not in ("hf", "vllm"):
-        raise NotHere(_CAPTURED if value == "dataset" else "expected hf, vllm or dataset.")
+        raise NotHere("expected hf, vllm or dataset.")
     return {"teacher": "server"} if value == "vllm" else {}
 
 
@@ -169,12 +179,12 @@ TOOL = Tool(
     },
     unneeded={
         "dataset.prepared_dataset_path": "prepared rows are kept by datasets' own cache.",
+        "teacher.logprob_compressor": "`liger-trainer cache import` reads it in this file.",
+        "teacher.logprob_compressor.": "`liger-trainer cache import` reads it in this file.",
         "model_auto_class": "the class of the model is found by its configuration.",
     },
     unsupported={
-        "teacher.logprob_compressor": _CAPTURED,
-        "teacher.logprob_compressor.": _CAPTURED,
-        "teacher.legacy_logit_compression.": _CAPTURED,
+        "teacher.legacy_logit_compression.": _LEGACY,
         "teacher.": "only a teacher in the same process: teacher_model_name_or_path and teacher_model_init_kwargs.",
         "functionary_packing": "set `packing: true`.",
         "frozen_modules": "train adapters instead, with use_peft and lora_target_modules.",

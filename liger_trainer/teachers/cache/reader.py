@@ -13,6 +13,7 @@ from ...common.replacements import Replacements
 from ...errors import ConfigError, LigerTrainerError
 from ...losses.deferred_logits import DeferredLogits, Forward
 from ...losses.model_parts import Head, device_of, output_module
+from ...patching.document_mask import padded_on_the_right
 from .hidden import TeacherHead
 from .records import Draws, RecordFormat
 
@@ -55,8 +56,8 @@ class Reader(ABC):
 
     @torch.no_grad()
     def logits(self, ids: Tensor, mask: Tensor) -> Any:
-        """Return the logits of a batch, deferred where the model lets them be."""
-        with self.autocasting(), _held_back(self.teacher, self.device):
+        """Return the logits of a batch that is padded on the right, deferred where the model lets them be."""
+        with self.autocasting(), padded_on_the_right(), _held_back(self.teacher, self.device):
             return self.teacher(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
             ).logits

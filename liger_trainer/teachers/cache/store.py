@@ -53,6 +53,8 @@ class CacheSettings(_Part):
     seed: int | None  # of the draws
     max_length: int | None
     shard_mb: int
+    unknown: tuple[Literal["label_log_prob", "entropy"], ...] = ()
+    """what another tool's records do not say, and ours hold zeros for"""
 
     @property
     def format(self) -> RecordFormat:
@@ -90,10 +92,16 @@ class Fingerprints(_Part):
     """What a cache was captured from; see teachers/fingerprints.py."""
 
     teacher: str
-    teacher_from: Literal["files", "memory"]
+    teacher_from: Literal["files", "memory", "vllm", "distillkit"]
+    """where the weights were, or whose records were imported: the fingerprint is then of their files"""
     tokenizer: str
     chat_template: str | None
     data: str
+
+    @property
+    def imported(self) -> bool:
+        """Whether another tool wrote the records down."""
+        return self.teacher_from not in ("files", "memory")
 
 
 class TeacherName(_Part):
@@ -184,7 +192,9 @@ def read_index(path: Path) -> CacheIndex:
 
 
 def write_index(path: Path, index: CacheIndex) -> None:
-    absent = {name for name in ("parts", "head") if not getattr(index, name)}
+    absent: dict[str, Any] = {name: True for name in ("parts", "head") if not getattr(index, name)}
+    if isinstance(index.settings, CacheSettings) and not index.settings.unknown:
+        absent["settings"] = {"unknown"}
     content = index.model_dump(mode="json", exclude=absent)
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
     write_atomically(path / INDEX, text)
