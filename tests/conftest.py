@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,9 +15,11 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 # The tests' tensors are too small for more threads, and pytest and its processes run at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import processes
 import pytest
 import quick_libraries
 import torch
+from quick_libraries import proved_once
 
 from liger_trainer import secrets
 
@@ -25,10 +28,17 @@ pytest.register_assert_rewrite("tiny", "splits")
 # The files that take longest come first, so that at the end no process waits long for another one. The others follow
 # as they were found.
 LONG_FILES = (
-    "test_stopping", "test_evaluation", "test_trained_steps", "test_linear_modes", "test_token_ids", "test_estimate",
-    "test_distill_trainer", "test_sft_trainer", "test_cuda_graphs", "test_resume_check", "test_docs", "test_compile",
-    "test_on_policy", "test_recipes", "test_drafts", "test_report", "test_packaging", "test_two_stages", "test_images",
-    "test_linear_divergence", "test_finite_guard", "test_distill_callback", "test_hidden_cache", "test_labels",
+    "test_compiles", "test_estimate", "test_trained_steps", "test_docs", "test_distill_trainer", "test_linear_modes",
+    "test_linear_sparse_divergence", "test_import_cache", "test_server", "test_alm", "test_lora_dropout",
+    "test_report", "test_recipes", "test_drafts", "test_linear_divergence", "test_resume_check", "test_cuda_graphs",
+    "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer", "test_catalogue",
+    "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_two_stages", "test_cached",
+    "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
+)  # fmt: skip
+
+TESTS_OF_PROOFS = (
+    "test_all_families", "test_families", "test_gated_norms", "test_hf_kernels", "test_mlps", "test_norms",
+    "test_patcher", "test_stacked_experts",
 )  # fmt: skip
 
 if not torch.cuda.is_available():
@@ -54,7 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    quick_libraries.install_in_imported()
     gc.freeze()
+    processes.keep_as_imported()
     gc.enable()
     atexit.register(gc.unfreeze)  # or libraries report as leaked what is there to the end; pytest collects before that
 
@@ -68,6 +80,16 @@ def chunked_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_triton, "INTERPRETED", False)
         patch.setenv("TRITON_INTERPRET", "0")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proofs(request) -> Iterator[None]:
+    """Those that the patcher has made of equal layers before, except where they are what is tested."""
+    structure = sys.modules.get("liger_trainer.patching.structure")
+    with pytest.MonkeyPatch.context() as patch:
+        if structure is not None and request.path.stem not in TESTS_OF_PROOFS:
+            patch.setattr(structure, "once_for_equal_layers", proved_once(structure.once_for_equal_layers))
         yield
 
 

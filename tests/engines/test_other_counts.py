@@ -10,15 +10,18 @@ from processes import run_on
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counts")
     run_on(2, "engines/other_counts.py", folder)
-    for count in (1, 4):
-        run_on(count, "engines/other_counts.py", folder, "resume")
     return folder
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])
+def resumed(request, folder):
+    run_on(request.param, "engines/other_counts.py", folder, "resume")
+    return torch.load(folder / f"resumed-{request.param}.pt")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_training_goes_on_with_the_same_losses(folder, engine, count):
-    want, got = (torch.load(folder / name)[engine] for name in ("begun-2.pt", f"resumed-{count}.pt"))
+def test_a_training_goes_on_with_the_same_losses(folder, resumed, engine):
+    want, got = torch.load(folder / "begun-2.pt")[engine], resumed[engine]
     assert want["losses"][STEPS] < want["losses"][1] - 0.1
     for step in range(SAVED + 1, STEPS + 1):
         assert got["losses"][step] == pytest.approx(want["losses"][step], rel=1e-5), step

@@ -1,27 +1,39 @@
 """A step of each trainer by FSDP2 in two processes, against the same step in one. DDP: test_distill_trainer.py."""
 
+import functools
+
 import pytest
 import torch
-from engines.trained_steps import OBJECTIVES, STEPS, step
+from engines.trained_steps import QUICK, STEPS, step
 from processes import run_on
 from tiny import assert_same_gradients
 
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained") / "results.pt"
-    run_on(2, "engines/trained_steps.py", path)
-    return torch.load(path)
+one_process = functools.cache(lambda objective: step(objective, 8, 1))
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    return {objective: step(objective, 8, 1) for objective in OBJECTIVES}
+def of_speed(tmp_path_factory):
+    @functools.cache
+    def of(speed):
+        path = tmp_path_factory.mktemp("trained") / "results.pt"
+        run_on(2, "engines/trained_steps.py", path, speed)
+        return torch.load(path)
+
+    return of
 
 
-@pytest.mark.parametrize(("engine", "objective", "variant"), STEPS)
-def test_a_step_in_two_processes_is_that_of_one(two_processes, one_process, engine, objective, variant):
-    got, want = two_processes[engine, objective, variant], one_process[objective]
+@pytest.fixture(scope="module")
+def two_processes(of_speed):
+    """The step of a case, which is run with all that are as quick."""
+    return lambda *case: of_speed("quick" if case in QUICK else "slow")[case]
+
+
+CASES = [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in STEPS]
+
+
+@pytest.mark.parametrize(("engine", "objective", "variant"), CASES)
+def test_a_step_in_two_processes_is_that_of_one(two_processes, engine, objective, variant):
+    got, want = two_processes(engine, objective, variant), one_process(objective)
     assert_same_gradients(got["gradients"], want["gradients"])
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
     for name, value in want["logs"].items():
@@ -29,26 +41,25 @@ def test_a_step_in_two_processes_is_that_of_one(two_processes, one_process, engi
             assert got["logs"][name] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.parametrize(("engine", "objective", "variant"), STEPS)
+@pytest.mark.parametrize(("engine", "objective", "variant"), CASES)
 def test_weights_are_shared_out_layer_by_layer(two_processes, engine, objective, variant):
-    got = two_processes[engine, objective, variant]
+    got = two_processes(engine, objective, variant)
     no_model = "cached" in objective or "self" in objective or objective in ("tied ce", "lora", "stock flag")
     has_model = not no_model and "teacher" not in variant
     assert got["layers"] == (0 if engine == "ddp" else 2)
     assert got["teacher_layers"] == (2 if has_model and engine != "ddp" else 0)
 
 
-def test_adapters_are_computed_by_our_ops(two_processes):
+@pytest.mark.parametrize(("engine", "objective", "variant"), [case for case in CASES if "lora" in case.values[1]])
+def test_adapters_are_computed_by_our_ops(two_processes, engine, objective, variant):
     """PEFT's forward runs where the base is the teacher, without adapters, and nowhere else."""
-    assert {step: got["by_peft"] for step, got in two_processes.items() if "lora" in step[1]} == {
-        step: 0 for step in STEPS if "lora" in step[1]
-    }
+    assert two_processes(engine, objective, variant)["by_peft"] == 0
 
 
-@pytest.mark.parametrize("kind", ["cached", "cached hidden"])
-def test_processes_capture_the_files_of_one(two_processes, one_process, kind):
-    assert two_processes["fsdp2", kind, ""]["files"] == one_process[kind]["files"]
+@pytest.mark.parametrize("kind", ["cached", pytest.param("cached hidden", marks=pytest.mark.slow)])
+def test_processes_capture_the_files_of_one(two_processes, kind):
+    assert two_processes("fsdp2", kind, "")["files"] == one_process(kind)["files"]
 
 
-def test_a_teacher_that_differs_between_processes_is_not_sharded(two_processes):
-    assert "not the same in all processes" in two_processes["teachers that differ"]
+def test_a_teacher_that_differs_between_processes_is_not_sharded(of_speed):
+    assert "not the same in all processes" in of_speed("quick")["teachers that differ"]

@@ -8,23 +8,31 @@ pytest.register_assert_rewrite("kernel_checks")
 
 from kernel_checks import PATHS, TRITON_DEVICE, Place, set_path  # noqa: E402 (found through the path above)
 
-from liger_trainer.kernels import _chunking, _head, _low_rank  # noqa: E402
+from liger_trainer.kernels import _chunking, _gated, _head, _low_rank  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLES = ("norm", "activation", "divergence", "loss")  # parameters that hold the op that a case is of
 
 
-def _values(item: pytest.Item) -> set[tuple]:
-    """What a case tries: each value of each parameter, and the dtype, for each op of a table and on each path."""
-    parameters = dict(item.callspec.params)
-    path, dtype = parameters.pop("place", None) or parameters.pop("fp32", None) or ("", None)
-    op = next((id(parameters.pop(name)) for name in TABLES if name in parameters), None)
-    return {("dtype", op, path, dtype)} | {(name, op, path, id(value)) for name, value in parameters.items()}
+def _path(item: pytest.Item) -> tuple[str, torch.dtype | None]:
+    parameters = item.callspec.params
+    return parameters.get("place") or parameters.get("fp32") or ("", None)
+
+
+def _pairs(item: pytest.Item) -> set[tuple]:
+    """What a case tries: each two of the op that it is of, its path, and the value of each parameter; and the dtype."""
+    parameters = {name: id(value) for name, value in item.callspec.params.items() if name not in ("place", "fp32")}
+    op = next((parameters.pop(name) for name in TABLES if name in parameters), None)
+    path, dtype = _path(item)
+    values = [("path", path), ("op", op)]
+    pairs = {(first, each) for each in parameters.items() for first in values}
+    return pairs | {tuple(values), ("dtype", path, dtype)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a product of parameters, the default suite runs as many cases as try each value once, for each op and path.
+    """Of a product of parameters, the default suite runs as many cases as try each value with each op, each value on
+    each path and each op on each path, the kernels' where one must do for both.
 
     The rest of the product is slow. Cases of a single parameter are all run, with each path.
     """
@@ -33,10 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == HERE and hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
             functions.setdefault((item.path, item.originalname), []).append(item)
     for cases in functions.values():
-        left = {item: _values(item) for item in cases}
+        left = {item: _pairs(item) for item in cases}
         tried: set[tuple] = set()
         while left:
-            best = max(left, key=lambda item: len(left[item] - tried))  # the first of those that try most
+            # The first of those that try most.
+            best = max(left, key=lambda item: (len(left[item] - tried), _path(item)[0] == "triton"))
             if left[best] <= tried:
                 break
             tried |= left.pop(best)
@@ -130,3 +139,11 @@ def memory_for_others() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def short_blocks(request, monkeypatch) -> None:
+    """Several blocks a row of the gated activations, but for a GPU, where blocks are as shipped."""
+    for name in ("FORWARD", "BACKWARD"):
+        if not request.node.get_closest_marker("gpu"):
+            monkeypatch.setattr(_gated, name, (16, 1))

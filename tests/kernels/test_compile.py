@@ -34,7 +34,7 @@ def run(step, tensors, frozen=()):
     }
 
 
-@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["", "frozen"])
+@pytest.mark.parametrize("frozen", [(), pytest.param(("weight", "bias"), marks=pytest.mark.slow)], ids=["", "frozen"])
 @pytest.mark.parametrize("op, tensors, options", CALLS)
 def test_whole_graph_equals_eager(op, tensors, options, frozen):
     def step(**inputs):

@@ -1,5 +1,6 @@
 """Every Triton kernel compiles for an H100, in each dtype, with what the ops launch it with; no GPU is needed.
 
+How far the default suite follows them is in compile_kernels.py; with `-m slow` all the way, to the machine's code.
 Triton's interpreter, which runs the other tests, accepts what its compiler refuses: a pointer that an `if` defines
 anew with another shape, a string as the default of an argument that is no constexpr, a Python helper in a kernel.
 """
@@ -24,7 +25,7 @@ OF_ONE_DTYPE = {("_labelled_rows", "_find_kernel"), ("_low_rank", "_split_kernel
 IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
-@pytest.fixture(scope="module", params=["--one-way", pytest.param("--all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["--short", pytest.param("--all", marks=pytest.mark.slow)])
 def compiled(request) -> list[dict]:
     """The script's lines. In a process without TRITON_INTERPRET, which triton.jit obeys once and for all."""
     environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}

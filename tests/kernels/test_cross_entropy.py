@@ -364,7 +364,7 @@ def test_label_outside_the_vocabulary_gives_nan_under_triton(fp32, label, weight
     assert cross_entropy(**tensors).loss.isnan()
 
 
-@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("inplace", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph(fp32, inplace):
     tensors = random_logits(5, 37, device=fp32.device, weighted=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from elementwise_checks import check_op, outputs_and_grads
-from gated_checks import LAYOUTS, normal, packed, pair, strided_pair
+from gated_checks import LAYOUTS, like, normal, packed, pair, strided_pair
 from kernel_checks import PATHS, assert_within_plain_error, under_autocast
 
 from liger_trainer.kernels import _gated
@@ -18,15 +18,8 @@ from liger_trainer.kernels.swiglu import swiglu
 
 check = functools.partial(check_op, gated_linear, gated_linear_reference)
 LEAVES = ("gate", "up", "weight", "bias")
+pytestmark = pytest.mark.usefixtures("short_blocks")
 on_triton = pytest.mark.skipif("triton" not in PATHS, reason="the plain form saves and computes what autograd asks for")
-
-
-@pytest.fixture(autouse=True)
-def short_blocks(request, monkeypatch):
-    """Several blocks a row, but for a GPU, where blocks are as shipped."""
-    for name in ("FORWARD", "BACKWARD"):
-        if not request.node.get_closest_marker("gpu"):
-            monkeypatch.setattr(_gated, name, (16, 1))
 
 
 @pytest.fixture
@@ -41,10 +34,6 @@ def backward_calls(monkeypatch) -> list[dict]:
     monkeypatch.setattr(_gated, "use_triton", lambda x: True)
     monkeypatch.setattr(_gated, "backward", record)
     return calls
-
-
-def like(place) -> dict:
-    return {"dtype": place.dtype, "device": place.device}
 
 
 def inputs(*shape: int, like: dict, bias: bool = True, hidden: int = 11, split: bool = True) -> dict:

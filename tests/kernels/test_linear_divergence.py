@@ -83,7 +83,7 @@ def test_without_labels_every_row_takes_part(fp32, options):
 
 
 @pytest.mark.parametrize("kind", [*module.KINDS, EACH], ids=str)
-@pytest.mark.parametrize("temperature, teacher_share", [(1.0, 1.0), (2.0, 0.7)])
+@pytest.mark.parametrize("temperature, teacher_share", [(2.0, 0.7), pytest.param(1.0, 1.0, marks=pytest.mark.slow)])
 def test_student_equal_to_teacher_gives_exactly_zero(place, kind, temperature, teacher_share):
     options = {"kind": kind, "temperature": temperature, "teacher_share": teacher_share, "softcap": 6.0,
                "teacher_softcap": 6.0, "workspace_mb": 0.002}  # fmt: skip

@@ -310,7 +310,13 @@ def test_gradcheck(on_torch, loss):
     assert torch.autograd.gradcheck(value, [tensors[k].requires_grad_() for k in names])
 
 
-@pytest.mark.parametrize("name, frozen", [("cross_entropy", ("weight", "bias")), ("divergence", ()), ("sparse", ())])
+@pytest.mark.parametrize(
+    "name, frozen",
+    [
+        ("cross_entropy", ("weight", "bias")),
+        *(pytest.param(name, (), marks=pytest.mark.slow) for name in ("divergence", "sparse")),
+    ],
+)
 def test_compiles_as_one_graph(on_torch, name, frozen):
     loss = LOSSES[name]
     tensors = adapted(loss, 9, 6, 21, ranks=(3, 2), bias=True, ignored=0.3)

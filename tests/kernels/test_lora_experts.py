@@ -7,6 +7,7 @@ import torch
 from elementwise_checks import check_op, outputs_and_grads
 from expert_checks import experts, inputs, leaves_of
 from kernel_checks import PATHS, TRITON_DEVICE, assert_within_plain_error, under_autocast
+from quick_cases import slow_but
 
 from liger_trainer.kernels import _gated, _grouped, _packed_gate
 from liger_trainer.kernels._packed_gate import Gate
@@ -66,7 +67,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        CASES, "no token", "an expert without tokens", "more rows than a tile", "odd sizes", "adapters on down alone"
+    ),
+)
 def test_cases(fp32, case):
     options = dict(CASES[case])
     tensors = inputs(options.pop("tokens"), like(fp32), **options, bias=True)
@@ -74,7 +80,9 @@ def test_cases(fp32, case):
 
 
 @pytest.mark.parametrize(
-    "leaves", [["x"], ["weights"], ["up_a"], ["up_b"], ["down_a"], ["down_b"], ["x", "down_a"], ["weights", "up_b"]],
+    "leaves",
+    [["up_b"], ["x", "down_a"], ["weights", "up_b"],
+     *(pytest.param([leaf], marks=pytest.mark.slow) for leaf in ("x", "weights", "up_a", "down_a", "down_b"))],
     ids="-".join,
 )  # fmt: skip
 def test_frozen(fp32, leaves):

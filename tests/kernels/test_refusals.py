@@ -20,6 +20,7 @@ from liger_trainer.kernels import (
     _triton,
 )
 from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
+from liger_trainer.kernels.activation_linear import activation_linear
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.gated_linear import gated_linear
 from liger_trainer.kernels.jsd import jsd
@@ -37,7 +38,13 @@ from liger_trainer.kernels.swiglu import swiglu
 LABELS = torch.tensor([1, 0])
 HEADS, ANGLES = torch.ones(1, 2, 2, 4), torch.ones(1, 2, 4)
 CALLS = {
-    "x": [rms_norm, layer_norm, relu2, lambda x: lora_linear(x, torch.ones(3, 4))],
+    "x": [
+        rms_norm,
+        layer_norm,
+        relu2,
+        lambda x: lora_linear(x, torch.ones(3, 4)),
+        lambda x: activation_linear(x, torch.ones(3, 4)),
+    ],
     "gate": [swiglu, lambda x: gated_linear(x, x, torch.ones(3, 4))],
     "logits": [lambda x: cross_entropy(x, LABELS)],
     "input": [lambda x: jsd(x, torch.ones(2, 4))],

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from quick_cases import slow_but
 
 from liger_trainer.kernels import _divergence_shards, _triton
 from liger_trainer.kernels._cross_entropy_rows import FIELDS as CE_FIELDS
@@ -99,7 +100,7 @@ def options_of(name):
 NAMES = [*ROW_KINDS, "mixed at a temperature", "mixed with a share"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "forward_kl", "adaptive_kl", *NAMES[-2:]))
 def test_divergences(name, path):
     o, (student, teacher, labels) = options_of(name), logits(NAMES.index(name))
     biases = (torch.randn(V), torch.randn(V)) if "temperature" in name else (None, None)

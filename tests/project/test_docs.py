@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from foreign_records import answer_of, output_of, write_lines
 from stand_ins import StandIns
+from transformers import AutoModelForCausalLM
 
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import ForeignTool
@@ -30,6 +32,10 @@ from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.yaml_reader import read_settings
 from liger_trainer.run import launch as launching
 from liger_trainer.run import output_dir as saving
+from liger_trainer.run.data.datasets import load_run_datasets
+from liger_trainer.run.models import open_model
+from liger_trainer.teachers.row_keys import documents
+from liger_trainer.trainers.prepare_rows import prepare_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,6 +109,19 @@ def captured(place: Place) -> None:
     place.copy_of("captured", lambda kept: kept.run("cache", config, *kept.small(config)))
 
 
+def recorded(place: Place) -> None:
+    """my.yaml, and what vLLM would say about its rows."""
+    my_yaml("teacher: cache\nteacher_cache_dir: outputs/my_cache\n")(place)
+    config = load_run_config("my.yaml", place.small("my.yaml")).on_this_machine()
+    files = open_model(config, "model_name_or_path")
+    data = load_run_datasets(config, files.vocab_size)
+    args: Any = config.training_args()
+    rows = prepare_rows(args, files.tokenizer, data.train, data.test)
+    model = AutoModelForCausalLM.from_pretrained(files.path)
+    read = [d.input_ids.tolist() for dataset in rows.datasets.values() for d in documents(dataset)]
+    write_lines(place.folder / "answers.jsonl", [answer_of(output_of(model, ids, 4)) for ids in read])
+
+
 def model_directory(place: Place) -> None:
     model = place.stand_ins.path("demo:smollm2-135m-instruct")
     shutil.copytree(model, place.folder / "path/to/model")
@@ -136,6 +155,7 @@ def demo(name: str, *extra: str, before: Callable[[Place], Any] = lambda place: 
 
 
 COMMANDS = {
+    "liger-trainer cache import my.yaml --from vllm --records answers.jsonl": Played(recorded, "my.yaml"),
     "liger-trainer cache info outputs/smollm2/teacher_cache": Played(captured),
     "liger-trainer cache my.yaml": Played(my_yaml(CACHED), "my.yaml"),
     "liger-trainer cache smollm2/distill_cached": demo("smollm2/distill_cached"),
@@ -166,6 +186,7 @@ COMMANDS = {
     "liger-trainer ls": Played(),
     "liger-trainer ls --fits 24": Played(),
     "liger-trainer new my.yaml": Played(extra=NEW),
+    "liger-trainer hub-kernels hub": Played(),
     "liger-trainer merge outputs/my merged": Played(trained()),
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
@@ -183,7 +204,7 @@ COMMANDS = {
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
-    "liger-trainer selfcheck": Played(),
+    "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }
 GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes"
@@ -241,6 +262,7 @@ def kept(tmp_path_factory) -> Path:
 def no_report(monkeypatch):
     """Drawing takes longer than the commands, and tests of reports are elsewhere."""
     monkeypatch.setattr(saving, "_report", lambda output_dir: None)
+    monkeypatch.setattr("liger_trainer.run.reports.html.draw", lambda runs, labels: [])
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import build_class
+from quick_cases import slow_but
 from tiny import VOCAB, assert_same_gradients, double_copy, masked_batch, named_gradients, shift_labels_of, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,7 +150,7 @@ VISION = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", slow_but(VISION, VISION[0], VISION[1], VISION[-1]))
 def test_models_whose_classes_were_renamed_are_patched(name):
     """[ImportError with transformers 5.23]"""
     record = patch(build_class(name))

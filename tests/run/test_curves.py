@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from quick_cases import slow_but
 
 from liger_trainer.run.reports.curves import (
     CHARTS,
@@ -36,7 +37,7 @@ def strips(svg: str) -> list[tuple[list[float], float, list[list[float]], list[s
     return drawn
 
 
-@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+@pytest.mark.parametrize("axis", slow_but(["step", "tokens", "time"], "tokens"))
 def test_points_show_their_values(make, axis):
     """Over each point lies a strip, next to its neighbours' without a gap; its circle is where the line has it."""
     logs, tokens, seconds = [], 0.0, 0.0

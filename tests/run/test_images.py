@@ -58,7 +58,9 @@ def parted(i):
     return {"images": [f"pictures/{i}.png", f"pictures/{i - 1 if i else 1}.png"], "messages": content}
 
 
-@pytest.mark.parametrize("rows", [answers, llava, parted])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(answers, marks=pytest.mark.slow), llava, pytest.param(parted, marks=pytest.mark.slow)]
+)
 def test_fine_tuning_on_files_of_images(folder, rows, capsys):
     code, out, err = call(capsys, "run", "run.yaml", fill(folder, rows))
     assert code == 0, err + out

@@ -61,8 +61,9 @@ def seen(question: str, answer: str, kind: str) -> str:
     ("file", "learned", "kind"),
     [
         ("sharegpt.json", EACH, EACH), ("alpaca.json", "the completions", "the completions"),
-        ("openai.jsonl", EACH, EACH), ("chats.parquet", EACH, EACH), ("stream.arrow", EACH, EACH),
-        ("feather.arrow", EACH, EACH), ("pairs.csv", "the completions", "pairs"),
+        pytest.param("openai.jsonl", EACH, EACH, marks=pytest.mark.slow), ("chats.parquet", EACH, EACH),
+        ("stream.arrow", EACH, EACH), pytest.param("feather.arrow", EACH, EACH, marks=pytest.mark.slow),
+        ("pairs.csv", "the completions", "pairs"),
         ("notes.txt", "every token", "every token"),
     ],
 )  # fmt: skip

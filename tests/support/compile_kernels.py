@@ -1,12 +1,14 @@
 """Compile every Triton kernel for an H100, as the ops launch it, on any machine: no GPU, nothing runs.
 
-    python tests/support/compile_kernels.py [--one-way | --all]
+    python tests/support/compile_kernels.py [--short | --all]
 
 Each op goes through forward and backward on small CPU tensors, while Triton is told that the device is an H100 and each
 launch ends after compilation: a kernel gets just the types, constants and divisibilities that the op gives it. What
 kernels would have written stays uninitialised. Prints one line of JSON for each kernel compiled, or that could not be:
 file, kernel, dtype (of the op's tensors), types, constants, warps and bytes of shared memory, or the error.
-One way through each kernel in bf16 and fp32; with --all in fp16 too, and all options in bf16.
+One way through each kernel in bf16 and fp32; with --all in fp16 too, and all options in bf16. With --short, a third of
+the time, bf16 goes as far as LLVM, where shared memory is laid out, and fp32 as far as Triton's own first IR, in which
+a kernel's Python has become code: what the interpreter accepts and the compiler does not fails there.
 
 test_compiles.py runs this in a process of its own: Triton reads TRITON_INTERPRET, which tests set, once.
 """
@@ -27,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from liger_trainer.kernels import _triton
@@ -42,6 +45,7 @@ from liger_trainer.kernels._dropout import add_gradients, runs_of, values_of_kep
 from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
+from liger_trainer.kernels.activation_linear import activation_linear  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
@@ -67,7 +71,8 @@ from liger_trainer.kernels.tvd import tvd  # noqa: E402
 _labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
 
 DTYPES = ("bfloat16", "float32", "float16")
-ALL = "--all" in sys.argv[1:]
+ALL, SHORT = "--all" in sys.argv[1:], "--short" in sys.argv[1:]
+LAST_STAGE = {"bfloat16": "llir", "float32": "ttir"}  # if short
 V = 32003  # longer than any kernel's block, and no multiple of one
 N = 32
 
@@ -105,11 +110,32 @@ class Compiler:
         found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
         self._print(line | {"types": types, "constants": constants} | found)
 
+    def shorten(self) -> None:
+        """Leave out the stages after the last one, under other names in Triton's cache."""
+        backend: Any = CUDABackend
+        add_stages, version = backend.add_stages, backend.hash
+
+        def add_first_stages(*args) -> None:
+            add_stages(*args)
+            stages = args[1]
+            names = list(stages)
+            for name in names[names.index(LAST_STAGE[self.dtype]) + 1 :]:
+                stages[name] = _left_out
+
+        backend.add_stages = add_first_stages
+        backend.hash = lambda backend: f"{version(backend)} as far as {LAST_STAGE[self.dtype]}"
+
     def _print(self, line: dict) -> None:
         text = json.dumps(line, default=str)
         if text not in self._seen:
             self._seen.add(text)
             print(text, flush=True)
+
+
+def _left_out(source: Any, metadata: dict) -> bytes:
+    metadata.setdefault("name", "")
+    metadata.setdefault("shared", 0)
+    return b""
 
 
 def _reasons(error: BaseException | None) -> str:
@@ -210,6 +236,7 @@ def gated(dtype: torch.dtype) -> None:
         step(relu2, x.half())
     for activation in ("gelu", "relu2"):
         step(gated_linear, gate, up, weight, bias, activation=activation)
+        step(activation_linear, gate, weight, bias, activation=activation)
     step(gated_linear, packed, None, weight)
     step(clamped_swiglu, gate, up, limit=7.0)
     step(clamped_swiglu, gate, up.detach(), limit=7.0)
@@ -346,6 +373,10 @@ def heads(dtype: torch.dtype) -> None:
     sparse(tail="none", labels=labels, ce_weight=0.5, top_ids=labels)
     options = dict(softcap=5.0, scale=1.5, temperature=2.0, token_weight=torch.rand(N))
     sparse(bias=bias, labels=labels, ce_weight=0.5, **options)
+    for kind in ("reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"):
+        sparse(kind=kind)
+    every_kind = {kind: 0.3 for kind in KINDS if kind != "adaptive_kl"}
+    sparse(kind=every_kind, bias=bias, labels=labels, ce_weight=0.5, top_ids=labels, **options)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
         linear_divergence(hidden, weight, *teacher)
@@ -383,6 +414,8 @@ def main() -> None:
     driver: Any = H100()
     triton.runtime.driver.set_active(driver)
     compiler, jit = Compiler(), cast(Any, JITFunction)
+    if SHORT:
+        compiler.shorten()
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in DTYPES if ALL else DTYPES[:2]:
         compiler.dtype = name

@@ -1,6 +1,7 @@
 """Cases of which the default suite runs some; `-m slow` runs the others."""
 
 from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -11,3 +12,14 @@ def slow_but(cases: Iterable[str], *quick: str) -> list[Any]:
     names = list(cases)
     assert set(quick) <= set(names), set(quick) - set(names)
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def by_turns(first: Iterable, second: Iterable) -> list[Any]:
+    """Return the product of two lists as parameters, all slow but each of `first` with one of `second`, by turns."""
+    seconds = list(second)
+    turns = cycle(seconds)
+    cases = []
+    for one in first:
+        quick = next(turns)
+        cases += [pytest.param(one, other, marks=[] if other is quick else pytest.mark.slow) for other in seconds]
+    return cases
