@@ -1,5 +1,7 @@
 """Whether somebody relies on a module being called. An op must then not replace the call by the module's weights."""
 
+from typing import Any
+
 from torch import nn
 
 
@@ -12,6 +14,19 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or nn.modules.module._has_any_global_hook()  # pyright: ignore[reportAttributeAccessIssue]
     )
+
+
+def is_hooked_by_others(module: nn.Module) -> bool:
+    """Do as `is_hooked`, DeepSpeed's hooks aside, which gather a module's weights. Its reader sees to that itself."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    if hooks and all(map(is_of_deepspeed, hooks)):
+        return bool(nn.modules.module._has_any_global_hook())  # pyright: ignore[reportAttributeAccessIssue]
+    return is_hooked(module)
+
+
+def is_of_deepspeed(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
 
 
 def is_called(module: nn.Module) -> bool:

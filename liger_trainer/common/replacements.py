@@ -33,6 +33,7 @@ class Replacements:
     def __init__(self) -> None:
         self._records: list[tuple[Any, str, Any, Any]] = []  # object, name, what was there, what is there now
         self._claimed: set[int] = set()  # ids, used only while a model is being patched
+        self._hooks: list[Any] = []  # handles
 
     def claim(self, module: nn.Module) -> None:
         """Mark a module that a swapped one computes too, so that later steps of the patching pass it over."""
@@ -58,9 +59,15 @@ class Replacements:
         """
         self.set(module, _place(module), types.MethodType(forward, module))
 
+    def pre_hook(self, module: nn.Module, hook: Callable) -> None:
+        """Call `hook(module, args, kwargs)` before the module's forward. See `nn.Module.register_forward_pre_hook`."""
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def undo(self) -> None:
         """Put the former attributes back. A second call does nothing."""
         self._claimed.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         while self._records:
             owner, name, before, ours = self._records.pop()
             other = _PLACES.get(name)

@@ -227,25 +227,14 @@ _OF_A_FILE = (
         "self is the student without its adapters; add `use_peft: true` to train adapters.",
     ),
     Conflict(
-        "accelerate_config",
-        launches("zero3"),
-        "ZeRO-3 partitions the output head, which the fused losses do not gather; use fsdp2, which shards as much, or "
-        "zero2.",
-    ),
-    Conflict(
         "losses",
-        _HAS_HIDDEN & (_DEEPSPEED | launches("fsdp1")),
-        "hidden-state losses do not work with FSDP1 or DeepSpeed; use ddp or fsdp2, or leave them out.",
+        _HAS_HIDDEN & launches("fsdp1"),
+        "hidden-state losses do not work with FSDP1; use ddp, fsdp2 or zero3, or leave them out.",
     ),
     Conflict(
         "teacher",
         SELF & launches("fsdp1"),
         "self does not work with FSDP1; use fsdp2, or name the base in teacher_model_name_or_path.",
-    ),
-    Conflict(
-        "teacher",
-        SELF & _DEEPSPEED,
-        "self does not work with DeepSpeed; name the base in teacher_model_name_or_path, or use FSDP2.",
     ),
     *(
         Conflict(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
 from .sharded_heads import ShardedHead
@@ -249,8 +250,8 @@ def deferred_logits(
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
 
     Args:
-        outlive: the logits are used after the pass, when FSDP2 may have freed the weights that it gathered. The head
-            is then read before the pass, into whole weights of its own, without gradient.
+        outlive: the logits are used after the pass, when FSDP2 or ZeRO-3 may have freed the weights that it gathered.
+            The head then keeps whole weights of its own, without gradient. FSDP2's are read before the pass.
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
@@ -265,11 +266,16 @@ def deferred_logits(
         yield state
         return
     assert module is not None
-    project, early = module.forward, read(module) if outlive else None
+    partitioned = any(map(is_partitioned, module.parameters()))
+    project = functools.partial(_project_gathered, module, module.forward) if partitioned else module.forward
+    early = read(module) if outlive and not partitioned else None
 
     def forward(hidden: Tensor, **kwargs):
         head = early
-        if head is None:
+        if head is None and outlive:
+            head = read(module)
+            head = head if isinstance(head, str) else head.detached()
+        elif head is None:
             gather(module, model)
             head = read(module)
         if isinstance(head, str):
@@ -288,6 +294,12 @@ def deferred_logits(
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False
+
+
+def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:
+    """Run a head's forward on weights that ZeRO-3 may have freed."""
+    with gathered(module):
+        return project(hidden, **kwargs)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from .cross_entropy import cross_entropy_loss
 from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
+from .model_parts import need_head
 from .sharded_heads import share_rows
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
@@ -62,6 +63,7 @@ class FusedLoss:
 
         self._function = forward
         model.forward = types.MethodType(forward, model)
+        need_head(model)
 
     def undo(self) -> None:
         """Give the model its forward back. Where ours has been wrapped since, it stays and only passes calls on."""

@@ -5,7 +5,8 @@ recognised by the forward that they run: PEFT need not be imported, and a layer 
 for what it was.
 
 FSDP2 gathers a weight just before the forward of its module, and sums the gradient over the ranks through the gathered
-copy alone. So the head of a model in training is read inside its own forward, after `gather`.
+copy alone. So the head of a model in training is read inside its own forward, after `gather`. ZeRO-3 gathers it for the
+whole pass of the model that `need_head` has prepared.
 """
 
 import inspect
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..common.hooks import is_hooked
+from ..common.hooks import is_hooked_by_others
+from ..common.zero3 import is_needed_in, is_partitioned, need_in, shape_of
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
 
@@ -41,15 +43,17 @@ class Head:
 
     @property
     def vocab(self) -> int:
-        return self.weight.shape[0] if self.parallel is None else self.parallel.vocab
+        return shape_of(self.weight)[0] if self.parallel is None else self.parallel.vocab
+
+    def detached(self) -> "Head":
+        """Return the tensors without gradient, which stay what they are when DeepSpeed frees the parameters."""
+        bias = None if self.bias is None else self.bias.detach()
+        lora = tuple(adapter._replace(a=adapter.a.detach(), b=adapter.b.detach()) for adapter in self.lora)
+        return replace(self, weight=self.weight.detach(), bias=bias, lora=lora)
 
     @classmethod
     def read(cls, module: nn.Module | None) -> "Head | str":
-        """Return the head, or in words why `module` cannot be replaced by what a `Head` holds.
-
-        Raises:
-            ConfigError: its weight is partitioned by ZeRO-3.
-        """
+        """Return the head, or in words why `module` cannot be replaced by what a `Head` holds."""
         read = reader_of(module)
         return read if isinstance(read, str) else read(module)
 
@@ -78,8 +82,16 @@ def gather(module: nn.Module, model: nn.Module) -> None:
     The loss reads them after the head's forward is over. Only FSDP2 has anything to gather.
 
     Raises:
-        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running.
+        ConfigError: FSDP2 shards a trained weight with a module whose forward is not running; ZeRO-3 gathers one for
+            the head's forward alone.
     """
+    freed = [name for name, p in module.named_parameters() if is_partitioned(p) and not is_needed_in(model, p)]
+    if freed:
+        raise ConfigError(
+            f"ZeRO-3 gathers {', '.join(freed)} of the output head ({type(module).__name__}) for its own forward "
+            "alone: the model was patched before DeepSpeed was configured, or its head was changed since. Make the "
+            "training arguments first, then patch the model that will be trained."
+        )
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
@@ -95,15 +107,17 @@ def gather(module: nn.Module, model: nn.Module) -> None:
         )
 
 
+def need_head(model: nn.Module) -> None:
+    """Have ZeRO-3 gather the output head of a model for the model's whole pass, forward and backward."""
+    module = output_module(model)
+    if module is not None:
+        need_in(model, list(module.parameters()))
+
+
 def _of_linear(module: Any) -> Head | str:
     weight, bias = module.weight, module.bias
     if not weight.is_floating_point():
         return f"the weight of its output head ({type(module).__name__}) is not a floating-point matrix"
-    if hasattr(weight, "ds_id"):
-        raise ConfigError(
-            "The output head is partitioned by DeepSpeed ZeRO-3, which the fused losses do not gather. "
-            "Use ZeRO-2 or FSDP2."
-        )
     return Head(_whole(weight), None if bias is None else _whole(bias))
 
 
@@ -130,7 +144,7 @@ def _of_trainable_tokens(module: Any) -> Head | str:
 def _of_lora(module: Any) -> Head | str:
     _unmerge_if_disabled(module)
     head = Head.read(module.base_layer)
-    if is_hooked(module.base_layer):
+    if is_hooked_by_others(module.base_layer):
         head = "the base layer of its output head has hooks, which would not be called"
     if isinstance(head, str) or module.disable_adapters or module.merged:
         return head
@@ -149,7 +163,7 @@ def _adapter(module: Any, name: str) -> Lora | str:
         return f"is more than plain LoRA ({type(variant).__name__})"
     if any("forward" in vars(m) or type(m).forward is not nn.Linear.forward for m in (a, b)):
         return "has layers that do more than a linear map"
-    if any(is_hooked(m) for m in (a, b, dropout)):
+    if any(is_hooked_by_others(m) for m in (a, b, dropout)):
         return "has hooks on its layers, which would not be called"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"drops out by {type(dropout).__name__}"
@@ -236,10 +250,10 @@ def reads_images(model: Any) -> bool:
 def embedding_rows(model: Any) -> int:
     """Return how many token ids a model can read."""
     module = model.get_input_embeddings()
-    return getattr(module, "num_embeddings", None) or module.weight.shape[0]
+    return getattr(module, "num_embeddings", None) or shape_of(module.weight)[0]
 
 
 def head_rows(model: Any) -> int:
     """Return how many token ids a model can write."""
     module = model.get_output_embeddings()
-    return getattr(module, "out_features", None) or module.weight.shape[0]
+    return getattr(module, "out_features", None) or shape_of(module.weight)[0]

@@ -33,6 +33,7 @@ from .patch_embedding import patch_patch_embedding
 from .placeholders import patch_placeholders
 from .stacked_experts import patch_stacked_experts
 from .tower_attention import patch_tower_attention
+from .zero3 import gather_by_layers
 
 _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
@@ -63,6 +64,7 @@ class Patched:
             for part in PARTS:
                 part(model, options, self._replacements, self.report)
             self._patch_loss(loss)
+            gather_by_layers(model, self._replacements)
         except BaseException:
             self.undo()
             raise

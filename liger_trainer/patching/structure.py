@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.hooks import is_called
+from ..common.zero3 import is_missing, shape_of
 
 Rule = TypeVar("Rule")
 
@@ -27,9 +28,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own parameters and buffers."""
+    """Return a module's own parameters and buffers; in place of those that ZeRO-3 has partitioned, their shapes."""
     own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
+    return {name: _whole(tensor) for name, tensor in own.items() if tensor is not None}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not is_missing(tensor):
+        return tensor
+    return nn.Parameter(torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta"), tensor.requires_grad)
 
 
 def is_linear(module: nn.Module) -> bool:

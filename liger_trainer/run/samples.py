@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import prepare_multimodal_messages
 
 from ..common.console import is_main_process
+from ..common.zero3 import is_partitioned, shape_of
 from ..losses.model_parts import device_of
 from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
@@ -95,7 +96,9 @@ class ModelFacts:
 
 def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
     """Return the facts about a model of transformers or PEFT; weights in 4 bits count as they do unpacked."""
-    return ModelFacts(model.num_parameters(), str(model.dtype).removeprefix("torch."), tokens_per_second)
+    partitioned = any(map(is_partitioned, model.parameters()))
+    count = sum(shape_of(p).numel() for p in model.parameters()) if partitioned else model.num_parameters()
+    return ModelFacts(count, str(model.dtype).removeprefix("torch."), tokens_per_second)
 
 
 def measure(

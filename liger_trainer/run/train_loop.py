@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import METRICS
 from ..common.signals import handling
+from ..common.zero3 import shape_of
 from ..errors import ConfigError
 from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
@@ -211,8 +212,8 @@ def _facts(trainer: LigerTrainer, seconds: float, first: MeasureFirst) -> Traini
         peak_memory_of="GPU memory allocated in training" if gpu else "resident memory of the process",
         device=torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
         processes=trainer.args.world_size,
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(shape_of(p).numel() for p in parameters if p.requires_grad),
+        parameters=sum(shape_of(p).numel() for p in parameters),
         resumed_at=first.began_at,
         skipped_steps=trainer.finite.skipped,
     )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
+from ..common.zero3 import is_partitioned
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.spec import Logits
@@ -31,10 +32,10 @@ class SelfTeacher(Teacher):
         self._accelerator: Any = None
 
     def prepare(self, trainer: DistillHost) -> int:
-        if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
             raise ConfigError(
-                "teacher: self does not work with FSDP1 or DeepSpeed, whose hooks gather the weights for the student's "
-                "pass alone. Use FSDP2 or DDP, or load the base as a teacher of its own: teacher: model with "
+                "teacher: self does not work with FSDP1, whose hooks gather the weights for the student's pass alone. "
+                "Use FSDP2, DDP or DeepSpeed, or load the base as a teacher of its own: teacher: model with "
                 "teacher_model_name_or_path."
             )
         _check_adapters(trainer.student)
@@ -42,10 +43,10 @@ class SelfTeacher(Teacher):
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
 
     def answer(self, inputs: dict[str, Any]) -> Logits:
-        base = base_of(self._student)
-        # FSDP2 gathers what lies beside the decoder layers in the forward of the model that it was given last
-        sharded = isinstance(self._student, FSDPModule)
-        call: Any = self._student if sharded else base
+        student, base = self._student, base_of(self._student)
+        # FSDP2 and ZeRO-3 gather what lies beside the decoder layers in the forward of the model that they were given
+        gathered = isinstance(student, FSDPModule) or any(map(is_partitioned, base.parameters()))
+        call: Any = student if gathered else base
         with without_adapters(self._student), self._accelerator.autocast():
             logits = teacher_logits(call, base, **without_labels(inputs))
         if not isinstance(logits, DeferredLogits):

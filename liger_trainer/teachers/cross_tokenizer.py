@@ -18,6 +18,7 @@ from trl.data_utils import is_conversational_from_value
 
 from ..common.console import announce
 from ..errors import ConfigError, DataError
+from ..losses.model_parts import head_rows
 from ..losses.uld import UldAnswer
 from .base import DistillHost
 from .collators import DocumentCollator
@@ -159,7 +160,7 @@ class CrossTokenizerTeacher(ModelTeacher):
 
     def vocabulary_size(self, trainer: DistillHost, teacher: Any) -> int:
         """Return the number of the student's tokens: ids are not compared."""
-        size, rows = tokenizer_size(self.tokenizer), teacher.get_output_embeddings().weight.shape[0]
+        size, rows = tokenizer_size(self.tokenizer), head_rows(teacher)
         if rows < size:
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))

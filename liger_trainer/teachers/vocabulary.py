@@ -12,6 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from ..errors import ConfigError, DataError
+from ..losses.model_parts import head_rows
 
 SHOWN = 3  # tokens that a message names
 
@@ -128,7 +129,7 @@ def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary
     Raises:
         ConfigError: a head lacks tokens of the shared vocabulary.
     """
-    rows = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    rows = [head_rows(model) for model in (student, teacher)]
     check_student_vocabulary(student, vocabulary.size)
     if rows[1] < vocabulary.size:
         whose = "both tokenizers have" if vocabulary.compared else "the student's tokenizer has"
@@ -141,7 +142,7 @@ def with_heads(vocabulary: Vocabulary, student: Any, teacher: Any) -> Vocabulary
 
 def check_student_vocabulary(student: Any, real: int) -> int:
     """Return `real`, the number of tokens, if the student has them all; else raise ConfigError."""
-    size = student.get_output_embeddings().weight.shape[0]
+    size = head_rows(student)
     if size < real:
         raise ConfigError(
             f"The student knows {size} tokens, but the tokenizer has {real}: resize its embeddings, or pass "

@@ -17,6 +17,7 @@ from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
 from ..losses.hidden_states import HiddenLosses
+from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, distillation_of
 from ..losses.token_output import TokenLossOutput
@@ -322,7 +323,7 @@ def _vocabulary(student: Any, teacher: Any, processing_class: Any) -> int | None
             )
         announce(f"vocabulary: {shared}")
         return shared.size
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    sizes = [head_rows(model) for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"The student's head has {sizes[0]} rows and the teacher's {sizes[1]}. Pass the tokenizer to the trainer "

@@ -184,11 +184,12 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
         losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
-        if trainer.is_fsdp_enabled and any(True for _ in losses.parameters()):
+        engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
+        if engine and any(True for _ in losses.parameters()):
             raise ConfigError(
                 "These hidden-state losses learn projectors beside the student (the widths differ, or projector is "
-                "set), and an optimizer whose parameters FSDP shards takes no others. Use a teacher of the student's "
-                "width without projector, DDP, or leave them out of losses."
+                f"set), and an optimizer whose parameters {engine} shards takes no others. Use a teacher of the "
+                "student's width without projector, DDP, or leave them out of losses."
             )
         optim = updating_in_backward(trainer.args)
         if optim and any(True for _ in losses.parameters()):
@@ -201,10 +202,10 @@ def check_hidden(trainer: Any) -> None:
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
     fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    if fsdp1 or trainer.is_deepspeed_enabled or not data_parallel:
+    if fsdp1 or not data_parallel:
         raise ConfigError(
-            "Hidden-state losses read what blocks return and train projectors beside the student: not with FSDP1, "
-            "DeepSpeed or models split over devices. Use DDP or FSDP2, or leave them out of losses."
+            "Hidden-state losses read what blocks return: not with FSDP1 or models split over devices. Use DDP, FSDP2 "
+            "or DeepSpeed, or leave them out of losses."
         )
 
 

@@ -64,18 +64,18 @@ def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> lis
 
 def check_sampling(trainer: Any) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
-    args, plugin = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
-    zero = plugin.zero_stage if trainer.is_deepspeed_enabled and plugin is not None else 0
+    args, zero = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
-    if (trainer.is_fsdp_enabled and not fsdp2) or zero == 3 or trainer.get_tp_size() > 1:
+    if (trainer.is_fsdp_enabled and not fsdp2) or trainer.get_tp_size() > 1:
         raise ConfigError(
-            "lmbda and seq_kd sample from models that each process holds as a whole or FSDP2 gathers, not from one "
-            "that FSDP1, ZeRO-3 or tensor parallelism splits. Use DDP or FSDP2, or the completions of the dataset."
+            "lmbda and seq_kd sample from models that each process holds or gathers as a whole, not from one that "
+            "FSDP1 or tensor parallelism splits. Use DDP, FSDP2 or DeepSpeed, or the completions of the dataset."
         )
-    if fsdp2 and (args.use_vllm or (args.seq_kd and isinstance(trainer.teaching, SelfTeacher))):
+    gathers = fsdp2 or (zero is not None and zero.zero_stage == 3)
+    if gathers and (args.use_vllm or (args.seq_kd and isinstance(trainer.teaching, SelfTeacher))):
         raise ConfigError(
-            "Under FSDP2 the student, or a teacher of its own, samples by generate: set use_vllm to false, and with "
-            "teacher: self leave seq_kd at false. DDP has both."
+            "Under FSDP2 and ZeRO-3 the student, or a teacher of its own, samples by generate: set use_vllm to false, "
+            "and with teacher: self leave seq_kd at false. DDP has both."
         )
     if trainer.padding_free or args.packing:
         raise ConfigError("lmbda and seq_kd need rows one by one: set packing and padding_free to false.")

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
+from ..common.zero3 import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
@@ -117,13 +118,14 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered(model: Any, reshards: bool) -> Iterator[None]:
-    """Have FSDP2 gather a model's weights in the first forward pass, and keep them for all tokens.
+    """Have FSDP2 gather a model's weights in the first forward pass, or ZeRO-3 before it, and keep them for all tokens.
 
     Each token would gather them anew otherwise, and ranks whose completions end earlier would leave the others waiting.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
-        yield
+        with whole_for_many_passes(model):
+            yield
         return
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)

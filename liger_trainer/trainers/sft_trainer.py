@@ -205,6 +205,7 @@ class LigerTrainer(CheckpointingTrainer):
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()
+            self._check_not_evaluated_by_deepspeed()
             return super().train(
                 resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
             )
@@ -213,6 +214,14 @@ class LigerTrainer(CheckpointingTrainer):
         prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
         if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             undo_evaluation_wrap(self.model)
+
+    def _check_not_evaluated_by_deepspeed(self) -> None:
+        engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # of a training
+        if self.is_deepspeed_enabled and engine is None and self.model_wrapped is not self.model:
+            raise ConfigError(
+                "DeepSpeed has prepared this model for an evaluation, without an optimizer, and cannot train it then. "
+                "Leave out evaluate() before train(); eval_on_start=True evaluates before the first step."
+            )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)

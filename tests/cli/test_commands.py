@@ -252,16 +252,17 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
     assert Path(ddp[3]).name == "multi_gpu.yaml" and ddp[4:6] == ["--num_processes", "4"]
     distil = ["teacher_model_name_or_path=x", "recipe=distill"]
     for engine, others, message in (
-        ("zero3", [], "accelerate_config: ZeRO-3 partitions the output head"),
-        ("zero2", [*distil, "teacher_load_in_4bit=true"], "teacher_load_in_4bit: does not go with DeepSpeed"),
-        ("zero2", [*distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
+        ("zero3", [*distil, "teacher_load_in_4bit=true"], "teacher_load_in_4bit: does not go with DeepSpeed"),
+        ("fsdp1", [*distil, "losses=[{type: hidden_mse}]"], "losses: hidden-state losses do not work with"),
         ("fsdp1", ["recipe=distill", "teacher=self", "use_peft=true"], "teacher: self does not work with FSDP1"),
         ("fsdp2", [*distil, "teacher_offload=true"], "teacher_offload: does not go with FSDP"),
         ("fsdp1", [*distil, "lmbda=1.0"], "lmbda: a model that FSDP1 splits is not sampled from"),
     ):  # before anything is launched
         assert launched("run", "my.yaml", f"accelerate_config={engine}", *others) == []
         assert message in " ".join(capsys.readouterr().err.split()), engine
-    assert launched("run", "my.yaml", "accelerate_config=fsdp2", "recipe=distill", "teacher=self", "use_peft=true")
+    for engine in ("fsdp2", "zero3"):
+        itself = ("recipe=distill", "teacher=self", "use_peft=true")
+        assert launched("run", "my.yaml", f"accelerate_config={engine}", *itself)
     assert launched("run", "my.yaml", "accelerate_config=zero9") == []
     assert "accelerate_config: expected a file or one of" in capsys.readouterr().err
     assert launched("run", "my.yaml", "max_stepz=1", "--", "--num_processes", "2") == []  # checked before it is started

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from engines import non_finite_ranks, other_counts
+from engines import non_finite_ranks, other_counts, zero_ranks
 from engines.trained_steps import STEPS
 from splits import SPLITS
 
@@ -20,13 +20,14 @@ BEGIN, END = "writes it -->\n", "<!-- end of the matrix -->"
 CASES = {
     **{("ddp", *split): "yes" for split in SPLITS},
     **{step: "yes" for step in STEPS},
+    **{("zero", *step): "yes" for step in (*zero_ranks.STEPS, zero_ranks.RESUMED)},
     **{("resumed", engine): "yes" for engine in other_counts.ENGINES},
     **{("NaN", engine, policy): "yes" for engine, policy, _ in non_finite_ranks.CASES},
 }
 
 
 def refused(*settings):
-    """What `accelerate_config: fsdp2` refuses before it is launched."""
+    """What an engine refuses before it is launched."""
     return ("refused", *settings)
 
 
@@ -35,40 +36,54 @@ def refused_by(file, words):
     return ("refused by", file, words)
 
 
+def zero(objective, variant=""):
+    return "zero", 3, objective, variant
+
+
 OFFLOADED = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_offload=true")
+WHOLE = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_device=cpu")
 PROJECTORS = refused_by("tests/losses/test_hidden_states.py", "learn projectors beside the student")
-MATRIX = {  # what: by DDP, by FSDP2
-    "fine-tuning": (("ddp", "ce", 2), ("fsdp2", "tied ce", "")),
-    "... with LoRA, on our ops": (("ddp", "lora", 2), ("fsdp2", "lora", "")),
-    "... and gradient checkpointing": (("ddp", "lora", "recomputed"), ("fsdp2", "lora", "recomputed")),
-    "a stock trainer with `use_liger_kernel`": (("ddp", "stock flag", 2), ("fsdp2", "stock flag", "")),
-    "distillation from a model": (("ddp", "kd", 2), ("fsdp2", "tied kd", "")),
-    "... mixed with the labels": (("ddp", "mix", 2), ("fsdp2", "mix", "")),
-    "... of adapters, on the head too": (("ddp", "lora kd", 2), ("fsdp2", "lora kd", "")),
-    "... whole in each process (`teacher_device`)": (
-        ("ddp", "tied kd", "whole teacher"), ("fsdp2", "tied kd", "whole teacher"),
+CALLBACK = refused_by("tests/trainers/test_distill_callback.py", "for kind in (DistributedType.DEEPSPEED, ")
+MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
+    "fine-tuning": (("ddp", "ce", 2), ("fsdp2", "tied ce", ""), zero("tied ce", "named")),
+    "... with LoRA, on our ops": (("ddp", "lora", 2), ("fsdp2", "lora", ""), zero("lora")),
+    "... and gradient checkpointing": (
+        ("ddp", "lora", "recomputed"), ("fsdp2", "lora", "recomputed"), zero("lora", "recomputed"),
     ),
-    "`teacher_offload`": (None, OFFLOADED),
-    "`teacher: self`": (("ddp", "self", 2), ("fsdp2", "tied self", "")),
-    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed")),
-    "a teacher cache, captured and read by two": (("ddp", "cached", 2), ("fsdp2", "cached", "")),
-    "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", "")),
-    "losses between hidden states": (("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", "")),
-    "... with projectors": (("ddp", "hidden", 2), PROJECTORS),
-    "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", "")),
-    "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", "")),
-    "... by adapters": (None, ("fsdp2", "tied lora on_policy", "")),
-    "... by the teacher (`seq_kd`)": (("ddp", "seq_kd", 2), ("fsdp2", "seq_kd", "")),
-    "resuming on one and on four": (("resumed", "ddp"), ("resumed", "fsdp2")),
-    "... from sharded checkpoints": (None, ("resumed", "fsdp2, sharded checkpoints")),
-    "NaN on one process stops all": (("NaN", "ddp", "stop"), ("NaN", "fsdp2", "stop")),
-    "... or is left out by all": (("NaN", "ddp", "skip_step"), ("NaN", "fsdp2", "skip_step")),
+    "a stock trainer with `use_liger_kernel`": (
+        ("ddp", "stock flag", 2), ("fsdp2", "stock flag", ""), zero("stock flag"),
+    ),
+    "distillation from a model": (("ddp", "kd", 2), ("fsdp2", "tied kd", ""), zero("tied kd", "named")),
+    "... mixed with the labels": (("ddp", "mix", 2), ("fsdp2", "mix", ""), zero("cached")),
+    "... of adapters, on the head too": (("ddp", "lora kd", 2), ("fsdp2", "lora kd", ""), zero("lora kd")),
+    "... whole in each process (`teacher_device`)": (
+        ("ddp", "tied kd", "whole teacher"), ("fsdp2", "tied kd", "whole teacher"), WHOLE,
+    ),
+    "`teacher_offload`": (None, OFFLOADED, OFFLOADED),
+    "`teacher: self`": (("ddp", "self", 2), ("fsdp2", "tied self", ""), zero("tied self")),
+    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed"), None),
+    "a teacher cache, read by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), zero("cached")),
+    "... and captured by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), None),
+    "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", ""), CALLBACK),
+    "losses between hidden states": (
+        ("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", ""), zero("hidden, one width"),
+    ),
+    "... with projectors": (("ddp", "hidden", 2), PROJECTORS, PROJECTORS),
+    "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", ""), zero("weighted")),
+    "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", ""), zero("on_policy")),
+    "... by adapters": (None, ("fsdp2", "tied lora on_policy", ""), zero("lora on_policy")),
+    "... by the teacher (`seq_kd`)": (("ddp", "seq_kd", 2), ("fsdp2", "seq_kd", ""), zero("seq_kd")),
+    "resuming on as many": (("resumed", "ddp"), ("resumed", "fsdp2"), zero("tied ce", "resumed")),
+    "resuming on one and on four": (("resumed", "ddp"), ("resumed", "fsdp2"), None),
+    "... from sharded checkpoints": (None, ("resumed", "fsdp2, sharded checkpoints"), None),
+    "NaN on one process stops all": (("NaN", "ddp", "stop"), ("NaN", "fsdp2", "stop"), None),
+    "... or is left out by all": (("NaN", "ddp", "skip_step"), ("NaN", "fsdp2", "skip_step"), None),
 }  # fmt: skip
 CELLS = [cell for row in MATRIX.values() for cell in row if cell is not None]
 
 
 def table():
-    rows = ["| | DDP | FSDP2 |", "|---|---|---|"]
+    rows = ["| | DDP | FSDP2 | ZeRO-3 |", "|---|---|---|---|"]
     rows += [f"| {what} | {' | '.join(map(word, row))} |" for what, row in MATRIX.items()]
     return "\n".join(rows) + "\n"
 
@@ -85,11 +100,11 @@ def test_the_page_has_the_table():
 def test_each_cell_is_a_case_of_a_test(cell, tmp_path):
     if cell[0] == "refused":
         (tmp_path / "my.yaml").write_text("model_name_or_path: x\ndataset_name: y\noutput_dir: z\n")
-        settings = [str(tmp_path / "my.yaml"), ["accelerate_config=fsdp2", *cell[1:]]]
-        with pytest.raises(ConfigError, match="FSDP"):
-            load_run_config(*settings)
-        settings[1][0] = "accelerate_config=ddp"
-        load_run_config(*settings)
+        config, others = str(tmp_path / "my.yaml"), list(cell[1:])
+        by, match = ("fsdp2", "FSDP") if cell == OFFLOADED else ("zero3", "DeepSpeed")
+        with pytest.raises(ConfigError, match=match):
+            load_run_config(config, [f"accelerate_config={by}", *others])
+        load_run_config(config, ["accelerate_config=ddp", *others])
     elif cell[0] == "refused by":
         assert cell[2] in (ROOT / cell[1]).read_text()
     else:

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
-from liger_trainer.losses.model_parts import Head
+from liger_trainer.losses.model_parts import Head, gather
 
 B, T, H, V = 2, 4, 8, 13
 
@@ -354,7 +354,10 @@ def test_what_a_head_is_not():
     head = nn.Linear(3, 4)
     head.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.int8), requires_grad=False)
     assert "is not a floating-point matrix" in str(Head.read(head))
-    head = nn.Linear(3, 4)
-    head.weight.ds_id = 0
-    with pytest.raises(ConfigError, match="partitioned by DeepSpeed ZeRO-3.*Use ZeRO-2 or FSDP2"):
-        Head.read(head)
+
+
+def test_a_head_that_zero3_frees_before_the_loss_is_refused():
+    head = nn.Linear(3, 4, bias=False)
+    head.weight.ds_id = 0  # as DeepSpeed marks it
+    with pytest.raises(ConfigError, match="ZeRO-3 gathers weight of the output head .* patched before DeepSpeed was"):
+        gather(head, nn.Sequential(head))

@@ -264,7 +264,7 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="a learning-rate scheduler made before the projectors"):
         trainer.train()
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    with pytest.raises(ConfigError, match="not with FSDP1, DeepSpeed or models split over devices. Use DDP or FSDP2"):
+    with pytest.raises(ConfigError, match="not with FSDP1 or models split over devices. Use DDP, FSDP2 or Deep"):
         LossProgress(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
     with pytest.raises(ConfigError, match="learn projectors beside the student .* teacher of the student's width"):

@@ -80,6 +80,8 @@ class _Capture(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = [*model.named_parameters(), *(self.hidden.named_parameters() if self.hidden else [])]
+        if args.deepspeed:  # has stepped already: see engines/zero_ranks.py
+            return
         whole = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
                  if p.requires_grad}  # fmt: skip
         self.gradients.update((name.removeprefix("module."), gradient.clone()) for name, gradient in whole.items())
@@ -168,6 +170,8 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
     if objective == "weighted":  # by weights that bf16 would round
         rows, options["weight_column"] = [{**row, "weight": 1.001 * i} for i, row in enumerate(ROWS)], "weight"
     common = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
+    if changes.get("eval_on_start"):
+        common["eval_dataset"] = common["train_dataset"]
     student, losses = student_of(objective, family), OBJECTIVES[objective]
     width = 32 if objective == "hidden, one width" else 48
     teacher = None if losses is None or objective == "self" else tiny_model("gemma2", seed=5, hidden_size=width)
@@ -198,10 +202,11 @@ def one_step(objective, batch, accumulation, evaluated=False, family="llama", na
         trainer.train()
     liger_trainer.disable()
     logs = next(log for log in trainer.state.log_history if "loss" in log)
+    evaluated = next((log for log in trainer.state.log_history if "eval_loss" in log), {})
     teacher = callback.teacher if objective == "callback" else getattr(trainer, "teacher", None)
     return {
         "layers": shared_out(trainer.model), "teacher_layers": shared_out(teacher), "by_peft": len(calls),
-        "files": files, "loss": logs["loss"], "gradients": gradients,
+        "files": files, "loss": logs["loss"], "gradients": gradients, "eval_loss": evaluated.get("eval_loss"),
         "logs": {name: value for name, value in logs.items() if name not in NOT_COMPARED},
     }  # fmt: skip
 

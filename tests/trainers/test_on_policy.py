@@ -512,11 +512,11 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch):
         trainer.train()
     trainer = make(lmbda=1.0)
     trainer.is_fsdp_enabled, trainer._on_policy = True, None
-    with pytest.raises(ConfigError, match="not from one that FSDP1, ZeRO-3 or tensor parallelism splits"):
+    with pytest.raises(ConfigError, match="not from one that FSDP1 or tensor parallelism splits"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
     trainer.args.use_vllm = True
-    with pytest.raises(ConfigError, match="Under FSDP2 the student, or a teacher of its own, samples by generate"):
+    with pytest.raises(ConfigError, match="Under FSDP2 and ZeRO-3 the student, or a teacher of its own, samples by"):
         trainer.get_batch_samples(iter(()), 1, torch.device("cpu"))
 
 

@@ -1,0 +1,110 @@
+"""One training step through the trainers by DeepSpeed, in one of two processes without a GPU; see splits.py."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from engines.fsdp2_on_cpu import forget
+from safetensors.torch import load_file
+from splits import one_step
+from tiny import completions, tiny_model, tiny_tokenizer, train_args
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import SFTConfig
+
+from liger_trainer import LigerTrainer
+
+FAMILIES = {"tied ce": "llama_tied", "tied kd": "llama_tied", "tied self": "llama_tied"}  # llama otherwise
+RESUMED = (3, "tied ce", "resumed")
+STEPS = [  # stage, objective, variant
+    (2, "ce", ""), (2, "lora kd", ""), (2, "self", ""),
+    (3, "tied ce", "evaluated"), (3, "tied ce", "named"), (3, "lora", ""), (3, "lora", "recomputed"),
+    (3, "lora kd", ""), (3, "kd", "evaluated"), (3, "tied kd", "named"), (3, "tied self", ""),
+    (3, "hidden, one width", ""), (3, "stock flag", ""), (3, "cached", ""), (3, "weighted", ""),
+    (3, "on_policy", ""), (3, "lora on_policy", ""), (3, "seq_kd", ""),
+]  # fmt: skip
+OPTIONS = {
+    "": {},
+    "evaluated": {"eval_on_start": True},
+    "named": {"named": True},
+    "recomputed": {"gradient_checkpointing": True},
+}
+
+
+def settings(stage: int) -> dict:
+    """DeepSpeed's, by which ZeRO-3 partitions every parameter, however small, and saves whole ones."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {
+        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict]:
+    """Record the gradients that DeepSpeed's optimizer gets in the last step, by name, and the stage."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import safe_get_full_grad
+
+    taken: dict = {"gradients": {}}
+    step = DeepSpeedEngine.step
+
+    def recording(engine, *args, **kwargs):
+        trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        taken["gradients"] = {name: safe_get_full_grad(p).clone() for name, p in trained}
+        taken["stage"] = engine.zero_optimization_stage()
+        return step(engine, *args, **kwargs)
+
+    with mock.patch.object(DeepSpeedEngine, "step", recording):
+        yield taken
+
+
+def forget_all() -> None:
+    """Let the next training arguments of this process choose engine and settings anew."""
+    forget()
+    unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def zero_step(stage: int, objective: str, variant: str) -> dict:
+    forget_all()
+    family, objective = FAMILIES.get(objective, "llama"), objective.removeprefix("tied ")
+    with recorded() as taken:
+        results = one_step(objective, 2, 2, family=family, deepspeed=settings(stage), **OPTIONS[variant])
+    return results | taken
+
+
+def resumed_steps(output_dir: Path) -> dict:
+    """Train four steps by ZeRO-3, then the last two again from the checkpoint after the second. Return both."""
+    losses, saved = [], []
+    for checkpoint in (None, str(output_dir / "checkpoint-2")):
+        forget_all()
+        args = train_args(
+            SFTConfig, output_dir=str(output_dir), max_steps=4, save_strategy="steps", save_steps=2,
+            learning_rate=1e-2, deepspeed=settings(3),
+        )  # fmt: skip
+        common = {"train_dataset": completions(), "processing_class": tiny_tokenizer()}
+        trainer = LigerTrainer(tiny_model("llama_tied"), args, **common)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(str(output_dir / "saved"))
+        torch.distributed.barrier()
+        losses.append({log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log})
+        saved.append(load_file(output_dir / "saved" / "model.safetensors"))
+    return {"losses": losses, "saved": saved}
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
+    os.environ.pop("ACCELERATE_USE_CPU")  # accelerate would take it for a wish to leave DeepSpeed out
+    import deepspeed
+
+    with mock.patch.dict(deepspeed.ops.__compatible_ops__, clear=True):  # compiles nothing
+        steps: dict = {case: zero_step(*case) for case in STEPS}
+        steps[RESUMED] = resumed_steps(Path(sys.argv[2]))
+    if torch.distributed.get_rank() == 0:
+        torch.save(steps, sys.argv[1])
+    torch.distributed.destroy_process_group()
