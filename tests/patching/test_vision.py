@@ -314,3 +314,12 @@ def test_another_convolution_stays(options):
     report = PatchReport("tower")
     patch_patch_embedding(Embedding(), PatchOptions(), Replacements(), report)
     assert not report.swapped
+
+
+def test_the_configuration_of_a_patched_model_makes_another_model():
+    model = vision_model("qwen2_5_vl")
+    with patch(model) as patched:
+        assert patched.report.swapped["tower attention"] == 2
+        other = type(model)._from_config(model.config)
+    assert other.model.visual.config._attn_implementation == "sdpa"
+    assert model.model.visual.config is model.config.vision_config
