@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+# Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
+_TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
@@ -182,7 +184,10 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
         return rows, [n for n, _ in kept], len(numbered) - len(kept)
-    readers = {".csv": datasets.Dataset.from_csv, ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow}
+    readers = {
+        ".csv": partial(_read_csv, texts=(*_TEXTS, config["dataset_text_field"])),
+        ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow,
+    }  # fmt: skip
     read = readers.get(path.suffix)
     if read is None:
         raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
@@ -193,6 +198,14 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
+
+
+def _read_csv(path: str, texts: Sequence[str]) -> "Dataset":
+    """Read a CSV file, whose empty cells are null."""
+    import datasets
+
+    of_text: dict[str | int, Callable] = dict.fromkeys(texts, str)
+    return datasets.Dataset.from_csv(path, converters=of_text, keep_default_na=False, na_values=[""])  # pyright: ignore
 
 
 def _read_arrow(path: str) -> "Dataset":
