@@ -178,7 +178,7 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty.")
     if path.suffix in (".json", ".jsonl"):
-        return read_json(path, bad, partial(_problem_in, config, bad.vocabulary))
+        return read_json(path, bad, partial(_problem_in, config, bad))
     if path.suffix == ".txt":
         numbered = list(numbered_lines(path))
         kept = [(n, line) for n, line in numbered if line.strip()]
@@ -222,10 +222,10 @@ def _read_arrow(path: str) -> "Dataset":
         return datasets.Dataset(InMemoryTable(pyarrow.ipc.open_file(source).read_all()))
 
 
-def _problem_in(
-    config: "RunConfig", vocabulary: int | None, columns: Sequence[str]
-) -> Callable[[dict], str | None] | None:
+def _problem_in(config: "RunConfig", bad: BadRows, columns: Sequence[str]) -> Callable[[dict], str | None] | None:
     """Return the check of rows with these columns, as they are in the file; None where they have no form."""
     text = config["dataset_text_field"]
     read = form_of(columns, text, config.given("dataset_text_field"), config.recipe != "sft")
-    return None if read is None else partial(row_problem, form=read[0], text=text, vocabulary=vocabulary)
+    if read is None or not bad.to_train:
+        return None
+    return partial(row_problem, form=read[0], text=text, vocabulary=bad.vocabulary)
