@@ -316,6 +316,16 @@ def test_another_convolution_stays(options):
     assert not report.swapped
 
 
+def test_a_convolution_that_checkpointing_has_hooked():
+    model = vision_model("gemma3").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    want = step(model, "gemma3")
+    with patch(model, {**ALONE, "towers": True}) as patched:
+        assert patched.report.swapped["patch embedding"] == 1
+        assert_same_gradients(step(model, "gemma3")[1], want[1])
+
+
 def test_the_configuration_of_a_patched_model_makes_another_model():
     model = vision_model("qwen2_5_vl")
     with patch(model) as patched:
