@@ -13,7 +13,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..common.hooks import is_called
 from ..common.replacements import Replacements
 from . import structure
 from .options import PatchOptions, PatchReport
@@ -28,7 +27,8 @@ def patch_patch_embedding(
     """Have convolutions over patches, whose output is transposed, computed as products."""
     for module in model.modules() if options.towers else ():
         for conv in _convolutions(module):
-            if conv not in replacements and not is_called(conv) and structure.obstacle(conv) is None:
+            # its hooks go on running, such as the one by which checkpointing has embeddings require gradients
+            if conv not in replacements and "forward" not in vars(conv) and structure.obstacle(conv) is None:
                 replacements.forward(conv, embed_patches)
                 report.swap(KIND)
 

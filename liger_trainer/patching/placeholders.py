@@ -39,9 +39,14 @@ def patch_placeholders(
 
 @functools.cache
 def _counts(kind: type) -> bool:
-    """Whether a class has the method, and reads no element of the embeddings in it, but their shape and device."""
+    """Whether a class has the method, compares features in it, and reads no more of the embeddings than their shape.
+
+    Gemma 4's compares none: it is called before there are features or embeddings.
+    """
     method = inspect.unwrap(getattr(kind, _METHOD, None) or nn.Module.forward)
-    if not {"input_ids", "inputs_embeds"} <= set(inspect.signature(method).parameters) or not _takes_images(kind):
+    named = set(inspect.signature(method).parameters)
+    compares = any(name.endswith("features") for name in named)
+    if not compares or not {"input_ids", "inputs_embeds"} <= named or not _takes_images(kind):
         return False
     steps = list(dis.get_instructions(method))
     for i, step in enumerate(steps):

@@ -7,6 +7,7 @@ eight images of Qwen2.5-VL. Here the tower takes the way of flash-attn to a func
 (flash.py) where that can serve, else the former implementation, once for each run of equal lengths.
 """
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -35,18 +36,22 @@ def patch_tower_attention(
 ) -> None:
     """Have towers compute the attention of all their images in one call, where they run sdpa or eager attention."""
     for module in _attention_modules(model) if options.towers else ():
-        config: Any = module.config
-        if config._attn_implementation in NAMES and _may_be_replaced(model, module):
-            replacements.set(config, _IMPLEMENTATION, NAMES[config._attn_implementation])
-        if config._attn_implementation in NAMES.values():
+        name = NAMES.get(module.config._attn_implementation)
+        tower = [m for m in model.modules() if getattr(m, "config", None) is module.config]
+        if name is not None and _may_be_replaced(module, tower):
+            # a copy: of a configuration with this name transformers would build no other model
+            config = copy.copy(module.config)
+            setattr(config, _IMPLEMENTATION, name)
+            for part in tower:
+                replacements.set(part, "config", config)
+        if module.config._attn_implementation in NAMES.values():
             report.swap(KIND)
 
 
-def _may_be_replaced(model: nn.Module, module: Any) -> bool:
+def _may_be_replaced(module: Any, tower: list[nn.Module]) -> bool:
     """Whether nothing in a tower but its attention depends on the name of the implementation."""
-    kinds = {type(m) for m in model.modules() if getattr(m, "config", None) is module.config}
     known = module.config._attn_implementation == "sdpa" or flash.eager_of(module) is not None
-    return known and not any(map(asks_for_implementation, kinds))
+    return known and not any(map(asks_for_implementation, {type(part) for part in tower}))
 
 
 def _attention_modules(model: nn.Module) -> Iterator[Any]:

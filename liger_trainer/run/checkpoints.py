@@ -1,12 +1,14 @@
 """What `liger-trainer resume` goes on with. Imports no torch."""
 
+import json
+import shlex
 import sys
 from pathlib import Path
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import CONFIG, METRICS
 from ..config.settings import COMMAND_LINE
-from ..config.stages import folders
+from ..config.stages import SECOND_STAGE, folders
 from ..config.yaml_reader import read_settings
 from ..errors import ConfigError
 
@@ -39,7 +41,7 @@ def resumption(
         )
     if (run_dir / METRICS).is_file():
         if not overrides:
-            advice = f"to train on, say for how long: liger-trainer resume {run_dir} max_steps=..."
+            advice = f"to train on, say for how long: liger-trainer resume {run_dir} {_longer(config)}"
             raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
         overrides = ["overwrite_output_dir=true", *overrides]
     settings = [f"output_dir={run_dir}", *overrides]
@@ -51,6 +53,16 @@ def resumption(
         return str(config), [*settings, "resume_from_checkpoint=true"] if begun else settings
     chosen = "true" if checkpoint is None else _checked(at, checkpoint)
     return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
+
+
+def _longer(config: Path) -> str:
+    """Return the setting that has a finished run go on: of two stages the second has steps of its own."""
+    setting = read_settings(config.read_text(encoding="utf-8"), str(config)).values.get(SECOND_STAGE)
+    if setting is None or not setting.value:
+        return "max_steps=..."
+    keys = {key: value for key, value in setting.value.items() if key != "max_steps"}
+    block = ", ".join([*(f"{key}: {json.dumps(value)}" for key, value in keys.items()), "max_steps: ..."])
+    return shlex.quote(f"{SECOND_STAGE}={{{block}}}")
 
 
 def earlier(run_dir: Path) -> list[Path]:

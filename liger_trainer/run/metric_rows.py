@@ -28,6 +28,11 @@ DISTILL_ROWS = (
     MetricRow("student_perplexity", "student perplexity", 2, better="lower"),
     MetricRow("teacher_perplexity", "teacher perplexity", 2),
 )
+OTHER_TOKENS_ROWS = (
+    MetricRow("loss/alm", "ALM (nats/token)", better="lower"),
+    MetricRow("loss/uld", "ULD", better="lower"),
+)
+"""Of a distillation from a teacher with another tokenizer, which has no KL"""
 DRAFT_ROWS = (
     MetricRow("draft_accepted", "accepted tokens a draft", 2, better="higher"),
     MetricRow("draft_acceptance", "share of drafted tokens accepted", better="higher"),

@@ -26,7 +26,7 @@ from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
 from ..run.drafts import Drafts
-from ..run.metric_rows import DISTILL_ROWS, DRAFT_ROWS, SFT_ROWS, MetricRow
+from ..run.metric_rows import DISTILL_ROWS, DRAFT_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
@@ -47,6 +47,7 @@ CALIBRATION = MetricRow("calibration_error", "calibration error (ECE)", better="
 ROWS = {
     "sft": (*SFT_ROWS, CALIBRATION),
     "distill": (
+        *OTHER_TOKENS_ROWS,
         *DISTILL_ROWS[:2],
         MetricRow("jsd", "JSD (nats/token)", 4, better="lower"),
         *DISTILL_ROWS[2:],

@@ -488,3 +488,4 @@ def test_a_run(teacher, ours, tmp_path, monkeypatch, capsys):
     assert not stopped.value.code, capsys.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
     assert "1 x alm + 0.1 x ce, alm_tau 20" in card
+    assert "| ALM (nats/token) |" in card and "rows that it was not trained on: ALM from" in capsys.readouterr().out

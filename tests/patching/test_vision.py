@@ -148,17 +148,26 @@ def test_ids_come_to_the_host_once_for_teacher_and_student(monkeypatch):
 def test_a_model_that_reads_its_embeddings_counts_its_placeholders_itself():
     class ReadsShape(torch.nn.Module):
         def forward(self, input_ids=None, pixel_values=None):
-            return self.get_placeholder_mask(input_ids, pixel_values)
+            return self.get_placeholder_mask(input_ids, pixel_values, pixel_values)
 
-        def get_placeholder_mask(self, input_ids, inputs_embeds):
+        def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
             return (input_ids == 3).unsqueeze(-1), inputs_embeds.shape[-1]
 
     class ReadsElements(ReadsShape):
-        def get_placeholder_mask(self, input_ids, inputs_embeds):
+        def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
             mask = input_ids == 3
             return mask, inputs_embeds[mask].numel()
 
     assert placeholders._counts(ReadsShape) and not placeholders._counts(ReadsElements)
+
+
+def test_a_model_that_finds_placeholders_before_it_has_embeddings_does_so_itself(monkeypatch):
+    monkeypatch.setattr(placeholders, "_is_far", lambda ids: True)
+    model, batch = vision_model("gemma4"), batch_of("gemma4")
+    want = model(**batch).loss
+    with patch(model) as patched:
+        assert "placeholders" not in patched.report.swapped
+        torch.testing.assert_close(model(**batch).loss, want)
 
 
 def image_token(model):
@@ -305,3 +314,22 @@ def test_another_convolution_stays(options):
     report = PatchReport("tower")
     patch_patch_embedding(Embedding(), PatchOptions(), Replacements(), report)
     assert not report.swapped
+
+
+def test_a_convolution_that_checkpointing_has_hooked():
+    model = vision_model("gemma3").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    want = step(model, "gemma3")
+    with patch(model, {**ALONE, "towers": True}) as patched:
+        assert patched.report.swapped["patch embedding"] == 1
+        assert_same_gradients(step(model, "gemma3")[1], want[1])
+
+
+def test_the_configuration_of_a_patched_model_makes_another_model():
+    model = vision_model("qwen2_5_vl")
+    with patch(model) as patched:
+        assert patched.report.swapped["tower attention"] == 2
+        other = type(model)._from_config(model.config)
+    assert other.model.visual.config._attn_implementation == "sdpa"
+    assert model.model.visual.config is model.config.vision_config

@@ -104,6 +104,12 @@ def test_repeated_rows_are_counted(load):
 def test_other_formats(load):
     csv = load("rows.csv", {"rows.csv": "prompt,completion\na,b\nc,d\n"})
     assert csv.facts.form == "prompt-completion"
+    cells = "prompt,completion,w\n6*7?,42,1\n007,NA,2\n1,null,3\n2,1.50,4\n"
+    csv = load("rows.csv", {"rows.csv": cells}, "weight_column=w")
+    rows = [*csv.train, *csv.test]
+    pairs = {"6*7?": "42", "007": "NA", "1": "null", "2": "1.50"}
+    assert {r["prompt"]: r["completion"] for r in rows} == pairs
+    assert all(isinstance(r["w"], int) for r in csv.train)
     text = load("rows.txt", {"rows.txt": "one\n\ntwo\nthree\n"})
     assert sorted([*text.train["text"], *text.test["text"]]) == ["one", "three", "two"]
     assert text.facts.blank_lines_skipped == 1

@@ -1,5 +1,6 @@
 """Recipes on rows with images: files beside the dataset, what is refused, and what a run writes."""
 
+import io
 import json
 import random
 import re
@@ -7,9 +8,12 @@ import re
 import pytest
 from commands import call, settings, write_rows
 from parts import enter
+from PIL import Image
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision import drawn, vision_model, vision_processor
+
+from liger_trainer.run.data.images import image_problem
 
 SETTINGS = settings(num_sample_completions=2, max_new_tokens=3, max_length=None, per_device_train_batch_size=2)
 FAMILY = "gemma3"  # whose processor transformers can read without torchvision
@@ -120,6 +124,15 @@ def test_rows_that_cannot_be_read(folder, capsys, changes, words):
     code, _, err = call(capsys, "run", "run.yaml", fill(folder, row))
     assert code == 4
     assert re.search(words, " ".join(err.split())), err
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_file_that_was_cut_off_is_a_wrong_row(form):
+    image = Image.effect_noise((96, 96), 90).convert("RGB")
+    image.save(file := io.BytesIO(), form)
+    whole = file.getvalue()
+    assert image_problem({"image": {"bytes": whole, "path": None}}) is None
+    assert "truncated" in str(image_problem({"image": {"bytes": whole[: len(whole) * 2 // 3], "path": None}}))
 
 
 def test_models_without_a_processor_and_settings_for_text(folder, capsys):

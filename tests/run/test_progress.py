@@ -142,6 +142,8 @@ def test_the_speed_of_generation_leaves_the_first_prompt_out():
         ("sft", {"loss": 2.0}, {"loss": math.nan}, "bad", "is NaN"),
         ("distill", {"forward_kl": 1.0, "loss": 1.0}, {"forward_kl": 0.5, "loss": 9.0}, "good", "0.500 (−50.0%)"),
         ("distill", {"agreement_at_1": 0.5}, {"agreement_at_1": 0.4}, "bad", "agreement@1 from 0.500 to 0.400"),
+        ("distill", {"loss/alm": 0.5, "student_perplexity": 9.0}, {"loss/alm": 0.4, "student_perplexity": 11.0}, "good",
+         "ALM from 0.500 to 0.400"),
     ],
 )  # fmt: skip
 def test_the_verdict(recipe, before, after, tone, text):

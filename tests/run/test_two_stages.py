@@ -62,7 +62,7 @@ def test_it_is_two_distillations_one_after_the_other(folder, capsys):
     code, _, err = call(capsys, "run", "run.yaml")
     assert code == 2 and "holds a finished run" in err
     code, _, err = call(capsys, "resume", "out")
-    assert code == 2 and "the run in out is finished" in err
+    assert code == 2 and "the run in out is finished" in err and "resume out 'second_stage={" in err
     run(capsys, "run", "run.yaml", "overwrite_output_dir=true", "max_steps=1", "save_strategy=no")
     assert metrics("out")["training"]["steps"] == 1 and not checkpoints_in(Path("out"))
 

@@ -296,6 +296,13 @@ def test_plain_prompts_are_continued_as_they_are(teacher, prompts, tmp_path, mon
     assert set(texts) == given and {row["prompt"] for row in rows_in(tmp_path / "out")} <= given
 
 
+def test_rows_whose_answers_are_missing_have_prompts(teacher, tmp_path, monkeypatch):
+    rows = [{"prompt": "w1", "completion": "w2"}, {"prompt": "w3", "completion": None}, {"prompt": "w4"}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = asked_by(monkeypatch, teacher, tmp_path / "out", prompts=str(tmp_path / "asked.jsonl"))
+    assert all(any(word in text for text in texts) for word in ("w1", "w3", "w4"))
+
+
 def test_prompts_come_from_the_split_that_is_named(teacher, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for split, word in (("train", "w1"), ("test", "w2")):

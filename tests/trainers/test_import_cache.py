@@ -132,6 +132,14 @@ def test_distillkits_records_are_our_own_capture(ours, tmp_path):
     assert {"teacher_entropy", "teacher_perplexity"} & logs.keys() == set()
 
 
+def test_ids_that_were_sent_stand_beside_an_answer_without_them(tmp_path):
+    output = output_of(teacher_model(), [3, 5, 9], 4)
+    answer = {**answer_of(output), "prompt_token_ids": [3, 5, 9]}
+    answer["choices"][0]["prompt_token_ids"] = None
+    (row,) = VLLMRecords(write_lines(tmp_path / "a.jsonl", [answer])).rows()
+    assert row.ids.tolist() == [3, 5, 9] and row.entries == 4
+
+
 UNALIGNED = {
     "d": 64, "k": 6, "exact_k": 0, "exact_dtype": "float32", "delta_encoding": False,
     "residual_bins": [

@@ -28,6 +28,8 @@ class BadRows:
     skip: bool = False
     vocabulary: int | None = None
     """how many tokens the model has, for rows that are tokenized already"""
+    to_train: bool = True
+    """whether rows are trained on; of others only that they can be read is checked, and none may be left out"""
     places: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """of each kind, file or split and number"""
     examples: dict[str, str] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class BadRows:
             lines.append(self.examples[kind])
             if len(places) > 1:
                 lines.append(f"    {len(places):,} such rows: {self.where(kind)}")
-        advice = "Without them no row is left." if self.skip else "Mend them, or leave them out: bad_rows=skip."
+        advice = "Mend them, or leave them out: bad_rows=skip." if self.to_train else "Mend them."
+        advice = "Without them no row is left." if self.skip else advice
         raise DataError("\n".join([*lines, f"Wrong rows: {len(self):,}. {advice}"]))
 
 

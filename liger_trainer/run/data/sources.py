@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+# Columns of a CSV file that are text whatever their cells look like: "42", "NA" and "null" are answers too.
+_TEXTS = ("prompt", "completion", "instruction", "input", "output", "system")
 _FILE_OF_ARROW = b"ARROW1"  # how an IPC file (Feather) begins; `save_to_disk` writes IPC streams
 
 
@@ -176,13 +178,16 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty.")
     if path.suffix in (".json", ".jsonl"):
-        return read_json(path, bad, partial(_problem_in, config, bad.vocabulary))
+        return read_json(path, bad, partial(_problem_in, config, bad))
     if path.suffix == ".txt":
         numbered = list(numbered_lines(path))
         kept = [(n, line) for n, line in numbered if line.strip()]
         rows = datasets.Dataset.from_dict({config["dataset_text_field"]: [line for _, line in kept]})
         return rows, [n for n, _ in kept], len(numbered) - len(kept)
-    readers = {".csv": datasets.Dataset.from_csv, ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow}
+    readers = {
+        ".csv": partial(_read_csv, texts=(*_TEXTS, config["dataset_text_field"])),
+        ".parquet": datasets.Dataset.from_parquet, ".arrow": _read_arrow,
+    }  # fmt: skip
     read = readers.get(path.suffix)
     if read is None:
         raise config.error("dataset_name", f"{path.name}: expected a file ending in {', '.join(SUFFIXES)}.")
@@ -193,6 +198,14 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
+
+
+def _read_csv(path: str, texts: Sequence[str]) -> "Dataset":
+    """Read a CSV file, whose empty cells are null."""
+    import datasets
+
+    of_text: dict[str | int, Callable] = dict.fromkeys(texts, str)
+    return datasets.Dataset.from_csv(path, converters=of_text, keep_default_na=False, na_values=[""])  # pyright: ignore
 
 
 def _read_arrow(path: str) -> "Dataset":
@@ -209,10 +222,10 @@ def _read_arrow(path: str) -> "Dataset":
         return datasets.Dataset(InMemoryTable(pyarrow.ipc.open_file(source).read_all()))
 
 
-def _problem_in(
-    config: "RunConfig", vocabulary: int | None, columns: Sequence[str]
-) -> Callable[[dict], str | None] | None:
+def _problem_in(config: "RunConfig", bad: BadRows, columns: Sequence[str]) -> Callable[[dict], str | None] | None:
     """Return the check of rows with these columns, as they are in the file; None where they have no form."""
     text = config["dataset_text_field"]
     read = form_of(columns, text, config.given("dataset_text_field"), config.recipe != "sft")
-    return None if read is None else partial(row_problem, form=read[0], text=text, vocabulary=vocabulary)
+    if read is None or not bad.to_train:
+        return None
+    return partial(row_problem, form=read[0], text=text, vocabulary=bad.vocabulary)

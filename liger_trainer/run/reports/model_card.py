@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ...losses.plan import LOSS_TYPES, plan_of
 from ..data.demo_model import DEMO_MODELS, DemoModel
 from ..environment import versions
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, shown_rows
+from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, shown_rows
 from .format import change, count, duration, figure, memory, parameters, shown, teacher_text
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _summary(config: "RunConfig") -> str:
 
 def _measured(results: "RunResults") -> Iterator[tuple[str, str, str, str]]:
     """Yield title, before, after and change of each metric; those that the run was about come first."""
-    order = (*DISTILL_ROWS, *SFT_ROWS) if results.recipe == "distill" else SFT_ROWS
+    order = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS, *SFT_ROWS) if results.recipe == "distill" else SFT_ROWS
     for row in shown_rows(order, [results.before.keys() & results.after.keys()]):
         old, new = results.before[row.metric], results.after[row.metric]
         yield row.title, figure(old, row.digits), figure(new, row.digits), change(old, new)

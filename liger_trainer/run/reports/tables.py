@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, DRAFT_ROWS, SFT_ROWS, MetricRow, shown_rows
+from ..metric_rows import DISTILL_ROWS, DRAFT_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow, shown_rows
 from .format import change, count, duration, figure, memory, shown
 from .read_run import RunRecord, number
 
@@ -16,7 +16,7 @@ MORE_ROWS = (
 )
 NEVER_EQUAL = {"output_dir", "run_name", "logging_dir"}
 """Keys that differ between any two runs and change nothing."""
-_OWN_TO_A_RUN = {"loss", "kd_loss"}  # each distillation minimises a loss of its own
+_OWN_TO_A_RUN = {"loss", "kd_loss", "loss/alm", "loss/uld"}  # each distillation minimises a loss of its own
 _LOST = ("rows_dropped", "rows_truncated", "supervised_tokens_lost")
 
 
@@ -60,13 +60,15 @@ def latest(run: RunRecord) -> tuple[dict[str, float], int | None]:
 
 def distills(runs: Sequence[RunRecord]) -> bool:
     """Whether any run has a teacher."""
-    return any("forward_kl" in {**run.before, **latest(run)[0]} for run in runs)
+    of_teacher = {"forward_kl", *(row.metric for row in OTHER_TOKENS_ROWS)}
+    return any(not of_teacher.isdisjoint({**run.before, **latest(run)[0]}) for run in runs)
 
 
 def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
     """Return the metrics that any of the runs has; those that the runs were about come first. The distillation loss is
     left out where it is all of the loss."""
-    order = (*DISTILL_ROWS, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *DISTILL_ROWS)
+    of_teacher = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS)
+    order = (*of_teacher, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *of_teacher)
     measured = [metrics for run in runs for metrics in (run.before, latest(run)[0]) if "kd_loss" in metrics]
     apart = any(figure(metrics["kd_loss"], 4) != figure(metrics.get("loss"), 4) for metrics in measured)
     more = [row for row in MORE_ROWS if row.metric != "kd_loss" or apart]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, SFT_ROWS, MetricRow
+from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 from .format import change, figure, parameters
 
 HARDLY = 0.005
@@ -28,7 +28,7 @@ def verdict(
         before, after: held-out metrics by their names without `eval_`.
         models: `student` and `teacher` with `parameters`, `dtype` and `tokens_per_second`, as far as they are there.
     """
-    rows = DISTILL_ROWS if recipe == "distill" else SFT_ROWS
+    rows = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS) if recipe == "distill" else SFT_ROWS
     judged = [row for row in rows if row.better and row.metric in before and row.metric in after]
     if not judged:
         return None

@@ -167,7 +167,9 @@ class VLLMRecords(ForeignRecords):
             raise DataError(f"{name} is no answer of vLLM: expected an object, got {str(row)[:60]}.")
         self.teacher = row.get("model") or self.teacher
         common = {"prompt_token_ids": row.get("prompt_token_ids")}
-        answers = [{**common, **choice} for choice in row.get("choices") or () if choice.get("prompt_logprobs")]
+        choices = [choice for choice in row.get("choices") or () if choice.get("prompt_logprobs")]
+        # vLLM writes a null where it was not asked for ids
+        answers = [{**common, **{k: v for k, v in choice.items() if v is not None}} for choice in choices]
         answers = answers or [row]
         if any(answer.get("prompt_logprobs") is None for answer in answers):
             raise DataError(

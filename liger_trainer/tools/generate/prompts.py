@@ -128,7 +128,7 @@ class GivenPrompts:
 def _prompt_rows(options: GenerateOptions) -> tuple[Dataset, str]:
     text = yaml.safe_dump({"model_name_or_path": "none", "dataset_name": options.prompts, "recipe": "sft"})
     config = check_text(text, "prompts")
-    bad = BadRows()
+    bad = BadRows(to_train=False)
     splits = load_source(config, bad).splits
     bad.check()
     if options.prompts_split not in splits:
