@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..common.replacements import Replacements
 from ..kernels.gated_linear import gated_reference
 from ..kernels.types import Gate
-from ..modules.gated_mlp import gated
+from ..modules.projections import gated
 from . import structure
 from .clamps import Clamp, clamps_of
 from .mlps import CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows

@@ -22,7 +22,7 @@ from ..common.replacements import Replacements
 from ..kernels.activation_linear import activation_reference
 from ..kernels.gated_linear import gated_reference
 from ..kernels.relu2 import relu2
-from ..modules.gated_mlp import linear, project, project_ungated
+from ..modules.projections import linear, project, project_ungated
 from . import structure
 from .clamps import Clamp, clamps_of
 from .lora import is_lora_mlp, mlp_with_lora
