@@ -163,6 +163,24 @@ def _quicken(tl: Any, interpreter: Any) -> None:
 
         return run
 
+    def add(slow: Callable) -> Callable:
+        """Integers go to a pointer as numbers of bytes; the rest as with other operators."""
+        numbers = operator(np.add, False, False, slow)
+
+        def run(self: Any, other: Any, **kwargs: Any) -> Any:
+            if type(self.dtype) is not pointer_type:
+                return numbers(self, other, **kwargs)
+            block = self.type.is_block()
+            if type(other) is not core.tensor or other.dtype.name not in ("int32", "int64"):
+                return slow(self, other, **kwargs)
+            if block and other.type.is_block() and self.type.ints != other.type.ints:
+                return slow(self, other, **kwargs)
+            width = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
+            out = self.handle.data + width * other.handle.data.astype(np.uint64)
+            return result(out, self.dtype, self if block else other, self.handle.dtype)
+
+        return run
+
     def where(slow: Callable) -> Callable:
         """Blocks of one shape, and numbers."""
 
@@ -196,6 +214,7 @@ def _quicken(tl: Any, interpreter: Any) -> None:
         for reflected in (False, True):
             of_operator = functools.partial(operator, ufunc, reflected, name in comparisons)
             quick[core.tensor, f"__{'r' * reflected}{name}__"] = of_operator
+    quick[core.tensor, "__add__"] = add
 
     def replacement(package: Any, name: str, builtin: Callable) -> Callable:
         function = in_interpreter(builtin)
