@@ -143,6 +143,7 @@ def _places_of_eps(module: nn.Module) -> list[str | float]:
 
 
 def once_for_equal_norms() -> Callable[[nn.Module], NormRule | str]:
+    """Return `prove_norm`, run once for equal norms."""
     return once_for_equal_widths(prove_norm)
 
 
