@@ -82,6 +82,8 @@ def _parsed(text: str) -> Any:
 
 def redact(text: str) -> str:
     """Return a text with every secret replaced by `<secret>`."""
+    if len(text) < SHORTEST:  # it holds none
+        return text
     text = _LOGIN.sub(SECRET, text)
     text = _HEADER.sub(rf"\1{SECRET}", _QUERY.sub(rf"\1{SECRET}", text))
     text = _pattern(frozenset(_remembered), tuple(os.environ.items())).sub(SECRET, text)

@@ -290,6 +290,19 @@ _OF_A_FILE = (
 _DECLARED = (
     RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig,
 )  # fmt: skip
+# Conflicts with `init-student`; a run may have what they are about.
+STUDENT_KEYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")
+_OF_INIT_STUDENT = (
+    Conflict(
+        "student_num_layers",
+        ~(_DROPS_LAYERS | on("student_num_layers") | on("student_intermediate_size")),
+        f"nothing says what the student keeps: set one of {', '.join(STUDENT_KEYS)}.",
+    ),
+    *(
+        Conflict(key, on(key), f"init-student runs in one process; take it out with ~{key}.")
+        for key in ("fsdp", "deepspeed")
+    ),
+)
 CONFLICTS = (*(conflict for cls in _DECLARED for conflict in conflicts_of(cls)), *_OF_TRL, *_OF_A_FILE)
 
 
@@ -298,6 +311,11 @@ def conflicts(options: OptionValues, wrong: Set[str]) -> Iterator[tuple[str, str
     yield from clashes(options, CONFLICTS, wrong)
     if "teacher" in options.values and wrong.isdisjoint(("teachers", "teacher_column", *PLACEMENT)):
         yield from teacher_problems(options.values)
+
+
+def init_student_conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what `init-student` cannot do of a configuration that a run could, as key and message."""
+    return clashes(OptionValues(values, ()), _OF_INIT_STUDENT)
 
 
 def renamed(key: str, setting: Setting) -> tuple[str, Setting, str]:

@@ -57,17 +57,10 @@ class AlmAnswer(TeacherAnswer):
                 **common,
             )  # fmt: skip
         inside = (spans >= 0).to(result.alm.dtype)
-        return BatchLoss(
-            loss=result.loss,
-            divergence=how.alm_weight * result.alm,
-            log_prob=result.log_prob,
-            entropy=result.entropy,
-            is_top1=result.is_top1,
-            terms={"alm": result.alm},
-            parts={
-                "spans/share": inside, "spans/student_nll": -result.log_prob * inside, "spans/teacher_nll": -teacher,
-            },
-        )  # fmt: skip
+        parts = {
+            "spans/share": inside, "spans/student_nll": -result.log_prob * inside, "spans/teacher_nll": -teacher,
+        }  # fmt: skip
+        return BatchLoss.of_term("alm", how.alm_weight, result, parts)
 
 
 def teacher_log_probs(logits: Logits, labels: Tensor, rows: RowSelection, vocab_size: int) -> Tensor:

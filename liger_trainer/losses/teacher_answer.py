@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ class BatchLoss(NamedTuple):
     jsd: Tensor | None = None  # at beta 0.5, where `Distillation.measure_jsd` asks for it
     terms: Mapping[str, Tensor] | None = None  # by type of loss, without its weight
     parts: Mapping[str, Tensor] | None = None  # "x/share" and other "x/...", of tokens of a kind, as of one teacher
+
+    @classmethod
+    def of_term(cls, kind: str, weight: float, result: Any, parts: Mapping[str, Tensor] | None = None) -> "BatchLoss":
+        """Read an op's result, where a field named after the type of loss is all that the teacher adds to it."""
+        value = getattr(result, kind)
+        return cls(
+            result.loss, result.log_prob, result.entropy, result.is_top1, divergence=weight * value,
+            terms={kind: value}, parts=parts,
+        )  # fmt: skip
 
 
 class TeacherAnswer(ABC):

@@ -50,14 +50,7 @@ class UldAnswer(TeacherAnswer):
             uld = _distances(s, t[:, : self.vocab_size], partners, targets, how)
             common |= {"num_items": targets.num_items, "token_weight": targets.weights}
             result = stored_uld(s, uld, **common)
-        return BatchLoss(
-            loss=result.loss,
-            divergence=how.uld_weight * result.uld,
-            log_prob=result.log_prob,
-            entropy=result.entropy,
-            is_top1=result.is_top1,
-            terms={"uld": result.uld},
-        )
+        return BatchLoss.of_term("uld", how.uld_weight, result)
 
 
 def _distances(s: Tensor, t: Tensor, partners: Tensor, targets: BatchTargets, how: Distillation) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .gated_mlp import project
 from .layers import SILU, LigerGEGLUMLP, LigerSwiGLUMLP, activation_of
+from .projections import project
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):

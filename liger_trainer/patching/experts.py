@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..common.replacements import Replacements
 from ..kernels.gated_linear import gated_reference
 from ..kernels.types import Gate
-from ..modules.gated_mlp import gated
+from ..modules.projections import gated
 from . import structure
 from .clamps import Clamp, clamps_of
 from .mlps import CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
@@ -53,14 +53,10 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
     if not (options.swiglu or options.geglu):
         return
     prove = structure.once_for_equal_layers(prove_experts)
-    for module in model.modules():
-        if module in replacements or not looks_like_experts(module):
-            continue
-        rule = prove(module)
-        refused = rule if isinstance(rule, str) else structure.obstacle(module) if rule else None
-        if refused is not None:
-            report.leave(type(module).__name__, refused)
-        elif isinstance(rule, GateRule) and getattr(options, OPTIONS[GATED[rule.activation]]):
+    for module, rule in structure.candidates(model, replacements, looks_like_experts, prove):
+        if isinstance(rule, str):
+            report.leave(type(module).__name__, rule)
+        elif getattr(options, OPTIONS[GATED[rule.activation]]):
             replacements.set(module, "_apply_gate", types.MethodType(_apply_gate(rule), module))
             report.swap(rule.kind)
 

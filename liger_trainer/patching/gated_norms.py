@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from ..common.replacements import Replacements
 from ..kernels.gated_rms_norm import ACTIVATIONS, gated_rms_norm, gated_rms_norm_reference
 from . import structure
-from .norms import CASES, EPS
+from .norms import CASES, EPS, ROWS, norm_miniature, once_for_equal_widths, width
 from .options import PatchOptions, PatchReport
 
 KIND = "gated RMSNorm"
 SIZES = ("group_size",)  # attributes that say how many columns are normalised together
 COUNTS = ("n_groups", "num_groups", "ngroups")  # how many groups there are
 NARROW = 4e-3  # of bf16 outputs: the layers round the normalised row and its product with the weight, too
-ROWS = 32
 FP32 = torch.float32
 
 
@@ -61,13 +60,8 @@ def patch_gated_norms(model: nn.Module, options: PatchOptions, replacements: Rep
     """Swap the gated norms, if `options` ask for RMSNorm."""
     if not options.rms_norm:
         return
-    prove = structure.once_for_equal_layers(
-        prove_gated_norm, lambda module: (structure.settings(module), _width(module))
-    )
-    for module in model.modules():
-        if module in replacements or not looks_like_a_gated_norm(module):
-            continue
-        rule = structure.obstacle(module) or prove(module)
+    prove = once_for_equal_widths(prove_gated_norm)
+    for module, rule in structure.candidates(model, replacements, looks_like_a_gated_norm, prove):
         if isinstance(rule, str):
             report.leave(type(module).__name__, rule)
             replacements.claim(module)  # norms.py would say that it has two inputs
@@ -116,12 +110,12 @@ def _rules(module: nn.Module) -> Iterator[GatedNormRule]:
 
 def _check(module: nn.Module, rule: GatedNormRule) -> tuple[int, str | None]:
     """See `structure.first_that_holds`."""
-    groups = rule.groups(module, _width(module))
-    if groups < 1 or _width(module) % groups:
-        return 0, f"its {_width(module)} columns are no {groups} groups"
+    groups = rule.groups(module, width(module))
+    if groups < 1 or width(module) % groups:
+        return 0, f"its {width(module)} columns are no {groups} groups"
     for passed, (dtype, weight_dtype, autocast) in enumerate(CASES):
         with structure.on_miniatures(autocast):
-            small, (x, gate) = _miniature(module, weight_dtype), _inputs(module, dtype)
+            small, (x, gate) = norm_miniature(module, weight_dtype), _inputs(module, dtype)
             try:
                 theirs = type(small).forward(small, x, gate)
             except Exception as error:
@@ -137,20 +131,10 @@ def _check(module: nn.Module, rule: GatedNormRule) -> tuple[int, str | None]:
     return len(CASES), None
 
 
-def _width(module: nn.Module) -> int:
-    return next(iter(structure.tensors(module).values())).numel()
-
-
-def _miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(_width(module), generator=generator, dtype=FP32, device="cpu") * 0.5 + 0.5
-    return structure.miniature(module, {name: nn.Parameter(weight.to(dtype)) for name in structure.tensors(module)}, {})
-
-
 def _inputs(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Draw x and the gate (2, ROWS / 2, H): x from rows so small that only eps counts to rows so large that not."""
     generator = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(ROWS, _width(module), generator=generator, dtype=FP32, device="cpu") for _ in range(2))
+    x, gate = (torch.randn(ROWS, width(module), generator=generator, dtype=FP32, device="cpu") for _ in range(2))
     x *= torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
     x, gate = (y.view(2, ROWS // 2, -1).to(dtype).requires_grad_() for y in (x, gate * 2))
     return x, gate

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..common.hooks import is_hooked
 from ..common.replacements import Replacements
 from ..kernels.linears import linears
-from ..modules.gated_mlp import has_plain_weight, is_plain
+from ..modules.projections import has_plain_weight, is_plain
 from .options import PatchOptions, PatchReport
 from .shared_input import GROUP, SharedInput, layers_of_one_input
 

@@ -29,7 +29,7 @@ from ..kernels.lora_linears import lora_linears
 from ..kernels.lora_mlp import lora_mlp
 from ..kernels.types import Adapter, Projection
 from ..losses.model_parts import output_module
-from ..modules.gated_mlp import is_plain
+from ..modules.projections import is_plain
 from . import structure
 from .linears import is_weight_and_bias
 from .options import PatchOptions, PatchReport

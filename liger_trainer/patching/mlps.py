@@ -22,7 +22,7 @@ from ..common.replacements import Replacements
 from ..kernels.activation_linear import activation_reference
 from ..kernels.gated_linear import gated_reference
 from ..kernels.relu2 import relu2
-from ..modules.gated_mlp import linear, project, project_ungated
+from ..modules.projections import linear, project, project_ungated
 from . import structure
 from .clamps import Clamp, clamps_of
 from .lora import is_lora_mlp, mlp_with_lora
@@ -98,14 +98,10 @@ def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacemen
     if not any(getattr(options, name) for name in OPTIONS.values()):
         return
     prove = structure.once_for_equal_layers(prove_mlp)
-    for module in model.modules():
-        if module in replacements or not looks_like_an_mlp(module):
-            continue
-        rule = prove(module)
-        refused = rule if isinstance(rule, str) else structure.obstacle(module) if rule else None
-        if refused is not None:
-            report.leave(type(module).__name__, refused)
-        elif isinstance(rule, MLPRule) and getattr(options, OPTIONS[rule.kind]):
+    for module, rule in structure.candidates(model, replacements, looks_like_an_mlp, prove):
+        if isinstance(rule, str):
+            report.leave(type(module).__name__, rule)
+        elif getattr(options, OPTIONS[rule.kind]):
             # what `lora_mlp` takes
             lora = options.lora and rule.layout in ("split", "gate first") and rule.clamp is None
             replacements.forward(module, mlp_forward(rule, lora))

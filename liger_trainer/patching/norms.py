@@ -107,11 +107,7 @@ def patch_norms(model: nn.Module, options: PatchOptions, replacements: Replaceme
     """Swap the norms that `options` ask for. Those that an earlier part computes are passed over."""
     if not (options.rms_norm or options.layer_norm):
         return
-    prove = once_for_equal_norms()
-    for module in model.modules():
-        if module in replacements or not looks_like_a_norm(module):
-            continue
-        rule = structure.obstacle(module) or prove(module)
+    for module, rule in structure.candidates(model, replacements, looks_like_a_norm, once_for_equal_norms()):
         if isinstance(rule, str):
             report.leave(type(module).__name__, rule)
         elif getattr(options, OPTIONS[rule.form.kind]):
@@ -147,8 +143,13 @@ def _places_of_eps(module: nn.Module) -> list[str | float]:
 
 
 def once_for_equal_norms() -> Callable[[nn.Module], NormRule | str]:
-    """Return `prove_norm`, run once for norms of one class, settings and width: few columns may prove less."""
-    return structure.once_for_equal_layers(prove_norm, lambda module: (structure.settings(module), _width(module)))
+    """Return `prove_norm`, run once for equal norms."""
+    return once_for_equal_widths(prove_norm)
+
+
+def once_for_equal_widths(prove: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Return `prove`, run once for norms of one class, settings and width: few columns may prove less."""
+    return structure.once_for_equal_layers(prove, lambda module: (structure.settings(module), width(module)))
 
 
 def prove_norm(module: nn.Module) -> NormRule | str:
@@ -185,12 +186,12 @@ def _check(module: nn.Module, rule: NormRule) -> tuple[int, str | None]:
         return 0, f"its {rule.eps} is {getattr(module, rule.eps)!r}, not a number"
     for passed, (dtype, weight_dtype, autocast) in enumerate(CASES):
         with structure.on_miniatures(autocast):
-            small, x = _miniature(module, weight_dtype), _input(module, dtype)
+            small, x = norm_miniature(module, weight_dtype), _input(module, dtype)
             try:
                 theirs = type(small).forward(small, x)
             except Exception as error:
                 if dtype == weight_dtype:
-                    return passed, f"it does not take rows of {_width(module)} columns: {structure.failure(error)}"
+                    return passed, f"it does not take rows of {width(module)} columns: {structure.failure(error)}"
                 continue  # it takes no weights of another dtype
             ours = rule(small, x, widens=True, plain=True)
             refused = structure.difference(ours, theirs, NARROW[rule.form.kind])
@@ -204,17 +205,19 @@ def _check(module: nn.Module, rule: NormRule) -> tuple[int, str | None]:
     return len(CASES), None
 
 
-def _width(module: nn.Module) -> int:
+def width(module: nn.Module) -> int:
+    """Return the columns of a norm; 64 where it does not say."""
     shape = getattr(module, "normalized_shape", None)
     widths = [tensor.numel() for tensor in structure.tensors(module).values()]
     return widths[0] if widths else shape[-1] if shape else 64
 
 
-def _miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def norm_miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a norm with random weights of its own."""
     generator = torch.Generator().manual_seed(1)
 
     def weight() -> nn.Parameter:
-        values = torch.randn(_width(module), generator=generator, dtype=FP32, device="cpu")
+        values = torch.randn(width(module), generator=generator, dtype=FP32, device="cpu")
         return nn.Parameter((values * 0.5 + 0.5).to(dtype))
 
     return structure.miniature(module, {name: weight() for name in structure.tensors(module)}, {})
@@ -223,7 +226,7 @@ def _miniature(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _input(module: nn.Module, dtype: torch.dtype) -> Tensor:
     """Draw (2, ROWS / 2, H): from rows so small that only eps counts to rows so large that it does not."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, _width(module), generator=generator, dtype=FP32, device="cpu")
+    x = torch.randn(ROWS, width(module), generator=generator, dtype=FP32, device="cpu")
     x *= torch.logspace(-5, 2, ROWS, dtype=FP32, device="cpu")[:, None]
     # The rows get a mean, by which RMSNorm and LayerNorm differ.
     return x.add_(x.std(1, correction=0, keepdim=True) / 2).view(2, ROWS // 2, -1).to(dtype).requires_grad_()

@@ -27,7 +27,7 @@ from transformers.integrations.moe import (
 from ..common.hooks import is_called
 from ..common.replacements import Replacements
 from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts_reference
-from ..modules.gated_mlp import WEIGHTS, is_plain
+from ..modules.projections import WEIGHTS, is_plain
 from . import structure
 from .experts import GateRule, prove_gate
 from .mlps import calls_other_children

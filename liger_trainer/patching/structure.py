@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.hooks import is_called
+from ..common.replacements import Replacements
 from ..common.zero3 import is_missing, shape_of
 
 Rule = TypeVar("Rule")
@@ -101,6 +102,23 @@ def once_for_equal_layers(
         return proved[layer]
 
     return remembered
+
+
+def candidates(
+    model: nn.Module,
+    replacements: Replacements,
+    looks_alike: Callable[[nn.Module], bool],
+    prove: Callable[[nn.Module], Any],
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the layers that look like a kind, each with its rule, or why its own forward stays.
+
+    Layers that an earlier part computes are passed over, and those that `prove` returns None for.
+    """
+    for module in model.modules():
+        if module not in replacements and looks_alike(module):
+            rule = prove(module)
+            if rule is not None:
+                yield module, rule if isinstance(rule, str) else obstacle(module) or rule
 
 
 def miniature(

@@ -13,9 +13,13 @@ from trl.chat_template_utils import get_training_chat_template
 ANSWERS = ("assistant", "model")  # roles
 _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
+# The words in capitals are replaced; comments stay in the template, and write nothing.
 _TEMPLATE = """\
+{#- What the first template writes for these messages. -#}
 {%- macro liger_chat(messages, add_generation_prompt) +%}THEIRS{%+ endmacro -%}
 
+{#- The text up to the content of `message`, with the messages before it. For an answer that is the text that asks for
+    one, if the template writes that before the answer, too. Else another content shows where the own one begins. -#}
 {%- macro liger_header(before, message) -%}
     {%- set asked = liger_chat(before, true) if before and message.role in ANSWERS else '' -%}
     {%- if asked and asked != liger_chat(before, false) and liger_chat(before + [message], false).startswith(asked) -%}
@@ -33,12 +37,15 @@ _TEMPLATE = """\
     {%- endif -%}
 {%- endmacro -%}
 
+{#- The text up to the end of these messages, the first ones of a chat whose text is `whole`. Some templates end a chat,
+    not each message, with the end-of-text token; where `whole` has none at that place, it is taken off. -#}
 {%- macro liger_until(whole, messages) -%}
     {%- set text = liger_chat(messages, false) if messages else '' -%}
     {%- set closed = eos_token and text.endswith(eos_token) and not whole.startswith(text) -%}
     {{- text[:-(eos_token|length)] if closed else text -}}
 {%- endmacro -%}
 
+{#- The whole chat's text is written piece by piece, up to `liger.written`, and each learned part between marks. -#}
 {%- set liger_whole = liger_chat(messages, add_generation_prompt) -%}
 {%- set liger = namespace(written=0) -%}
 {%- for message in messages -%}

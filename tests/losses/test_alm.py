@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from byte_level import CODE, saved
+from commands import call, settings
 from datasets import Dataset
 from peft import LoraConfig
 from splits import capture_gradients
@@ -16,7 +17,6 @@ from tokenizers_of_kinds import TEMPLATE, bpe, unigram, word_piece
 from torch.distributed.utils import _apply_to_tensors
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_alm import alm_reference
 from liger_trainer.teachers.row_keys import row_key
@@ -455,25 +455,10 @@ def test_the_callback_refuses_it():
 
 # From the command line
 
-SETTINGS = """
-model_name_or_path: student
-teacher_model_name_or_path: teacher
-dataset_name: rows.jsonl
-output_dir: out
-losses: [{type: alm, tau: 20}, {type: ce, weight: 0.1}]
-lmbda: 0.5
-max_completion_length: 5
-assistant_only_loss: true
-max_steps: 2
-per_device_train_batch_size: 4
-logging_steps: 1
-gradient_checkpointing: false
-save_strategy: no
-max_length: 128
-holdout_fraction: 0.25
-num_sample_completions: 0
-use_cpu: true
-"""
+SETTINGS = settings(
+    teacher_model_name_or_path="teacher", losses=[{"type": "alm", "tau": 20}, {"type": "ce", "weight": 0.1}],
+    lmbda=0.5, max_completion_length=5, assistant_only_loss=True, max_steps=2, max_length=128, holdout_fraction=0.25,
+)  # fmt: skip
 
 
 def test_a_run(teacher, ours, tmp_path, monkeypatch, capsys):
@@ -483,9 +468,8 @@ def test_a_run(teacher, ours, tmp_path, monkeypatch, capsys):
     (tmp_path / "teacher").symlink_to(teacher)
     chats(8).to_json(tmp_path / "rows.jsonl")
     (tmp_path / "run.yaml").write_text(SETTINGS)
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml"])
-    assert not stopped.value.code, capsys.readouterr().err
+    code, _, err = call(capsys, "run", "run.yaml")
+    assert code == 0, err
     card = (tmp_path / "out" / "README.md").read_text()
     assert "1 x alm + 0.1 x ce, alm_tau 20" in card
     assert "| ALM (nats/token) |" in card and "rows that it was not trained on: ALM from" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from byte_level import CODE, ENGLISH, byte_level, saved
+from commands import call, settings
 from datasets import Dataset
 from peft import LoraConfig
 from quick_cases import slow_but
@@ -17,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from liger_trainer import DistillationCallback, LigerDistillConfig, LigerDistillTrainer
-from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, DataError
 from liger_trainer.kernels.linear_uld import uld_reference
 from liger_trainer.losses.model_parts import decoder_layers
@@ -378,23 +378,10 @@ def test_the_callback_refuses_it():
 
 # From the command line
 
-SETTINGS = """
-model_name_or_path: student
-teacher_model_name_or_path: teacher
-dataset_name: rows.jsonl
-output_dir: out
-losses: [{type: uld}, {type: ce, weight: 0.1}]
-max_steps: 2
-per_device_train_batch_size: 4
-logging_steps: 1
-gradient_checkpointing: false
-save_strategy: no
-max_length: 32
-holdout_fraction: 0.25
-num_sample_completions: 2
-max_new_tokens: 4
-use_cpu: true
-"""
+SETTINGS = settings(
+    teacher_model_name_or_path="teacher", losses=[{"type": "uld"}, {"type": "ce", "weight": 0.1}], max_steps=2,
+    holdout_fraction=0.25, num_sample_completions=2, max_new_tokens=4,
+)  # fmt: skip
 
 
 def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeypatch, capsys):
@@ -411,9 +398,8 @@ def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeyp
         return evaluation.complete_by_each(models, tokenizer, prompts, *rest)
 
     monkeypatch.setattr("liger_trainer.recipes.distill.complete_by_each", spy)
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "run.yaml"])
-    assert not stopped.value.code, capsys.readouterr().err
+    code, _, err = call(capsys, "run", "run.yaml")
+    assert code == 0, err
     written = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert 0 < written["after"]["loss/uld"] < 2 and "forward_kl" not in written["after"]
     assert len(asked) == 2 and all(text in read for text, read in asked.items())
@@ -422,7 +408,5 @@ def test_a_run_with_a_teacher_that_reads_other_tokens(teacher, tmp_path, monkeyp
         (["eval", "out"], 0, "student perplexity"),
         (["cache", "run.yaml", "teacher_cache_dir=cache"], 2, "losses: uld needs the model of a teacher"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            main(command)
-        printed = capsys.readouterr()
-        assert int(stopped.value.code or 0) == code and message in printed.out + printed.err
+        ended, out, err = call(capsys, *command)
+        assert ended == code and message in out + err

@@ -37,13 +37,19 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
 
     Returns the device to put tensors on.
     """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("liger_trainer.kernels.") and hasattr(module, "use_triton"):
-            monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
+    for module in _with_paths(len(sys.modules)):
+        monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
     monkeypatch.setattr(_cross_entropy_rows, "BLOCK", block)
     monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 2))
     monkeypatch.setattr(_divergence_rows, "VECTOR_BYTES", 8)
     return TRITON_DEVICE if path == "triton" else "cpu"
+
+
+@functools.cache
+def _with_paths(imported: int) -> list[Any]:
+    """Return the modules that ask which path to take, looked for whenever others have been imported."""
+    named = [(name, module) for name, module in sys.modules.items() if name.startswith("liger_trainer.kernels.")]
+    return [module for _, module in named if hasattr(module, "use_triton")]
 
 
 def random_inputs(

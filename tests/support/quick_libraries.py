@@ -44,16 +44,26 @@ def install_in_imported() -> None:
 
 def _quicken_datasets(datasets: Any) -> None:
     """A transform's function is pickled, with all that it refers to, for a fingerprint: the name of a file with the
-    result, if an earlier process has made one. None has in a test. Each copy of a dataset copies its columns' types."""
+    result, if an earlier process has made one. None has in a test. Each copy of a dataset copies its columns' types,
+    which nothing changes."""
     fingerprint: Any = sys.modules["datasets.fingerprint"]
     dataset: Any = sys.modules["datasets.arrow_dataset"]
-    fingerprint.update_fingerprint = lambda *_: fingerprint.generate_random_fingerprint()
+    for module in (fingerprint, dataset):
+        module.update_fingerprint = lambda *_: fingerprint.generate_random_fingerprint()
     dataset.generate_fingerprint = lambda _: fingerprint.generate_random_fingerprint()
     datasets.Value.__deepcopy__ = lambda self, memo: self
+    datasets.Features.__deepcopy__ = _copy_of_columns
     for transform in vars(datasets.Dataset).values():
         while inspect.isfunction(transform):
             transform.__signature__ = inspect.signature(transform)
             transform = getattr(transform, "__wrapped__", None)
+
+
+def _copy_of_columns(features: Any, memo: dict) -> Any:
+    copied = type(features).__new__(type(features))
+    dict.update(copied, features)
+    vars(copied).update({name: dict(value) for name, value in vars(features).items()})
+    return copied
 
 
 def _quicken_imports(imports: Any) -> None:

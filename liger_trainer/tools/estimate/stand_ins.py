@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from ...common.replacements import Replacements
 from ...kernels.runtime import without_data
-from ...modules import gated_mlp
+from ...modules import projections
 from ...patching import lora as patch_lora
 
 
@@ -32,7 +32,7 @@ def on_a_gpu(count: int, num_items: float) -> Iterator[None]:
     replaced = Replacements()
     # dropout on the CPU keeps its mask in the dtype of the input
     replaced.set(F, "dropout", _dropout)
-    replaced.set(gated_mlp, "WEIGHTS", (*gated_mlp.WEIGHTS, FakeTensor))
+    replaced.set(projections, "WEIGHTS", (*projections.WEIGHTS, FakeTensor))
     for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # used by transformers' mixtures of experts
         if hasattr(place, name):
             replaced.set(place, name, grouped_mm)

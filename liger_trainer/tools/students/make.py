@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...common.console import announce
 from ...common.files import staged_folder
 from ...common.storage import writing_to
-from ...config.conflicts import is_sharded
+from ...config.conflicts import STUDENT_KEYS, init_student_conflicts, is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
 from ...run.drop_layers import drop_layers, kept_indices
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ...config.run_config import RunConfig
 
 STUDENT = "student.json"
-WAYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")
 CHOICE = "student_layer_choice"
 
 
@@ -95,7 +94,7 @@ def make_student(config: "RunConfig") -> tuple[Path, StudentRecord, PreTrainedMo
         record = StudentRecord(
             teacher=config["model_name_or_path"],
             teacher_revision=files.revision,
-            chosen_by={key: config[key] for key in WAYS if config[key] is not None} | _choice(config),
+            chosen_by={key: config[key] for key in STUDENT_KEYS if config[key] is not None} | _choice(config),
             layers_kept=kept,
             layer_importance=importance.layers,
             importance_tokens=importance.tokens,
@@ -116,13 +115,10 @@ def _choice(config: "RunConfig") -> dict[str, str]:
 
 
 def _check_settings(config: "RunConfig") -> None:
-    if all(config[key] is None for key in WAYS):
-        raise ConfigError(f"{config.source}: nothing says what the student keeps: set one of {', '.join(WAYS)}.")
+    for key, message in init_student_conflicts(config.values):
+        raise config.error(key, message)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("init-student runs in one process: start it without a launcher.")
-    for key in ("fsdp", "deepspeed"):
-        if config[key]:
-            raise config.error(key, f"init-student runs in one process; take it out with ~{key}.")
     if is_sharded(config.values):
         raise ConfigError("init-student runs in one process: unset ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED.")
 

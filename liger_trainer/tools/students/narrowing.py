@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError
 from ...losses.model_parts import decoder_layers
-from ...modules.gated_mlp import is_plain
+from ...modules.projections import is_plain
 from ...patching import structure
 from ...patching.mlps import MLPRule, looks_like_an_mlp, prove_mlp
 from ...run.drop_layers import fill

@@ -1,4 +1,4 @@
-"""The end of an MLP: activation, product and down-projection, also where that is no plain linear layer."""
+"""An MLP's projections: by our ops where they are plain linear layers, else by calling them."""
 
 from typing import TypeGuard
 
