@@ -81,7 +81,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no position_ids, which would start anew with each document"
-    kinds = _other_layers(model, config)
+    kinds = other_layers(model, config)
     if kinds:
         return _leak_of_layers(model, config, ", ".join(kinds))
     trusted = trusted and not type(model).__module__.startswith("transformers.")
@@ -92,7 +92,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
     return None
 
 
-def _other_layers(model: Any, config: Any) -> list[str]:
+def other_layers(model: Any, config: Any) -> list[str]:
     """Return the types of layers, or of modules, that mix tokens by something else than attention."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = {kind for kind in types if kind not in _ATTENTION}

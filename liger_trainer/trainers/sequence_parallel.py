@@ -1,0 +1,77 @@
+"""Rows that several ranks share, each with a slice: what is refused, since it would be computed otherwise.
+
+`sp_size` is DeepSpeed's Ulysses, which accelerate and Trainer drive (`ParallelismConfig`): its loader cuts the rows of
+a training into slices of `input_ids`, `position_ids`, `shift_labels` and whatever else has a value for each token.
+Evaluations read whole rows, each rank others.
+"""
+
+import importlib.util
+import inspect
+from typing import Any
+
+from peft import PeftModel
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..errors import ConfigError
+from ..patching.patcher import base_of
+from ..patching.ulysses import obstacle_to_slices
+from ..teachers.model import ModelTeacher
+
+
+def check_slices(trainer: Any) -> None:
+    """Raise ConfigError where ranks that share rows would not compute what one process does of whole rows."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled:
+        raise ConfigError(
+            "Context parallelism (cp_size > 1) is not supported: no test has its loss. For long rows over several GPUs "
+            "use sequence parallelism (sp_size) with DeepSpeed."
+        )
+    if trainer.shards_sequences():
+        reason = _why_engine(trainer) or _why_rows(trainer) or obstacle_to_slices(base_of(trainer.model))
+        if reason is not None:
+            raise ConfigError(f"Sequence parallelism (sp_size > 1): {reason}.")
+
+
+def _why_engine(trainer: Any) -> str | None:
+    if not trainer.is_deepspeed_enabled:
+        return "only DeepSpeed cuts rows into slices. Set deepspeed, or launch with a file of accelerate for it"
+    if not importlib.util.find_spec("deepspeed"):
+        return "DeepSpeed is not installed"
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
+        UlyssesSPAttentionHF,
+    )
+
+    if "disable_in_eval" not in inspect.signature(UlyssesSPAttentionHF.register_with_transformers).parameters:
+        return "this DeepSpeed would mix the rows of evaluations (no disable_in_eval). Install a newer one"
+    if not trainer.args.average_tokens_across_devices:
+        return "the tokens of a row's slices are counted together. Leave average_tokens_across_devices at true"
+    return None
+
+
+def _why_rows(trainer: Any) -> str | None:
+    ranks, multiple = trainer.get_sp_size(), trainer.args.pad_to_multiple_of
+    if type(trainer.data_collator) is not DataCollatorForLanguageModeling:
+        return "rows are text, padded on the right by TRL's own collator, since attention gets no mask"
+    if trainer.padding_free:
+        return (
+            "packed documents would see one another, since attention gets no mask. Set `packing: false` and "
+            "`padding_free: false`"
+        )
+    if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
+        return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
+    if not multiple or multiple % ranks:
+        return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"
+    return None
+
+
+def check_teacher_of_slices(trainer: Any, samples: bool) -> None:
+    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
+    if not trainer.shards_sequences():
+        return
+    if type(trainer.teaching) is not ModelTeacher:
+        raise ConfigError(
+            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
+            "look their answers up by whole rows."
+        )
+    if samples:
+        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")
