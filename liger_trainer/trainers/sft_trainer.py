@@ -266,7 +266,7 @@ class LigerTrainer(CheckpointingTrainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
-        local = torch.stack([_count(batch["shift_labels"] != IGNORE_INDEX) for batch in batch_samples]).sum()
+        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
         return self.accelerator.reduce(local.to(device), "sum")
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -27,9 +27,10 @@ LOSSES = {
     "all": [{"type": kind, "weight": 0.2 * i + 0.4} for i, kind in enumerate([*KINDS, "ce"])],
 }
 STEPS = [  # objective, variant
-    ("ce", ""), ("all", "padded"), ("lora", "recomputed"), ("weighted", ""), ("stock flag", "one batch"),
+    ("ce", ""), ("all", ""), ("mix", "launched"), ("kd", "padded"), ("lora", "recomputed"), ("weighted", ""),
+    ("stock flag", "one batch"), ("stock flag", "one padded batch"),
 ]  # fmt: skip
-OF_FOUR = [("ce", ""), ("all", "padded")]  # of which two share each row
+OF_FOUR = [("ce", ""), ("all", "")]  # of which two share each row
 REFUSED = {  # objective, options; what the message says
     "packed": ("ce", {"packing": True, "max_length": 40}, "packed documents would see one another"),
     "no multiple": ("ce", {"pad_to_multiple_of": None}, "Set pad_to_multiple_of to a multiple of 2"),
@@ -39,16 +40,22 @@ REFUSED = {  # objective, options; what the message says
     "eager": ("eager", {}, "its attention is eager"),
     "teacher with windows": ("windows", {}, "teacher: the windows of its attention"),
     "self": ("self", {"teacher": "self"}, "knows one teacher"),
+    "hidden states": ("hidden, one width", {}, "Hidden-state losses"),
     "sampled": ("on_policy", {"lmbda": 0.5}, "samples no completions"),
 }  # fmt: skip
-# Longer than any row: gloo gathers equal lengths alone. The second slices of some rows are nothing but padding.
-LENGTH = 20
+LENGTH = 20  # longer than any row: gloo gathers equal lengths alone
 VARIANTS: dict[str, dict] = {
     "": {},
+    "launched": {},
     "recomputed": {"gradient_checkpointing": True},
-    "padded": {"pad_to_multiple_of": 2 * LENGTH},
-    "one batch": {"pad_to_multiple_of": 2 * LENGTH, "gradient_accumulation_steps": 1},
+    "padded": {"pad_to_multiple_of": 2 * LENGTH},  # the second slices are nothing but padding
+    "one batch": {"gradient_accumulation_steps": 1},
+    "one padded batch": {"pad_to_multiple_of": 2 * LENGTH, "gradient_accumulation_steps": 1},
 }
+LAUNCHED = {  # what accelerate's launcher makes of a file
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2",
+    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+}  # fmt: skip
 
 
 def sequence_step(objective: str, variant: str = "", ranks: int = 1, **engine) -> dict:
@@ -109,17 +116,19 @@ def trainer_of(objective: str, options: dict):
     return LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
 
 
-def engine_of(ranks: int) -> dict:
+def engine_of(ranks: int, *names: str) -> dict:
+    """Return the arguments about the engine, or those of these names."""
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    return {
+    engine = {
         "parallelism_config": ParallelismConfig(dp_replicate_size=ranks // 2, sp_size=2, sp_handler=handler),
         "deepspeed": {
             "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
             "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         },
     }  # fmt: skip
+    return {name: engine[name] for name in names or engine}
 
 
 @contextlib.contextmanager
@@ -165,8 +174,10 @@ def by_deepspeed(steps: list[tuple], refused: dict[str, tuple]) -> dict:
         ranks = torch.distributed.get_world_size()
         for case in steps:
             forget()
-            with recorded() as gradients:
-                taken[case] = sequence_step(*case, ranks=ranks, **engine_of(ranks)) | {"gradients": gradients}
+            launched = case[1] == "launched"
+            with recorded() as gradients, mock.patch.dict(os.environ, LAUNCHED if launched else {}):
+                engine = engine_of(ranks, "deepspeed") if launched else engine_of(ranks)
+                taken[case] = sequence_step(*case, ranks=ranks, **engine) | {"gradients": gradients}
         for name, (objective, options, _) in refused.items():
             forget()
             taken[name] = refusal(objective, options, **engine_of(ranks))
