@@ -151,8 +151,8 @@ class ModelTeacher(Teacher):
         read = without_labels(inputs)
         if self._padding_is_beyond and self.reads is not None:
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
-        slices = self._sliced is not None and "shift_labels" in inputs  # evaluations read whole rows
-        with self._sliced.gathered() if slices else contextlib.nullcontext():
+        slices = self._sliced if "shift_labels" in inputs else None  # evaluations read whole rows
+        with contextlib.nullcontext() if slices is None else slices.gathered():
             return self.logits(**read)
 
     def logits(self, **read: Any) -> Logits:
