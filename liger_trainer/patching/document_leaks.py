@@ -43,10 +43,12 @@ class PackedRows:
     Attributes:
         by_lengths: attention reads them by lengths, where the model can have it.
         certain: there are such rows; else there may be, as a data collator of the user's own makes the batches.
+        sliced: of each row, a rank has a slice.
     """
 
     by_lengths: bool = True
     certain: bool = True
+    sliced: bool = False
 
 
 def read_packed_rows(model: Any, record: Patched | None, rows: PackedRows | None) -> None:
@@ -68,7 +70,7 @@ def read_packed_rows(model: Any, record: Patched | None, rows: PackedRows | None
             "`packing: false` and `padding_free: false`."
         )
     if record is not None:
-        record.pack_attention() if rows.by_lengths else record.unpack_attention()
+        record.pack_attention(rows.sliced) if rows.by_lengths else record.unpack_attention()
 
 
 def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .document_leaks import other_layers
-from .packed_attention import attention_configs
+from .packed_attention import OF_SLICES, attention_configs
 
 
 def obstacle_to_slices(model: Any) -> str | None:
@@ -32,7 +32,7 @@ def obstacle_to_slices(model: Any) -> str | None:
     for config in configs:
         name, windows = config._attn_implementation, _windows(config)
         flash = name.startswith("flash_attention")
-        if not flash and name != "sdpa":
+        if not flash and name not in ("sdpa", OF_SLICES):
             return f"its attention is {name}: load it with attn_implementation sdpa or flash_attention_2"
         if windows and not (flash and windows == {"sliding_attention"}):
             return f"the windows of its attention ({', '.join(sorted(windows))}) are told by a mask, which is dropped"

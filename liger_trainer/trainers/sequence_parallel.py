@@ -7,12 +7,14 @@ Evaluations read whole rows, each rank others.
 
 import importlib.util
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
+from ..patching.packed_attention import OF_SLICES, attention_configs
 from ..patching.patcher import base_of
 from ..patching.ulysses import obstacle_to_slices
 from ..teachers.model import ModelTeacher
@@ -52,16 +54,45 @@ def _why_rows(trainer: Any) -> str | None:
     ranks, multiple = trainer.get_sp_size(), trainer.args.pad_to_multiple_of
     if type(trainer.data_collator) is not DataCollatorForLanguageModeling:
         return "rows are text, padded on the right by TRL's own collator, since attention gets no mask"
-    if trainer.padding_free:
-        return (
-            "packed documents would see one another, since attention gets no mask. Set `packing: false` and "
-            "`padding_free: false`"
-        )
+    if trainer.padding_free and trainer.args.per_device_train_batch_size > 1:
+        return "documents lie end to end in one row. Set per_device_train_batch_size to 1, and a larger max_length"
     if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
         return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
     if not multiple or multiple % ranks:
         return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"
     return None
+
+
+def slice_documents(trainer: Any) -> None:
+    """Have rows in which several documents stand cut into slices.
+
+    Raises:
+        ConfigError: the documents would see one another.
+    """
+    if not (trainer.shards_sequences() and trainer.padding_free):
+        return
+    handler = trainer.accelerator.parallelism_config.sp_handler
+    names = {config._attn_implementation for config in attention_configs(base_of(trainer.model))}
+    if names != {OF_SLICES} or handler.sp_attn_implementation != "sdpa":
+        raise ConfigError(
+            "Sequence parallelism (sp_size > 1): packed documents would see one another. Set `attention: auto`, and "
+            "sdpa as the model's attn_implementation and as sp_attn_implementation; or set `packing: false` and "
+            "`padding_free: false`."
+        )
+    handler.sp_attn_implementation = OF_SLICES  # DeepSpeed compares it with the model's
+    trainer.data_collator = DocumentsByPositions(trainer.data_collator)
+
+
+@dataclass
+class DocumentsByPositions:
+    """A collator around that of packed rows. It leaves what has no value for each token to the positions."""
+
+    collator: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(rows)
+        shape = batch["input_ids"].shape
+        return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
 
 
 def check_teacher_of_slices(trainer: Any, samples: bool) -> None:

@@ -34,7 +34,7 @@ from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names, cut_of
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
-from .sequence_parallel import check_slices
+from .sequence_parallel import check_slices, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -130,6 +130,7 @@ class LigerTrainer(CheckpointingTrainer):
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
+        slice_documents(self)
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         announce(str(self.patched.report))
@@ -166,7 +167,7 @@ class LigerTrainer(CheckpointingTrainer):
             )
         if one_sequence_each and (attention != AUTO or self.args.torch_compile or self.shards_sequences()):
             return None
-        return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)
+        return PackedRows(attention == AUTO, certain=self.padding_free, sliced=self.shards_sequences())
 
     def _pads_on_the_right(self) -> bool:
         """Return whether batches are TRL's own, or another collator adds to them. A subclass may pad elsewhere."""

@@ -27,12 +27,16 @@ LOSSES = {
     "all": [{"type": kind, "weight": 0.2 * i + 0.4} for i, kind in enumerate([*KINDS, "ce"])],
 }
 STEPS = [  # objective, variant
-    ("ce", ""), ("all", ""), ("mix", "launched"), ("kd", "padded"), ("lora", "recomputed"), ("weighted", ""),
+    ("ce", "packed"), ("all", "packed"), ("ce", ""), ("all", ""), ("mix", "launched"),
+    ("kd", "padded"), ("lora", "recomputed"), ("weighted", ""),
     ("stock flag", "one batch"), ("stock flag", "one padded batch"),
 ]  # fmt: skip
 OF_FOUR = [("ce", ""), ("all", "")]  # of which two share each row
 REFUSED = {  # objective, options; what the message says
-    "packed": ("ce", {"packing": True, "max_length": 40}, "packed documents would see one another"),
+    "packed": ("ce", {"packing": True, "max_length": 40}, "Set per_device_train_batch_size to 1"),
+    "packed, model's attention": (
+        "ce", {"packing": True, "per_device_train_batch_size": 1, "attention": "model"}, "see one another",
+    ),
     "no multiple": ("ce", {"pad_to_multiple_of": None}, "Set pad_to_multiple_of to a multiple of 2"),
     "other collator": ("collator", {}, "padded on the right by TRL's own collator"),
     "counted apart": ("ce", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
@@ -49,6 +53,7 @@ VARIANTS: dict[str, dict] = {
     "launched": {},
     "recomputed": {"gradient_checkpointing": True},
     "padded": {"pad_to_multiple_of": 2 * LENGTH},  # the second slices are nothing but padding
+    "packed": {"packing": True, "max_length": 60, "pad_to_multiple_of": 60, "per_device_train_batch_size": 1},
     "one batch": {"gradient_accumulation_steps": 1},
     "one padded batch": {"pad_to_multiple_of": 2 * LENGTH, "gradient_accumulation_steps": 1},
 }
@@ -159,7 +164,7 @@ def forget() -> None:
     unset_hf_deepspeed_config()
     state._release_sequence_parallel_groups()
     groups.mpu = None
-    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
