@@ -39,6 +39,11 @@ def obstacle_to_slices(model: Any) -> str | None:
     return None
 
 
+def implementations_of(model: Any) -> set[str]:
+    """Return the names under which a model asks transformers for its causal attention."""
+    return {config._attn_implementation for config in attention_configs(model)}
+
+
 def _windows(config: Any) -> set[str]:
     """Return the types of attention that see less than all tokens before one."""
     kinds = getattr(config, "layer_types", None)
@@ -55,8 +60,7 @@ class SlicedRows:
     """
 
     def __init__(self, model: Any):
-        names = {config._attn_implementation for config in attention_configs(model)}
-        self._own = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
+        self._own = {name: ALL_ATTENTION_FUNCTIONS[name] for name in implementations_of(model)}
         self._exchanges: dict[tuple, Any] = {}
 
     @contextlib.contextmanager

@@ -5,7 +5,6 @@ a training into slices of `input_ids`, `position_ids`, `shift_labels` and whatev
 Evaluations read whole rows, each rank others.
 """
 
-import importlib.util
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from peft import PeftModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
-from ..patching.packed_attention import OF_SLICES, attention_configs
+from ..patching.packed_attention import OF_SLICES
 from ..patching.patcher import base_of
-from ..patching.ulysses import obstacle_to_slices
+from ..patching.ulysses import implementations_of, obstacle_to_slices
 from ..teachers.model import ModelTeacher
 
 
@@ -37,8 +36,6 @@ def check_slices(trainer: Any) -> None:
 def _why_engine(trainer: Any) -> str | None:
     if not trainer.is_deepspeed_enabled:
         return "only DeepSpeed cuts rows into slices. Set deepspeed, or launch with a file of accelerate for it"
-    if not importlib.util.find_spec("deepspeed"):
-        return "DeepSpeed is not installed"
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
         UlyssesSPAttentionHF,
     )
@@ -51,13 +48,14 @@ def _why_engine(trainer: Any) -> str | None:
 
 
 def _why_rows(trainer: Any) -> str | None:
-    ranks, multiple = trainer.get_sp_size(), trainer.args.pad_to_multiple_of
+    ranks = trainer.get_sp_size()
     if type(trainer.data_collator) is not DataCollatorForLanguageModeling:
         return "rows are text, padded on the right by TRL's own collator, since attention gets no mask"
     if trainer.padding_free and trainer.args.per_device_train_batch_size > 1:
         return "documents lie end to end in one row. Set per_device_train_batch_size to 1, and a larger max_length"
     if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
         return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
+    multiple = trainer.data_collator.pad_to_multiple_of
     if not multiple or multiple % ranks:
         return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"
     return None
@@ -72,8 +70,8 @@ def slice_documents(trainer: Any) -> None:
     if not (trainer.shards_sequences() and trainer.padding_free):
         return
     handler = trainer.accelerator.parallelism_config.sp_handler
-    names = {config._attn_implementation for config in attention_configs(base_of(trainer.model))}
-    if names != {OF_SLICES} or handler.sp_attn_implementation != "sdpa":
+    packed = implementations_of(base_of(trainer.model)) == {OF_SLICES}
+    if not packed or handler.sp_attn_implementation not in ("sdpa", OF_SLICES):
         raise ConfigError(
             "Sequence parallelism (sp_size > 1): packed documents would see one another. Set `attention: auto`, and "
             "sdpa as the model's attn_implementation and as sp_attn_implementation; or set `packing: false` and "

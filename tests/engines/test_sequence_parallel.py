@@ -59,6 +59,9 @@ def test_what_slices_would_compute_otherwise_is_refused(name, taken):
     assert words in taken("two")[name]
 
 
-@pytest.mark.parametrize("objective", ["ce", "kd"])
-def test_context_parallelism_is_refused(objective, taken):
-    assert "cp_size > 1) is not supported" in taken("context")[objective]
+@pytest.mark.parametrize("case, words", [
+    (("ce", "cp_size"), "cp_size > 1) is not supported"), (("kd", "cp_size"), "cp_size > 1) is not supported"),
+    (("ce", "sp_size", "dp_shard_size"), "only DeepSpeed cuts rows into slices"),
+])  # fmt: skip
+def test_other_engines_are_refused(case, words, taken):
+    assert words in taken("without")[case]

@@ -189,20 +189,24 @@ def by_deepspeed(steps: list[tuple], refused: dict[str, tuple]) -> dict:
     return taken
 
 
-def by_context_parallelism() -> dict:
+def without_deepspeed() -> dict:
     from accelerate.utils import ParallelismConfig
 
     taken = {}
-    for objective in ("ce", "kd"):
+    for objective, sizes in [
+        ("ce", {"cp_size": 2}),
+        ("kd", {"cp_size": 2}),
+        ("ce", {"sp_size": 2, "dp_shard_size": 2}),
+    ]:
         with fsdp2():
-            taken[objective] = refusal(objective, {}, parallelism_config=ParallelismConfig(cp_size=2))
+            taken[objective, *sizes] = refusal(objective, {}, parallelism_config=ParallelismConfig(**sizes))
     return taken
 
 
 if __name__ == "__main__":
     file, what = sys.argv[1:]
-    if what == "context":
-        taken = by_context_parallelism()
+    if what == "without":
+        taken = without_deepspeed()
     else:
         taken = by_deepspeed(*{"two": (STEPS, REFUSED), "four": (OF_FOUR, {})}[what])
     if torch.distributed.get_rank() == 0:
