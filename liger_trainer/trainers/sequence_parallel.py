@@ -55,6 +55,8 @@ def _why_rows(trainer: Any) -> str | None:
         return "documents lie end to end in one row. Set per_device_train_batch_size to 1, and a larger max_length"
     if isinstance(trainer.model, PeftModel) and any(c.is_prompt_learning for c in trainer.model.peft_config.values()):
         return "prompt learning would put its tokens in front of each slice. Train adapters of layers, such as LoRA's"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of a mixture of experts would be that of slices. Set router_aux_loss_coef to 0"
     multiple = trainer.data_collator.pad_to_multiple_of
     if not multiple or multiple % ranks:
         return f"rows are cut into {ranks} slices of one length. Set pad_to_multiple_of to a multiple of {ranks}"

@@ -41,6 +41,7 @@ REFUSED = {  # objective, options; what the message says
     "other collator": ("collator", {}, "padded on the right by TRL's own collator"),
     "counted apart": ("ce", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
     "prompt learning": ("prompts", {}, "in front of each slice"),
+    "auxiliary loss": ("experts", {}, "Set router_aux_loss_coef to 0"),
     "eager": ("eager", {}, "its attention is eager"),
     "teacher with windows": ("windows", {}, "teacher: the windows of its attention"),
     "self": ("self", {"teacher": "self"}, "knows one teacher"),
@@ -100,7 +101,7 @@ def trainer_of(objective: str, options: dict):
     if objective == "weighted":
         rows, options["weight_column"] = [{**row, "weight": 1.001 * i} for i, row in enumerate(ROWS)], "weight"
     common = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
-    student = student_of(objective, "llama")
+    student = student_of(objective, "mixtral" if objective == "experts" else "llama")
     if objective == "eager":
         student.set_attn_implementation("eager")
     if objective == "prompts":
