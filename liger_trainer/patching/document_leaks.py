@@ -43,10 +43,12 @@ class PackedRows:
     Attributes:
         by_lengths: attention reads them by lengths, where the model can have it.
         certain: there are such rows; else there may be, as a data collator of the user's own makes the batches.
+        sliced: of each row, a rank has a slice.
     """
 
     by_lengths: bool = True
     certain: bool = True
+    sliced: bool = False
 
 
 def read_packed_rows(model: Any, record: Patched | None, rows: PackedRows | None) -> None:
@@ -68,7 +70,7 @@ def read_packed_rows(model: Any, record: Patched | None, rows: PackedRows | None
             "`packing: false` and `padding_free: false`."
         )
     if record is not None:
-        record.pack_attention() if rows.by_lengths else record.unpack_attention()
+        record.pack_attention(rows.sliced) if rows.by_lengths else record.unpack_attention()
 
 
 def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
@@ -81,7 +83,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no position_ids, which would start anew with each document"
-    kinds = _other_layers(model, config)
+    kinds = other_layers(model, config)
     if kinds:
         return _leak_of_layers(model, config, ", ".join(kinds))
     trusted = trusted and not type(model).__module__.startswith("transformers.")
@@ -92,7 +94,7 @@ def leak(model: Any, by_lengths: bool, trusted: bool = False) -> str | None:
     return None
 
 
-def _other_layers(model: Any, config: Any) -> list[str]:
+def other_layers(model: Any, config: Any) -> list[str]:
     """Return the types of layers, or of modules, that mix tokens by something else than attention."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = {kind for kind in types if kind not in _ATTENTION}

@@ -48,14 +48,14 @@ def documents_come_along(come: bool = True) -> Iterator[None]:
     """
     before = masking_utils.find_packed_sequence_indices
     if come:
-        masking_utils.find_packed_sequence_indices = _numbers_of_documents
+        masking_utils.find_packed_sequence_indices = numbers_of_documents
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = before
 
 
-def _numbers_of_documents(position_ids: Tensor) -> Tensor:
+def numbers_of_documents(position_ids: Tensor) -> Tensor:
     """Number the documents of each row from 0, by positions (rows, length) that begin anew in each."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))

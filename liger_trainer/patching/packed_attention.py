@@ -4,8 +4,9 @@ On a GPU in 16 bits it is PyTorch's own FlashAttention-2 (flash.py). Where that 
 sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one document after the
 other. torchtitan and axolotl chose varlen attention for packed rows before.
 
-Two names are registered with transformers, one for each former implementation. A model gets one by its configuration,
-for as long as it is patched; `save_pretrained` leaves it out.
+Two names are registered with transformers, one for each former implementation, and a third for rows of which each rank
+has a slice (ulysses.py). A model gets one by its configuration, for as long as it is patched; `save_pretrained` leaves
+it out.
 """
 
 import inspect
@@ -26,22 +27,27 @@ from transformers.modeling_utils import PreTrainedModel
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from . import flash
-from .document_mask import DocumentMask, Documents, MaskMaker
+from .document_mask import DocumentMask, Documents, MaskMaker, numbers_of_documents
 from .options import PatchReport
 
 NAMES = {"sdpa": "liger_packed_sdpa", "eager": "liger_packed_eager"}
+OF_SLICES = "liger_packed_sdpa_of_slices"
 KIND = "packed attention"
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 
-def pack_attention(model: Any, replacements: Replacements, report: PatchReport) -> None:
-    """Have `model` compute attention over packed rows by lengths, where it runs sdpa or eager attention."""
+def pack_attention(model: Any, replacements: Replacements, report: PatchReport, sliced: bool = False) -> None:
+    """Have `model` compute attention over packed rows by lengths, where it runs sdpa or eager attention.
+
+    Args:
+        sliced: of the rows, each rank has a slice. The model runs sdpa.
+    """
     reason = obstacle_to_packing(model)
     if reason is not None:
         report.leave(KIND, reason)
         return
     for config in attention_configs(model):
-        replacements.set(config, _IMPLEMENTATION, NAMES[config._attn_implementation])
+        replacements.set(config, _IMPLEMENTATION, OF_SLICES if sliced else NAMES[config._attn_implementation])
     report.swap(KIND)
 
 
@@ -152,6 +158,25 @@ class PackedAttention:
         )  # fmt: skip
 
 
+def attend_by_positions(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute sdpa within the documents of rows, told by `position_ids` (rows, length) alone.
+
+    Around it DeepSpeed makes whole rows of slices, their positions too, and nothing else. This waits for the device.
+    """
+    positions = how["position_ids"]
+    rows, length = positions.shape
+    documents = Documents.of_rows(rows, length, numbers_of_documents(positions), positions.device)
+    return PackedAttention("sdpa")(module, query, key, value, None, **{**how, "cu_seq_lens_q": documents.ends})
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(OF_SLICES, attend_by_positions)
+AttentionMaskInterface.register(OF_SLICES, _no_mask)  # pyright: ignore[reportArgumentType]
 for _former, _name in NAMES.items():
     AttentionInterface.register(_name, PackedAttention(_former))
     AttentionMaskInterface.register(_name, MaskMaker(_former))  # pyright: ignore[reportArgumentType]

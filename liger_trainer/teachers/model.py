@@ -15,6 +15,7 @@ from ..losses.model_parts import device_of, embedding_rows, placeholder_ids, rea
 from ..losses.spec import Logits
 from ..patching.document_leaks import read_packed_rows
 from ..patching.patcher import base_of
+from ..patching.ulysses import SlicedRows, obstacle_to_slices
 from .base import DistillHost, Teacher, check_apart, patch_layers, teacher_logits, without_labels
 from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
@@ -40,6 +41,7 @@ class ModelTeacher(Teacher):
         self._padding_is_beyond = False
         self._fingerprints: dict[str, Any] = {}
         self._sees_images = False
+        self._sliced: SlicedRows | None = None
 
     def collator(self, collator: Any) -> Any:
         """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""
@@ -84,10 +86,17 @@ class ModelTeacher(Teacher):
             read_packed_rows(base_of(teacher), None, trainer.packed_rows)
         else:
             self.patched = patch_layers(teacher, trainer.patched.options, self._name, trainer.packed_rows)
+        self._sliced = self._of_slices(teacher) if trainer.shards_sequences() else None
         vocab_size = self.vocabulary_size(trainer, teacher)
         teacher.requires_grad_(False).eval()
         self.model = self._placed(teacher, trainer)
         return vocab_size
+
+    def _of_slices(self, teacher: Any) -> SlicedRows:
+        reason = obstacle_to_slices(base_of(teacher))
+        if reason is not None:
+            raise ConfigError(f"Sequence parallelism (sp_size > 1), {self._name}: {reason}.")
+        return SlicedRows(base_of(teacher))
 
     def _check_images(self, student: Any, teacher: Any) -> None:
         if not self._sees_images:
@@ -142,7 +151,9 @@ class ModelTeacher(Teacher):
         read = without_labels(inputs)
         if self._padding_is_beyond and self.reads is not None:
             read["input_ids"] = read["input_ids"].clamp(max=self.reads - 1)
-        return self.logits(**read)
+        slices = self._sliced if "shift_labels" in inputs else None  # evaluations read whole rows
+        with contextlib.nullcontext() if slices is None else slices.gathered():
+            return self.logits(**read)
 
     def logits(self, **read: Any) -> Logits:
         """Return the logits on the device of `input_ids`, wherever the teacher lives."""

@@ -282,7 +282,8 @@ def refuse(args: TrainingArguments, accelerator: Accelerator) -> None:
     """Raise ConfigError for training arguments with which a callback would distil wrongly, or not at all."""
     distributed = accelerator.distributed_type
     use = "Use LigerDistillTrainer"
-    parallel = getattr(args, "parallelism_config", None)
+    # a launcher tells the accelerator alone
+    parallel = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     reasons = {
         "loss_type": (
             (getattr(args, "loss_type", None) or "nll") != "nll",  # None: ms-swift's own default

@@ -26,6 +26,7 @@ from .loss_schedule import LossProgress
 from .on_policy import SOURCE, OnPolicy
 from .prepare_rows import cut_of, rows_for_reading
 from .rows import check_prompts, has_only_prompts, prepare_prompts, prompt_ids
+from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
@@ -71,8 +72,8 @@ class LigerDistillTrainer(LigerTrainer):
 
     Raises:
         ConfigError: no teacher, the student as its own teacher, a student or teacher that lacks tokens of the
-            vocabulary, `compute_loss_func`, or sequence parallelism; a cache that belongs to other data, settings or
-            another teacher.
+            vocabulary, or `compute_loss_func`; with sequence parallelism, a teacher that is no single model; a cache
+            that belongs to other data, settings or another teacher.
         CorruptError: a damaged cache.
     """
 
@@ -97,8 +98,7 @@ class LigerDistillTrainer(LigerTrainer):
         self.distillation = args.distillation()
         self.lmbda, self.prompts_alone = args.lmbda, set[str]()
         super().__init__(model, args, **kwargs)
-        if self._shards_sequences():
-            raise ConfigError("Distillation does not support sequence parallelism (sp_size > 1): set sp_size to 1.")
+        check_teacher_of_slices(self, samples=bool(args.samples or self.prompts_alone))
         if args.teacher != "self":  # which wants adapters that can be switched off
             check_prompt_learning(self.student)
         self._prepare_teacher()

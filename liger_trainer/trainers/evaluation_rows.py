@@ -185,22 +185,17 @@ class EvaluationOfEachRow(DiscreetTrainer):
         """Return whether rows would be repeated, and can be marked."""
         # Where one process reads for all, accelerate cuts its batches up: nothing can be marked.
         dispatched = self.accelerator.dispatch_batches
-        alone = self.accelerator.num_processes == 1 or self._shards_sequences()
+        alone = self.accelerator.num_processes == 1
         return not (alone or self.args.dataloader_drop_last or (stream if dispatched is None else dispatched))
 
-    def _shards_sequences(self) -> bool:
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.sp_enabled
-
     def evaluation_loop(self, *args, **kwargs):
-        if self.accelerator.num_processes > 1 and not self._shards_sequences():
+        if self.accelerator.num_processes > 1:
             self.gather_function = self._gather_once
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
         self._loss_only = prediction_loss_only
-        if not self._shards_sequences():  # whose batches are parts of rows
-            inputs = self._without_repeated(inputs)
+        inputs = self._without_repeated(inputs)
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _without_repeated(self, inputs: Any) -> Any:

@@ -79,6 +79,10 @@ SEAMS = (
     Seam(_TRAINER, "Trainer.get_batch_samples", "completions are sampled before the tokens of a step are counted",
          ("epoch_iterator", "num_batches", "device")),
     Seam("trl.trainer.sft_config", "SFTConfig._VALID_DICT_FIELDS", "fields that may be JSON on a command line"),
+    # rows of which several processes have slices
+    Seam(_TRAINER, "Trainer._get_num_items_in_batch", "the tokens of a step are those of all slices",
+         ("batch_samples", "device")),
+    Seam(_TRAINER, "Trainer.model_accepts_loss_kwargs", "the loss is divided by these tokens, not by micro-batches"),
     # evaluation on several processes
     Seam(_TRAINER, "Trainer._get_dataloader", "the last batch is filled with rows that are known to be repeated",
          ("dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key")),

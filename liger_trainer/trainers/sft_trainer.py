@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import (
 from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
-from ..losses.spec import LossOptions, TokenWeights
+from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
@@ -34,6 +34,7 @@ from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names, cut_of
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
+from .sequence_parallel import check_slices, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -107,6 +108,9 @@ class LigerTrainer(CheckpointingTrainer):
         # TRL's own configuration knows no such field, and its labels stay as they are.
         self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
+        check_slices(self)
+        if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
+            self.model_accepts_loss_kwargs = True
         self._weigh_rows()
         self._resume_check = ResumeCheck(self)
         self.graph_reports: dict[str, str] = {}
@@ -126,6 +130,7 @@ class LigerTrainer(CheckpointingTrainer):
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
+        slice_documents(self)
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         announce(str(self.patched.report))
@@ -140,10 +145,8 @@ class LigerTrainer(CheckpointingTrainer):
         """Have the collator give each token the weight of its row."""
         if self.row_weights is None:
             return
-        if self.compute_loss_func is not None or self._shards_sequences():
-            raise ConfigError(
-                "weight_column: compute_loss_func and sequence parallelism know no weights. Leave it out."
-            )
+        if self.compute_loss_func is not None:
+            raise ConfigError("weight_column: compute_loss_func knows no weights. Leave it out.")
         if not isinstance(self.data_collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with weights are batched by TRL's own. Leave it out.")
         self.row_weights.check(self.train_dataset)
@@ -162,9 +165,9 @@ class LigerTrainer(CheckpointingTrainer):
                 "are packed too, so documents would see one another in evaluations. Leave it out, or set packing or "
                 "padding_free."
             )
-        if one_sequence_each and (attention != AUTO or self.args.torch_compile):
+        if one_sequence_each and (attention != AUTO or self.args.torch_compile or self.shards_sequences()):
             return None
-        return PackedRows(by_lengths=attention == AUTO, certain=self.padding_free)
+        return PackedRows(attention == AUTO, certain=self.padding_free, sliced=self.shards_sequences())
 
     def _pads_on_the_right(self) -> bool:
         """Return whether batches are TRL's own, or another collator adds to them. A subclass may pad elsewhere."""
@@ -181,7 +184,12 @@ class LigerTrainer(CheckpointingTrainer):
         """Return why the loss needs the output head as a whole, None if its rows may stay on their ranks."""
         if self.compute_loss_func is not None:
             return "compute_loss_func reads logits"
-        return "sequences are sharded over the ranks" if self._shards_sequences() else None
+        return "sequences are sharded over the ranks" if self.shards_sequences() else None
+
+    def shards_sequences(self) -> bool:
+        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled
 
     def check_rows(self) -> None:
         """Raise DataError where rows have ids that the student does not have."""
@@ -225,7 +233,7 @@ class LigerTrainer(CheckpointingTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
-        if self._shards_sequences() or (self.compute_loss_func is not None and self.model.training):
+        if self.compute_loss_func is not None and self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.use_own_loss()
         inputs["use_cache"] = False
@@ -262,7 +270,14 @@ class LigerTrainer(CheckpointingTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.saw_loss(loss, inputs)
-        return loss
+        # transformers logs the mean over all ranks, of which those with slices of a row add up
+        return loss * self.get_sp_size() if self.shards_sequences() else loss
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+        return self.accelerator.reduce(local.to(device), "sum")
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
@@ -296,7 +311,8 @@ class LigerTrainer(CheckpointingTrainer):
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
-        return self.accelerator.num_processes // self.get_tp_size()
+        # DeepSpeed adds up the gradients of ranks with slices of a row
+        return self.accelerator.num_processes // (self.get_tp_size() * self.get_sp_size())
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""

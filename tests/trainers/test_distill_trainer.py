@@ -519,12 +519,6 @@ def test_the_configuration_survives_json():
     assert again.distillation() == config.distillation()
 
 
-def test_sequence_parallelism_is_refused(monkeypatch):
-    monkeypatch.setattr(LigerDistillTrainer, "_shards_sequences", lambda self: True)
-    with pytest.raises(ConfigError, match="Distillation does not support sequence parallelism"):
-        make()
-
-
 def test_wrong_arguments_of_the_trainer():
     def trainer(model, **kwargs):
         return LigerDistillTrainer(model, train_dataset=completions(), processing_class=tiny_tokenizer(), **kwargs)
