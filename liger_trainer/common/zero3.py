@@ -1,6 +1,6 @@
 """Parameters that DeepSpeed's ZeRO-3 has partitioned.
 
-Such a parameter is empty, of shape (0,), but while DeepSpeed has gathered it: during the forward and the backward of
+Such a parameter is empty, of shape (0,), except while DeepSpeed has gathered it: during the forward and the backward of
 its module, and of those with which it is registered.
 """
 

@@ -3,8 +3,8 @@
 DeepSpeed gathers a module's own parameters by hooks on it. Our ops read the weights of several modules at once, so they
 need a whole layer gathered: DeepSpeed calls that a leaf. It then has no hooks inside, and fewer and larger messages.
 
-The gradients of a leaf are summed over the ranks when that of its input is known. An input without one, which has the
-first layer over frozen embeddings, would have them summed before they are computed. So it gets one.
+DeepSpeed sums the gradients of a leaf over the ranks when that of its input is known. The input of the first layer over
+frozen embeddings needs none, so the layer's gradients would be summed before they are computed. So it gets one.
 """
 
 import inspect
