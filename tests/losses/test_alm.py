@@ -468,8 +468,8 @@ def test_a_run(teacher, ours, tmp_path, monkeypatch, capsys):
     (tmp_path / "teacher").symlink_to(teacher)
     chats(8).to_json(tmp_path / "rows.jsonl")
     (tmp_path / "run.yaml").write_text(SETTINGS)
-    code, _, err = call(capsys, "run", "run.yaml")
+    code, out, err = call(capsys, "run", "run.yaml")
     assert code == 0, err
     card = (tmp_path / "out" / "README.md").read_text()
     assert "1 x alm + 0.1 x ce, alm_tau 20" in card
-    assert "| ALM (nats/token) |" in card and "rows that it was not trained on: ALM from" in capsys.readouterr().out
+    assert "| ALM (nats/token) |" in card and "rows that it was not trained on: ALM from" in out
