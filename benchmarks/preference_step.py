@@ -42,7 +42,7 @@ CASES = tuple(Case(*kind, frozen) for kind in KINDS for frozen in (False, True))
 ROUNDS, FLOOR = 7, 3e-3
 SHAPE, TOLERANCE = "Qwen3-0.6B", 0.05
 WARMUP, STEPS = 2, 6
-SECONDS = 140  # no round or row but the first starts later than this after the start
+SECONDS = 140
 LEAVES = ("hidden", "weight")
 
 
@@ -335,6 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--parts", default="losses,steps", help="losses, steps, or both")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no further round or row after these")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -357,9 +358,9 @@ def main(arguments: list[str] | None = None) -> int:
         return text
 
     for case in cases if "losses" in parts else ():
-        losses += measure_losses(case, device, 2 if options.tiny else ROUNDS, started + SECONDS / 2)
+        losses += measure_losses(case, device, 2 if options.tiny else ROUNDS, started + options.seconds / 2)
         report()
-    for row in measure_steps(options.tiny, started + SECONDS) if "steps" in parts else ():
+    for row in measure_steps(options.tiny, started + options.seconds) if "steps" in parts else ():
         steps.append(row)
         report()
     print(report())
