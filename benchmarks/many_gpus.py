@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from .choose import matching
-from .many_gpus_cases import CASES, PLAN, ManyCase, base_of, providers_of
+from .many_gpus_cases import CASES, HEADS, PLAN, ManyCase, base_of, providers_of
 from .many_gpus_launch import Launch
 from .many_gpus_predict import (
     ASSUMED_GBS,
@@ -65,7 +65,7 @@ WHAT = (
     "many GPUs, over its first loss, and that of the first gradient norm; beyond {loss_tolerance:g} or "
     "{norm_tolerance:g} a row is refused."
 )
-HEADS = (
+COLUMNS = (
     "GPUs", "trainer", "ms", "tokens/s a GPU", "efficiency", "MFU", "in use, MiB", "estimate", "off", "held, MiB",
     "gaps: loss, norm",
 )  # fmt: skip
@@ -122,6 +122,7 @@ def make_rows(options: argparse.Namespace) -> list[GpuRow]:
         for case in options.cases
         for gpus in options.gpus
         for provider in options.chosen[case.name]
+        if gpus > 1 or provider.name != HEADS  # one GPU has all rows of the head
     ]
 
 
@@ -151,7 +152,7 @@ def markdown(header: dict[str, Any], rows: Sequence[GpuRow]) -> str:
     for case, group in itertools.groupby(rows, key=lambda row: row.case):
         of_case = list(group)
         cells = [_cells(row, of_case, header["peak_tflops"]) for row in of_case]
-        lines += [f"## {case}", "", f"`{case.name}`", "", *table(HEADS, cells), ""]
+        lines += [f"## {case}", "", f"`{case.name}`", "", *table(COLUMNS, cells), ""]
         lines += [case.note, ""] if isinstance(case, ManyCase) and case.note else []
     return "\n".join(lines)
 
@@ -167,7 +168,7 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], peak_tflops: float | None) -> li
     head = [str(row.gpus), row.provider.title]
     m, rate, predicted = row.measured, row.rate, row.predicted
     if m is None or rate is None or predicted is None:
-        return [*head, row.failure or "", *[""] * (len(HEADS) - 3)]
+        return [*head, row.failure or "", *[""] * (len(COLUMNS) - 3)]
     ratio = efficiency(row, rows)
     mfu = None if peak_tflops is None else rate * predicted.flops / predicted.tokens / peak_tflops / 1e12
     estimated, used = row.estimated_mib, m.allocated_mib

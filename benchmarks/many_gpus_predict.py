@@ -25,6 +25,7 @@ MIB = 2**20
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bf16, NVIDIA's data sheets
 ASSUMED_SHARE, ASSUMED_GBS = 0.45, 300.0
 BYTES = 2  # of what FSDP2 moves: bf16
+HELD = ("student weights", "adapter weights", "teacher weights", "gradients", "optimizer state")
 FITS = ("H100 80GB", "H200 141GB")
 ASSUMPTIONS = (
     "Predicted, not measured: no run on several GPUs has confirmed a number here. Memory is what `liger-trainer "
@@ -57,6 +58,7 @@ class Prediction:
 
     Attributes:
         peak_mib, phase, parts_mib: as `estimate` has them.
+        held_mib: parts that are there when the optimizer steps: weights, gradients and its state.
         flops, executed: the model's operations, and these with what is computed again.
     """
 
@@ -65,6 +67,7 @@ class Prediction:
     peak_mib: float
     phase: str
     parts_mib: dict[str, float]
+    held_mib: dict[str, float]
     tokens: int
     flops: float
     executed: float
@@ -92,15 +95,23 @@ def predict(case: ManyCase, counts: Sequence[int], tiny: bool) -> list[Predictio
         memory = _memory(case, tiny, length)
         work = Work.of(case, length, tiny, memory.trainable)
         for gpus in counts:
-            phase, peak = highest(memory, sharding_of(_config(case, gpus, tiny)))
-            tokens = case.rows * length
-            moved = BYTES * (work.gathered + work.reduced) * (gpus - 1) / gpus
-            parts = {part: size / MIB for part, size in peak.parts.most_common() if size}
-            flops, executed = tokens * work.flops, tokens * (work.flops + work.recomputed)
-            predictions.append(
-                Prediction(case.name, gpus, peak.bytes / MIB, phase, parts, tokens, flops, executed, moved)
-            )
+            sharding, tokens = sharding_of(_config(case, gpus, tiny)), case.rows * length
+            phase, peak = highest(memory, sharding)
+            optimizer = sharding.per_process(memory)["optimizer"]
+            prediction = Prediction(
+                case.name, gpus, peak.bytes / MIB, phase, _mib(peak),
+                held_mib={part: mib for part, mib in _mib(optimizer).items() if part in HELD},
+                tokens=tokens,
+                flops=tokens * work.flops,
+                executed=tokens * (work.flops + work.recomputed),
+                moved=BYTES * (work.gathered + work.reduced) * (gpus - 1) / gpus,
+            )  # fmt: skip
+            predictions.append(prediction)
     return predictions
+
+
+def _mib(peak: Any) -> dict[str, float]:
+    return {part: size / MIB for part, size in peak.parts.most_common() if size}
 
 
 @contextlib.contextmanager

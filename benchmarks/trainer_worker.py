@@ -237,8 +237,8 @@ def weights_of(trainer: Any) -> int:
 
 
 def teachers_of(trainer: Any) -> list[Any]:
-    teachers = (getattr(trainer, name, None) for name in ("teacher", "teacher_model"))
-    return [model for model in teachers if model is not None]
+    teachers = (getattr(trainer, name, None) for name in ("teacher", "teacher_model"))  # ours has both names for one
+    return list({id(model): model for model in teachers if model is not None}.values())
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
