@@ -31,7 +31,7 @@ ASSUMPTIONS = (
     "Predicted, not measured: no run on several GPUs has confirmed a number here. Memory is what `liger-trainer "
     "estimate` says of LigerTrainer and LigerDistillTrainer, without the heads and embeddings that FSDP2 gathers. "
     "Computing: the model's operations and what checkpointing computes again, at {share:.0%} of {peak:,.0f} TFLOP/s "
-    "(H100 and H200, dense bf16), which is what one H100 reached on the smaller models of "
+    "(H100 and H200, dense bf16); one H100 reached 46 to 50 % with the smaller models of "
     "[training steps](trainer-step-nvidia-h100-80gb-hbm3.md). Moving: the bytes that FSDP2 all-gathers and "
     "reduce-scatters in bf16, at {gbs:,.0f} GB/s of the 450 GB/s that NVLink 4 has each way. Step: from all of the "
     "moving hidden behind the computing to none of it. Optimizer, launches and waiting are not in it. MFU: the "
