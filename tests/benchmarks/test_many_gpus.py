@@ -193,7 +193,7 @@ def test_rows_of_the_command(tmp_path):
     arguments = ["--tiny", "--gpus", "1", "2", "--cases", "sft-llama-3-8b,kd-llama-3-8b-70b", "--output", str(tmp_path)]
     assert main([*arguments, "--providers", "ours*"]) == 0
     rows = json.loads((tmp_path / "many-gpus-tiny.json").read_text())["results"]
-    assert len(rows) == 9 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows)
+    assert len(rows) == 10 and all(row["failure"] is None and row["loss_gap"] < 1e-4 for row in rows)
     assert "| 2 | LigerTrainer | " in (tmp_path / "many-gpus-tiny.md").read_text()
 
 
