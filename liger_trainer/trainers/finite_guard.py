@@ -32,11 +32,18 @@ LATE = 1  # the numbers of so many steps may still be on their way to the host
 
 @dataclass
 class _Step:
-    """An optimizer step whose numbers, packed, a row for each rank, are on their way; and this rank's micro-batches."""
+    """An optimizer step.
+
+    Attributes:
+        copy: its numbers, packed, a row for each rank, on their way to the host.
+        batches: this rank's micro-batches.
+        can_be_left_out: False where the engine has updated the weights by it.
+    """
 
     number: int
     copy: HostCopy
     batches: list[Batch]
+    can_be_left_out: bool
 
 
 class FiniteGuard(TrainerCallback):
@@ -45,6 +52,7 @@ class FiniteGuard(TrainerCallback):
     A trainer tells it each micro-batch (`saw_teacher`, `saw_loss`) and gradient norm (`saw_norm`). The rest it learns
     as a callback. The update of a step that is not finite is dropped on the device by optimizers that can, as the fused
     ones of torch. With others `skip_step` waits for the device in each step, and `stop` leaves the weights lost.
+    DeepSpeed has stepped before it is asked, and leaves out steps whose gradients are not finite by itself.
 
     Args:
         policy: "stop" or "skip_step".
@@ -98,7 +106,8 @@ class FiniteGuard(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
         numbers, self._numbers = self._numbers, StepNumbers()
         values = self._gathered(numbers.packed(args.gradient_accumulation_steps, self._accelerator.device))
-        self._pending.append(_Step(state.global_step + 1, HostCopy(values), numbers.batches))
+        stepped = _steps_itself(self._accelerator) and not optimizer.step_was_skipped
+        self._pending.append(_Step(state.global_step + 1, HostCopy(values), numbers.batches, not stepped))
         if self._accelerator.mixed_precision == "fp16" or _steps_itself(self._accelerator):
             return  # who scales losses drops such steps
         poisoned = (values - values).sum() != 0  # NaN unless all are finite, in fewer kernels than isfinite takes
@@ -176,6 +185,8 @@ class FiniteGuard(TrainerCallback):
         ranks = f" on ranks {', '.join(map(str, bad.any(1).nonzero().flatten().tolist()))}" if len(bad) > 1 else ""
         where = f"In step {step.number}{ranks}"
         self._in_a_row += 1
+        if self.policy == SKIP and not step.can_be_left_out:
+            self._stop(where, wrong, step.number, f"DeepSpeed did not leave the step out by itself. {rows}")
         if self.policy == STOP or self._in_a_row >= MOST_IN_A_ROW:
             self._stop(where, wrong, step.number, rows)
         self.skipped += 1
@@ -223,8 +234,8 @@ def _steps_itself(accelerator: Any) -> bool:
 
 def _check_can_skip(args: Any, accelerator: Any) -> None:
     optim = updating_in_backward(args)
-    if _steps_itself(accelerator) or optim:
-        who = f"optim={optim}" if optim else "DeepSpeed"
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM or optim:
+        who = f"optim={optim}" if optim else "Megatron-LM"
         raise ConfigError(
             f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. Set "
             "on_non_finite to stop, or choose another."
