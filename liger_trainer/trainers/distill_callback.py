@@ -217,16 +217,15 @@ class DistillationCallback(TrainerCallback):
 
     def _place_teacher(self, undo: contextlib.ExitStack, options: PatchOptions, rows: PackedRows) -> None:
         """Patch the teacher, and have the trainer's engine hold its weights as it holds the student's."""
-        by_deepspeed = self._accelerator.distributed_type == DistributedType.DEEPSPEED
-        to_share = self._accelerator.is_fsdp2 and not isinstance(self.teacher, FSDPModule)
-        if to_share or (by_deepspeed and self._engine is None):
+        if self._accelerator.distributed_type == DistributedType.DEEPSPEED:
+            if self._engine is None:  # it gathers the layers as they are patched, so they stay so
+                check_alike(describe_frozen_model(self.teacher), "teacher")
+                patch_layers(self.teacher, options, "teacher", rows)
+                self._engine = prepare_deepspeed(self.teacher, self._accelerator)
+            return
+        _patch_until(undo, self.teacher, options, "teacher", rows)
+        if self._accelerator.is_fsdp2 and not isinstance(self.teacher, FSDPModule):
             check_alike(describe_frozen_model(self.teacher), "teacher")
-        if not by_deepspeed:
-            _patch_until(undo, self.teacher, options, "teacher", rows)
-        elif self._engine is None:  # which gathers its layers as they are patched, so they stay so
-            patch_layers(self.teacher, options, "teacher", rows)
-            self._engine = prepare_deepspeed(self.teacher, self._accelerator)
-        if to_share:
             shard(self.teacher, self._accelerator)
 
     def _ask_teacher(self, *args, **inputs) -> Logits:

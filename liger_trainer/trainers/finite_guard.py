@@ -103,7 +103,7 @@ class FiniteGuard(TrainerCallback):
         if self.policy == SKIP:
             _check_can_skip(args, self._accelerator)
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
+    def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
         numbers, self._numbers = self._numbers, StepNumbers()
         values = self._gathered(numbers.packed(args.gradient_accumulation_steps, self._accelerator.device))
         stepped = _steps_itself(self._accelerator) and not optimizer.step_was_skipped

@@ -63,6 +63,14 @@ def test_all_ranks_stop_at_numbers_that_are_not_finite(two_processes, case, word
     assert two_processes[case]["step"] <= 3
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_orpo_is_that_of_trl_and_says_where_it_stores_logits(two_processes, stage):
+    taken = two_processes["orpo", stage]
+    assert taken["losses"][1] == pytest.approx(taken["losses"][0], rel=1e-5)
+    assert_same_gradients(*reversed(taken["gradients"]))
+    assert [("ZeRO-3 frees the output head" in told) for told in taken["told"]] == [True] * (stage == 3)
+
+
 def test_a_training_goes_on_from_its_checkpoint_and_saves_plain_weights(two_processes):
     (want, got), saved = (two_processes[RESUMED][name] for name in ("losses", "saved"))
     assert want[4] < want[1] - 0.1 and {step: want[step] for step in (3, 4)} == {step: got[step] for step in (3, 4)}

@@ -3,11 +3,13 @@
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
+from datasets import Dataset
 from engines.fsdp2_on_cpu import forget
 from engines.non_finite_ranks import outcome
 from safetensors.torch import load_file
@@ -15,7 +17,9 @@ from splits import one_step
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+import liger_trainer
 from liger_trainer import LigerTrainer
 from liger_trainer.trainers.finite_guard import FiniteGuard
 
@@ -98,6 +102,25 @@ def non_finite(stage: int, policy: str, place: str) -> dict:
     return outcome(policy, "adamw_torch", place, deepspeed=settings(stage))
 
 
+def preferred(stage: int) -> dict:
+    """Train a step by ORPO, without and with `enable()`. Return both losses, the gradients, and what is said."""
+    answers = {"chosen": completions(8)["completion"], "rejected": completions(8, seed=9)["completion"]}
+    rows = Dataset.from_dict({"prompt": completions(8)["prompt"], **answers})
+    taken: dict = {"losses": [], "gradients": []}
+    for switch in (liger_trainer.disable, liger_trainer.enable):
+        forget_all()
+        switch()
+        with warnings.catch_warnings(record=True) as told, recorded() as of_step:
+            warnings.simplefilter("always")
+            args = train_args(ORPOConfig, max_steps=1, max_length=64, deepspeed=settings(stage))
+            trainer = ORPOTrainer(tiny_model(), args, train_dataset=rows, processing_class=tiny_tokenizer())
+            trainer.train()
+        taken["losses"].append(next(log["loss"] for log in trainer.state.log_history if "loss" in log))
+        taken["gradients"].append(of_step["gradients"])
+    liger_trainer.disable()
+    return taken | {"told": [str(w.message) for w in told if w.category is liger_trainer.MaterializedLogitsWarning]}
+
+
 def resumed_steps(output_dir: Path) -> dict:
     """Train four steps by ZeRO-3, then the last two again from the checkpoint after the second. Return both."""
     losses, saved = [], []
@@ -125,6 +148,7 @@ if __name__ == "__main__":
     with mock.patch.dict(deepspeed.ops.__compatible_ops__, clear=True):  # compiles nothing
         steps: dict = {case: zero_step(*case) for case in STEPS}
         steps |= {case: non_finite(*case) for case in NON_FINITE}
+        steps |= {("orpo", stage): preferred(stage) for stage in (2, 3)}
         steps[RESUMED] = resumed_steps(Path(sys.argv[2]))
     if torch.distributed.get_rank() == 0:
         torch.save(steps, sys.argv[1])
