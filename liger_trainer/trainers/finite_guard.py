@@ -59,6 +59,8 @@ class FiniteGuard(TrainerCallback):
 
     Attributes:
         skipped: steps left out since the training began, before a resume too.
+        poisoned: whether the step at hand is not finite, a bool on the device, from the moment that it has been
+            gathered; None before the first.
 
     Raises:
         NonFiniteError: in training, on all ranks together.
@@ -67,7 +69,7 @@ class FiniteGuard(TrainerCallback):
 
     def __init__(self, accelerator: Any, policy: str = STOP):
         self.policy, self._accelerator = check_policy(policy), accelerator
-        self.skipped = 0
+        self.skipped, self.poisoned = 0, None
         self._begin()
 
     def _begin(self) -> None:
@@ -108,12 +110,12 @@ class FiniteGuard(TrainerCallback):
         values = self._gathered(numbers.packed(args.gradient_accumulation_steps, self._accelerator.device))
         stepped = _steps_itself(self._accelerator) and not optimizer.step_was_skipped
         self._pending.append(_Step(state.global_step + 1, HostCopy(values), numbers.batches, not stepped))
+        self.poisoned = (values - values).sum() != 0  # NaN unless all are finite, in fewer kernels than isfinite takes
         if self._accelerator.mixed_precision == "fp16" or _steps_itself(self._accelerator):
             return  # who scales losses drops such steps
-        poisoned = (values - values).sum() != 0  # NaN unless all are finite, in fewer kernels than isfinite takes
-        if _drops_on_device(optimizer):
-            _innermost(optimizer).found_inf = poisoned.float()
-        elif self.policy == SKIP and bool(poisoned):
+        if drops_on_device(optimizer):
+            _innermost(optimizer).found_inf = self.poisoned.float()
+        elif self.policy == SKIP and bool(self.poisoned):
             self._in_training().optimizer.zero_grad(set_to_none=True)
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
@@ -219,7 +221,7 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _drops_on_device(optimizer: Any) -> bool:
+def drops_on_device(optimizer: Any) -> bool:
     """Whether an optimizer leaves its step out if `found_inf`, a tensor, is not 0: the fused ones, for GradScaler."""
     inner = _innermost(optimizer)
     # a checkpoint brings its groups, fused or not, whatever the optimizer was made as

@@ -42,7 +42,6 @@ def zero(objective, variant=""):
 
 OFFLOADED = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_offload=true")
 WHOLE = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_device=cpu")
-PROJECTORS = refused_by("tests/losses/test_hidden_states.py", "learn projectors beside the student")
 CAPTURED = refused_by("tests/trainers/test_capture.py", "test_deepspeed_is_left_out_of_a_capture")
 MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     "fine-tuning": (("ddp", "ce", 2), ("fsdp2", "tied ce", ""), zero("tied ce", "named")),
@@ -68,7 +67,7 @@ MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     "losses between hidden states": (
         ("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", ""), zero("hidden, one width"),
     ),
-    "... with projectors": (("ddp", "hidden", 2), PROJECTORS, PROJECTORS),
+    "... with projectors": (("ddp", "hidden", 2), ("fsdp2", "hidden", ""), zero("hidden")),
     "weights and optimizer offloaded to the CPU": (None, None, zero("lora kd", "offloaded")),
     "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", ""), zero("weighted")),
     "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", ""), zero("on_policy")),

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from engines.projector_training import trained_projectors
 from engines.zero_ranks import FAMILIES, NON_FINITE, RESUMED, STEPS
 from processes import run_on
 from splits import one_step
@@ -35,7 +36,8 @@ def test_a_step_in_two_processes_is_that_of_one(two_processes, stage, objective,
     assert got["stage"] == stage
     assert_same_gradients(got["gradients"], want["gradients"])
     if objective != "stock flag":  # of which nobody watches the numbers
-        norm = torch.stack([gradient.norm() for gradient in want["gradients"].values()]).norm()
+        of_student = [gradient for name, gradient in want["gradients"].items() if not name.startswith("projectors.")]
+        norm = torch.stack([gradient.norm() for gradient in of_student]).norm()
         assert got["norm"] == pytest.approx(float(norm), rel=1e-5)
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
     for name, value in want["logs"].items():
@@ -69,6 +71,13 @@ def test_orpo_is_that_of_trl_and_says_where_it_stores_logits(two_processes, stag
     assert taken["losses"][1] == pytest.approx(taken["losses"][0], rel=1e-5)
     assert_same_gradients(*reversed(taken["gradients"]))
     assert [("ZeRO-3 frees the output head" in told) for told in taken["told"]] == [True] * (stage == 3)
+
+
+def test_projectors_are_trained_and_resumed_as_by_the_students_optimizer(two_processes, tmp_path):
+    want, (got, resumed) = trained_projectors(tmp_path), two_processes["projectors"]
+    assert_same_gradients(got["projectors"], want["projectors"])
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+    assert all(torch.equal(resumed["projectors"][name], weight) for name, weight in got["projectors"].items())
 
 
 def test_a_training_goes_on_from_its_checkpoint_and_saves_plain_weights(two_processes):

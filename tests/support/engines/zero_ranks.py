@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from engines.fsdp2_on_cpu import forget
 from engines.non_finite_ranks import outcome
+from engines.projector_training import trained_projectors
 from safetensors.torch import load_file
 from splits import one_step
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
@@ -32,7 +33,7 @@ STEPS = [  # stage, objective, variant
     (3, "hidden, one width", ""), (3, "stock flag", ""), (3, "cached", ""), (3, "weighted", ""),
     (3, "on_policy", ""), (3, "lora on_policy", ""), (3, "seq_kd", ""),
     (2, "callback", ""), (3, "callback", ""), (3, "tied callback", "evaluated"), (3, "callback", "recomputed"),
-    (2, "ce", "offloaded"), (3, "lora kd", "offloaded"),
+    (2, "ce", "offloaded"), (3, "lora kd", "offloaded"), (2, "hidden", ""), (3, "hidden", ""),
 ]  # fmt: skip
 NON_FINITE = [  # stage, policy, where there is NaN
     (0, "skip_step", "loss"), (2, "skip_step", "loss"), (3, "skip_step", "loss"), (3, "stop", "loss"),
@@ -94,12 +95,17 @@ def zero_step(stage: int, objective: str, variant: str) -> dict:
     family, objective = FAMILIES.get(objective, "llama"), objective.removeprefix("tied ")
     with recorded() as taken:
         results = one_step(objective, 2, 2, family=family, deepspeed=settings(stage, variant), **OPTIONS[variant])
-    return results | taken
+    return results | taken | {"gradients": results["gradients"] | taken["gradients"]}
 
 
 def non_finite(stage: int, policy: str, place: str) -> dict:
     forget_all()
     return outcome(policy, "adamw_torch", place, deepspeed=settings(stage))
+
+
+def projectors_of_zero3(output_dir: Path, resume: bool) -> dict:
+    forget_all()
+    return trained_projectors(output_dir, resume=resume, deepspeed=settings(3))
 
 
 def preferred(stage: int) -> dict:
@@ -150,6 +156,7 @@ if __name__ == "__main__":
         steps |= {case: non_finite(*case) for case in NON_FINITE}
         steps |= {("orpo", stage): preferred(stage) for stage in (2, 3)}
         steps[RESUMED] = resumed_steps(Path(sys.argv[2]))
+        steps["projectors"] = [projectors_of_zero3(Path(sys.argv[2], "projectors"), again) for again in (False, True)]
     if torch.distributed.get_rank() == 0:
         torch.save(steps, sys.argv[1])
     torch.distributed.destroy_process_group()
