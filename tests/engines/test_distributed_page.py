@@ -60,7 +60,7 @@ MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     ),
     "`teacher_offload`": (None, OFFLOADED, OFFLOADED),
     "`teacher: self`": (("ddp", "self", 2), ("fsdp2", "tied self", ""), zero("tied self")),
-    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed"), None),
+    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed"), zero("tied self", "recomputed")),
     "a teacher cache, read by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), zero("cached")),
     "... and captured by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), CAPTURED),
     "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", ""), zero("callback")),
