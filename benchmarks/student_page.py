@@ -180,18 +180,20 @@ def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:
         return []
     before = content["before"]
     rows = [
-        [who, f"{before[name]:.2f}", "", ""]
+        [who, f"{before[name]['share']:.2f}", "", ""]
         for who, name in (("teacher, not asked", "plain"), ("teacher, asked", "prompted"))
         if name in before
     ]
     drift = [interval(values(runs, "privileged", metric), 3) for metric in ("forward_kl", "agreement_at_1")]
-    rows.append(["student, not asked", interval([run["followed"] for run in each], 2), *drift])
+    rows.append(["student, not asked", interval([run["followed"]["share"] for run in each], 2), *drift])
+    answers = [f"- {' '.join(answer.split())}" for answer in each[0]["followed"]["answers"]]
     return [
         "## A privileged prompt", "",
         f"The teacher reads \"{INSTRUCTION}\" before each prompt, the student, which starts as the same model, does "
         "not; it learns on its own completions. Followed: share of 24 held-out questions that are answered in Spanish, "
         "by their commonest words. Drift: the held-out docstrings, without the prompt for either.", "",
         *table(["", "followed", "drift: forward KL", "drift: agreement@1"], rows), "",
+        *(["Answers of the student:", "", *answers, ""] if answers else []),
     ]  # fmt: skip
 
 

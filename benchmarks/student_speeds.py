@@ -13,9 +13,8 @@ from .student_ways import CONFIG, LOSING_LAYERS, Setup, measure, on_gpu
 SPANISH = {"el", "la", "los", "las", "un", "una", "que", "de", "en", "es", "y", "para", "se", "del", "por", "con"}
 
 
-def followed(model: str, setup: Setup, instruction: str | None, prompts: int = 24) -> float:
-    """Return the share of held-out questions that a model answers in Spanish: a fifth of the words at least are among
-    the commonest ones of that language."""
+def followed(model: str, setup: Setup, instruction: str | None, prompts: int = 24) -> dict[str, Any]:
+    """Return the `share` of held-out questions that a model answers in Spanish, and three `answers`."""
     from liger_trainer.config.run_config import load_run_config
     from liger_trainer.run.data.datasets import load_run_datasets
     from liger_trainer.run.models import open_model
@@ -30,10 +29,11 @@ def followed(model: str, setup: Setup, instruction: str | None, prompts: int = 2
         data = replace(data, test=type(data.test).from_list([{**r, "prompt": [system, *r["prompt"]]} for r in rows]))
     asked = held_out_prompts(config, data, files.tokenizer)
     texts = complete(load_plain(model), files.tokenizer, asked, 24)
-    return sum(map(is_spanish, texts)) / len(texts)
+    return {"share": sum(map(is_spanish, texts)) / len(texts), "answers": texts[:3]}
 
 
 def is_spanish(text: str) -> bool:
+    """Whether a fifth of the words at least are among the commonest ones of that language."""
     words = [word.strip(".,:;()`'\"").lower() for word in text.split()]
     return sum(word in SPANISH for word in words) >= max(1, len(words) / 5)
 
