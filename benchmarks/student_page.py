@@ -145,12 +145,11 @@ def _students(runs: Runs, present: Iterable[str]) -> list[str]:
 def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
     rows = []
     for size in SIZES:
-        speed = content["speed"].get(f"distilled_{size}", {}).get("tokens_per_second")
+        speed = _tokens_per_second(content, f"distilled_{size}")
         for way in (f"distilled_{size}", f"tuned_{size}"):
             if way in runs:
                 parameters = next(iter(runs[way].values()))["parameters"]
-                shown = f"{speed:.1f}" if speed else ""
-                rows.append([WAYS[way].title, f"{parameters:,}", *_measured(runs, way), shown, *_cost(runs, way)])
+                rows.append([WAYS[way].title, f"{parameters:,}", *_measured(runs, way), speed, *_cost(runs, way)])
     if not rows:
         return []
     lines = ["## Smaller students: quality and speed", ""]
@@ -159,14 +158,20 @@ def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
     pairs = [(ours, theirs) for ours, theirs in pairs if ours in runs and theirs in runs]
     lines += ["", "Distilled less fine-tuned, paired by seed:", ""]
     lines += table(["", *_titles()], [[WAYS[a].title, *_differences(runs, a, b)] for a, b in pairs])
-    teacher = content["speed"].get("teacher", {}).get("tokens_per_second")
-    alone = f" The teacher writes {teacher:.1f} tokens/s." if teacher else ""
+    teacher = _tokens_per_second(content, "teacher")
+    alone = f" The teacher writes {teacher}." if teacher else ""
     return [
         *lines, "",
-        f"Tokens/s: one text at a time, transformers' own `generate`, alone on the device; a fine-tuned student is as "
-        f"fast as the distilled one of its size.{alone} Layers are kept evenly spaced. The smallest also keeps a third "
+        "Tokens/s: one text at a time, transformers' own `generate`, the models in turns, alone on the device; median "
+        "and quartiles of texts; a fine-tuned student is as fast as the distilled one of its size."
+        f"{alone} Layers are kept evenly spaced. The smallest also keeps a third "
         "of each MLP's units (`init-student`): the embeddings alone are 0.21 of the teacher.", "",
     ]  # fmt: skip
+
+
+def _tokens_per_second(content: dict[str, Any], model: str) -> str:
+    speed = content["speed"].get(model)
+    return f"{speed['tokens_per_second']:.1f} ({speed['p25']:.1f} to {speed['p75']:.1f})" if speed else ""
 
 
 def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:
@@ -175,18 +180,20 @@ def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:
         return []
     before = content["before"]
     rows = [
-        [who, f"{before[name]:.2f}", "", ""]
+        [who, f"{before[name]['share']:.2f}", "", ""]
         for who, name in (("teacher, not asked", "plain"), ("teacher, asked", "prompted"))
         if name in before
     ]
     drift = [interval(values(runs, "privileged", metric), 3) for metric in ("forward_kl", "agreement_at_1")]
-    rows.append(["student, not asked", interval([run["followed"] for run in each], 2), *drift])
+    rows.append(["student, not asked", interval([run["followed"]["share"] for run in each], 2), *drift])
+    answers = [f"- {' '.join(answer.split())}" for answer in each[0]["followed"]["answers"]]
     return [
         "## A privileged prompt", "",
         f"The teacher reads \"{INSTRUCTION}\" before each prompt, the student, which starts as the same model, does "
         "not; it learns on its own completions. Followed: share of 24 held-out questions that are answered in Spanish, "
         "by their commonest words. Drift: the held-out docstrings, without the prompt for either.", "",
         *table(["", "followed", "drift: forward KL", "drift: agreement@1"], rows), "",
+        *(["Answers of the student:", "", *answers, ""] if answers else []),
     ]  # fmt: skip
 
 

@@ -165,29 +165,30 @@ class Benchmark:
         self._together(tasks, done, f"seed-{seed}", start)
 
     def _speeds(self) -> None:
-        """Measure the speed of trained students of one seed, each alone on the device, where that is not done."""
+        """Measure the speeds of trained students of one seed, alone on the device, where that is not done."""
         if self.options.no_speeds or self.kept is None:
             return
-        seed, teacher = self.kept, self.setup.teacher
-        tasks: dict[str, Task] = {"teacher": (speeds.writing_speed, (teacher, self.setup))}
-        for way in FAST:
-            output = ways.output_of(way, seed, self.setup)
-            if (output / "metrics.json").is_file():
-                tasks[way] = (
-                    (speeds.draft_speed, (output, self.setup))
-                    if way.startswith("draft")
-                    else (speeds.writing_speed, (str(output), self.setup))
-                )
+        outputs = {way: ways.output_of(way, self.kept, self.setup) for way in FAST}
+        trained = {way: output for way, output in outputs.items() if (output / "metrics.json").is_file()}
+        missing = {way: output for way, output in trained.items() if way not in self.record.content["speed"]}
+        writers = {way: str(output) for way, output in missing.items() if not way.startswith("draft")}
+        tasks: dict[str, Task] = {}
+        if writers:
+            tasks["writing"] = (speeds.writing_speeds, ({"teacher": self.setup.teacher, **writers}, self.setup))
+        drafts = [way for way in missing if way.startswith("draft")]
+        tasks |= {way: (speeds.draft_speed, (missing[way], self.setup)) for way in drafts}
         for name, task in tasks.items():
-            if name not in self.record.content["speed"] and time.monotonic() < self.deadline:
+            if time.monotonic() < self.deadline:
                 self._together({name: task}, self._note_speed, "speeds")
 
     def _note_speed(self, name: str, result: Any, failure: str | None) -> None:
         print(f"{time.strftime('%X')} speed of {name}: {failure or result}", file=sys.stderr, flush=True)
-        if failure is None:
-            self.record.put("speed", name, result)
-        else:
+        if failure is not None:
             self.record.put("failures", f"speed of {name}", failure)
+            return
+        self.record.content["failures"].pop(f"speed of {name}", None)
+        for model, speed in (result if name == "writing" else {name: result}).items():
+            self.record.put("speed", model, speed)
 
 
 def main(arguments: list[str] | None = None) -> None:
