@@ -69,7 +69,8 @@ class FiniteGuard(TrainerCallback):
 
     def __init__(self, accelerator: Any, policy: str = STOP):
         self.policy, self._accelerator = check_policy(policy), accelerator
-        self.skipped, self.poisoned = 0, None
+        self.skipped = 0
+        self.poisoned: Tensor | None = None
         self._begin()
 
     def _begin(self) -> None:

@@ -80,7 +80,8 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         if plan.of("hidden"):
             self.hidden = self._hidden_losses()
-        if self.parameters() and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        if self.hidden is not None and self.parameters() and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            self.hidden.to(trainer.accelerator.device)  # the student is not there yet
             self._own = ProjectorOptimizer(trainer, self.parameters())
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:

@@ -1,12 +1,13 @@
 """The optimizer of projectors beside a student whose own is an engine's, which takes no other parameters."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, CorruptError
 from .finite_guard import drops_on_device
 
 FILE = "hidden_projectors_optimizer.pt"  # in a checkpoint
@@ -56,4 +57,8 @@ class ProjectorOptimizer:
         torch.save(self._optimizer.state_dict(), Path(folder, FILE))
 
     def load(self, path: Path) -> None:
-        self._optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        """Load what `save` wrote. Raise CorruptError where it is damaged."""
+        try:
+            self._optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except (RuntimeError, EOFError, UnpicklingError, ValueError) as error:
+            raise CorruptError(f"{path} is damaged: {error}") from error
