@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from .report import join_versions, table
-from .student_ways import BASE, INSTRUCTION, SIZES, WAYS
+from .student_ways import BASE, FORMATS, INSTRUCTION, SIZES, WAYS
 
 PACKAGES = ("torch", "triton", "transformers", "trl")
 METRICS = {
@@ -66,8 +66,8 @@ def values(runs: Runs, way: str, metric: str) -> list[float]:
 def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
-    parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_privileged(runs, content)]
-    parts += [*_drafts(runs, content), *_failures(content)]
+    parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_quantised(runs, content)]
+    parts += [*_privileged(runs, content), *_drafts(runs, content), *_failures(content)]
     return "\n".join(["# Better students, in the same time", "", *parts]).rstrip() + "\n"
 
 
@@ -172,6 +172,28 @@ def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
 def _tokens_per_second(content: dict[str, Any], model: str) -> str:
     speed = content["speed"].get(model)
     return f"{speed['tokens_per_second']:.1f} ({speed['p25']:.1f} to {speed['p75']:.1f})" if speed else ""
+
+
+def _quantised(runs: Runs, content: dict[str, Any]) -> list[str]:
+    """Say what formats lose, and what training with them wins back."""
+    rows = []
+    for way in (f"quantised_{qat}" for qat in FORMATS):
+        if way not in runs or way not in content["before"]:
+            continue
+        before = content["before"][way]
+        won = [1 - value / before["forward_kl"] for value in values(runs, way, "forward_kl")]
+        alone = [f"{before[name]:.3f}" for name in ("forward_kl", "agreement_at_1")]
+        trained = [interval(values(runs, way, name), 3) for name in ("forward_kl", "agreement_at_1")]
+        rows.append([WAYS[way].title, *alone, *trained, interval(won, 2), *_cost(runs, way)])
+    if not rows:
+        return []
+    titles = ["", "forward KL", "agreement@1", "trained: forward KL", "agreement@1", "won back"]
+    return [
+        "## Quantised students", "",
+        "The teacher's own weights, quantised (`qat`), and trained as such by the teacher as it was. Won back: the "
+        "share of the forward KL that quantising has cost.", "",
+        *table([*titles, "steps", "tokens learned from", "seeds"], rows), "",
+    ]  # fmt: skip
 
 
 def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:

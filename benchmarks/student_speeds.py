@@ -79,5 +79,5 @@ def draft_speed(student: Path, setup: Setup) -> dict[str, float]:
     """Return how much faster the teacher writes with a student's drafts, alone on the device, in one dtype."""
     dtype = "bfloat16" if on_gpu() else "float32"
     more = (f"dtype={dtype}", f"teacher_dtype={dtype}", "num_draft_prompts=4", "max_new_tokens=64")
-    metrics = measure(student, setup, True, *more, rows=8)
+    metrics = measure(str(student), setup, True, *more, rows=8)
     return {name: value for name, value in metrics.items() if name.startswith("draft_")}

@@ -29,7 +29,7 @@ from . import student_ways as ways
 from .crew import Task, context_for, run_together
 from .report import provenance, slug, without_output, write
 from .student_page import PACKAGES, page
-from .student_ways import BASE, SIZES, STUDENTS, TEACHER, WAYS, Setup
+from .student_ways import BASE, FORMATS, SIZES, STUDENTS, TEACHER, WAYS, Setup
 
 ROWS = {"drawn": (4, 400), "answers": (1, 1500)}  # processes that sample, and the rows that each is to keep
 PREPARING = 90.0  # seconds; rows that are not sampled by then are done without
@@ -130,6 +130,8 @@ class Benchmark:
         if "privileged" in wanted:
             tasks["plain"] = (speeds.followed, (self.setup.teacher, self.setup, None))
             tasks["prompted"] = (speeds.followed, (self.setup.teacher, self.setup, ways.INSTRUCTION))
+        for way in wanted & {f"quantised_{qat}" for qat in FORMATS}:
+            tasks[way] = (ways.measure_way, (way, self.setup.teacher, self.setup))
         if not self.options.tiny:
             for way in wanted & {BASE, "draft_reverse", "draft_tvd", "tuned_0.5"}:
                 tasks[f"warm-{way}"] = (preparation.warm, (way, self.setup))

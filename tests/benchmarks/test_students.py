@@ -90,7 +90,10 @@ FOLLOWED = {"share": 0.5, "answers": ["es un\n texto"]}
 
 def content_of(runs: dict) -> dict:
     return {
-        "conditions": {"train_seconds": 70.0}, "runs": runs, "before": {"prompted": {"share": 0.6, "answers": []}},
+        "conditions": {"train_seconds": 70.0}, "runs": runs,
+        "before": {
+            "prompted": {"share": 0.6, "answers": []}, "quantised_int4": {"forward_kl": 2.0, "agreement_at_1": 0.25},
+        },
         "speed": {
             "distilled_0.5": {"tokens_per_second": 77.7, "p25": 70.0, "p75": 80.0},
             "draft_tvd": {"draft_speedup": 1.31},
@@ -109,7 +112,8 @@ def test_the_page_has_means_intervals_differences_and_failures():
         text.count("| 77.7 (70.0 to 80.0) |") == 2 and "1.31" in text and "- both, seed 1: OutOfMemoryError: no" in text
     )
     assert "| teacher, asked | 0.60 |" in text and "| student, not asked | 0.50 ± 0.00 |" in text
-    assert text.count("- es un texto") == 1
+    assert text.count("- es un texto") == 1 and "| int4 | 2.000 | 0.250 | 1.100 ± 0.248 |" in text
+    assert "| 0.45 ± 0.12 |" in text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert all(len({line.count("|") for line in block.splitlines()}) == 1 for block in tables), "rows of one width"
     assert page(content_of({})) and page(content_of({BASE: runs[BASE]})), "what is there so far"
