@@ -70,11 +70,12 @@ def join_versions(packages: dict[str, str]) -> str:
 
 
 def without_output(arguments: Sequence[str]) -> list[str]:
-    """Drop the folder of the results: a path on this machine says nothing about them."""
+    """Drop the folders of results and logs: a path on this machine says nothing about them."""
+    folders = ("--output", "--logs")
     return [
         argument
         for before, argument in zip([None, *arguments], arguments, strict=False)
-        if argument != "--output" and before != "--output" and not argument.startswith("--output=")
+        if argument.split("=")[0] not in folders and before not in folders
     ]
 
 

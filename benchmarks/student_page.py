@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from .report import join_versions, table
-from .student_ways import BASE, INSTRUCTION, SIZES, WAYS
+from .student_ways import BASE, FORMATS, INSTRUCTION, SIZES, WAYS
 
 PACKAGES = ("torch", "triton", "transformers", "trl")
 METRICS = {
@@ -66,8 +66,8 @@ def values(runs: Runs, way: str, metric: str) -> list[float]:
 def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
-    parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_privileged(runs, content)]
-    parts += [*_drafts(runs, content), *_failures(content)]
+    parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_quantised(runs, content)]
+    parts += [*_privileged(runs, content), *_drafts(runs, content), *_failures(content)]
     return "\n".join(["# Better students, in the same time", "", *parts]).rstrip() + "\n"
 
 
@@ -145,12 +145,11 @@ def _students(runs: Runs, present: Iterable[str]) -> list[str]:
 def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
     rows = []
     for size in SIZES:
-        speed = content["speed"].get(f"distilled_{size}", {}).get("tokens_per_second")
+        speed = _tokens_per_second(content, f"distilled_{size}")
         for way in (f"distilled_{size}", f"tuned_{size}"):
             if way in runs:
                 parameters = next(iter(runs[way].values()))["parameters"]
-                shown = f"{speed:.1f}" if speed else ""
-                rows.append([WAYS[way].title, f"{parameters:,}", *_measured(runs, way), shown, *_cost(runs, way)])
+                rows.append([WAYS[way].title, f"{parameters:,}", *_measured(runs, way), speed, *_cost(runs, way)])
     if not rows:
         return []
     lines = ["## Smaller students: quality and speed", ""]
@@ -159,13 +158,41 @@ def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
     pairs = [(ours, theirs) for ours, theirs in pairs if ours in runs and theirs in runs]
     lines += ["", "Distilled less fine-tuned, paired by seed:", ""]
     lines += table(["", *_titles()], [[WAYS[a].title, *_differences(runs, a, b)] for a, b in pairs])
-    teacher = content["speed"].get("teacher", {}).get("tokens_per_second")
-    alone = f" The teacher writes {teacher:.1f} tokens/s." if teacher else ""
+    teacher = _tokens_per_second(content, "teacher")
+    alone = f" The teacher writes {teacher}." if teacher else ""
     return [
         *lines, "",
-        f"Tokens/s: one text at a time, transformers' own `generate`, alone on the device; a fine-tuned student is as "
-        f"fast as the distilled one of its size.{alone} Layers are kept evenly spaced. The smallest also keeps a third "
+        "Tokens/s: one text at a time, transformers' own `generate`, the models in turns, alone on the device; median "
+        "and quartiles of texts; a fine-tuned student is as fast as the distilled one of its size."
+        f"{alone} Layers are kept evenly spaced. The smallest also keeps a third "
         "of each MLP's units (`init-student`): the embeddings alone are 0.21 of the teacher.", "",
+    ]  # fmt: skip
+
+
+def _tokens_per_second(content: dict[str, Any], model: str) -> str:
+    speed = content["speed"].get(model)
+    return f"{speed['tokens_per_second']:.1f} ({speed['p25']:.1f} to {speed['p75']:.1f})" if speed else ""
+
+
+def _quantised(runs: Runs, content: dict[str, Any]) -> list[str]:
+    """Say what formats lose, and what training with them wins back."""
+    rows = []
+    for way in (f"quantised_{qat}" for qat in FORMATS):
+        if way not in runs or way not in content["before"]:
+            continue
+        before = content["before"][way]
+        won = [1 - value / before["forward_kl"] for value in values(runs, way, "forward_kl")]
+        alone = [f"{before[name]:.3f}" for name in ("forward_kl", "agreement_at_1")]
+        trained = [interval(values(runs, way, name), 3) for name in ("forward_kl", "agreement_at_1")]
+        rows.append([WAYS[way].title, *alone, *trained, interval(won, 2), *_cost(runs, way)])
+    if not rows:
+        return []
+    titles = ["", "forward KL", "agreement@1", "trained: forward KL", "agreement@1", "won back"]
+    return [
+        "## Quantised students", "",
+        "The teacher's own weights, quantised (`qat`), and trained as such by the teacher as it was. Won back: the "
+        "share of the forward KL that quantising has cost.", "",
+        *table([*titles, "steps", "tokens learned from", "seeds"], rows), "",
     ]  # fmt: skip
 
 
@@ -175,18 +202,20 @@ def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:
         return []
     before = content["before"]
     rows = [
-        [who, f"{before[name]:.2f}", "", ""]
+        [who, f"{before[name]['share']:.2f}", "", ""]
         for who, name in (("teacher, not asked", "plain"), ("teacher, asked", "prompted"))
         if name in before
     ]
     drift = [interval(values(runs, "privileged", metric), 3) for metric in ("forward_kl", "agreement_at_1")]
-    rows.append(["student, not asked", interval([run["followed"] for run in each], 2), *drift])
+    rows.append(["student, not asked", interval([run["followed"]["share"] for run in each], 2), *drift])
+    answers = [f"- {' '.join(answer.split())}" for answer in each[0]["followed"]["answers"]]
     return [
         "## A privileged prompt", "",
         f"The teacher reads \"{INSTRUCTION}\" before each prompt, the student, which starts as the same model, does "
         "not; it learns on its own completions. Followed: share of 24 held-out questions that are answered in Spanish, "
         "by their commonest words. Drift: the held-out docstrings, without the prompt for either.", "",
         *table(["", "followed", "drift: forward KL", "drift: agreement@1"], rows), "",
+        *(["Answers of the student:", "", *answers, ""] if answers else []),
     ]  # fmt: skip
 
 

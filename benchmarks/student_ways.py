@@ -65,6 +65,7 @@ STUDENTS = {
     "whole": Student(),
 }
 SIZES = ("0.8", "0.5", "0.25")
+FORMATS = ("int4", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Way:
         shares: of its time, for each of its trainings in turn.
         rows: what it trains on: the docstrings, or rows that the teacher wrote.
         drafts: whether its student is tried as a draft of the teacher.
+        use: settings of its training that its measurement needs too.
     """
 
     title: str
@@ -84,6 +86,7 @@ class Way:
     shares: tuple[float, ...] = (1.0,)
     rows: str = "docstrings"
     drafts: bool = True
+    use: tuple[str, ...] = ()
 
 
 BASE = "one_stage"
@@ -120,6 +123,10 @@ WAYS = {
     ),
     "draft_forward": Way("forward KL", student="draft"),
     "draft_reverse": Way("reverse KL", ("beta=1.0",), student="draft"),
+    **{
+        f"quantised_{qat}": Way(qat, ("learning_rate=5e-5",), student="whole", drafts=False, use=(f"qat={qat}",))
+        for qat in FORMATS
+    },
 }  # fmt: skip
 KEPT = ("forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity", "draft_accepted", "draft_acceptance")
 
@@ -168,7 +175,7 @@ def settings_of(way: str, seed: int, setup: Setup) -> list[str]:
         "max_eval_rows=8", "num_sample_completions=0",
     ]  # fmt: skip
     chosen = WAYS[way]
-    return [*setup.common(chosen.rows), *run, *setup.student(chosen.student), *chosen.settings]
+    return [*setup.common(chosen.rows), *run, *setup.student(chosen.student), *chosen.settings, *chosen.use]
 
 
 def output_of(way: str, seed: int, setup: Setup) -> Path:
@@ -250,7 +257,7 @@ def train(way: str, seed: int, setup: Setup, start: Any = None, keep: bool = Fal
         script.main(config.on_this_machine())
     release()
     began = time.monotonic()
-    held_out = measure(output, setup, drafts=chosen.drafts)
+    held_out = measure_way(way, str(output), setup)
     result: dict[str, Any] = {"held_out": held_out, **_facts(output)}
     if way == "privileged":
         from .student_speeds import followed
@@ -260,6 +267,12 @@ def train(way: str, seed: int, setup: Setup, start: Any = None, keep: bool = Fal
     if not keep:
         shutil.rmtree(output)
     return result
+
+
+def measure_way(way: str, student: str, setup: Setup) -> dict[str, float]:
+    """Measure a student as the students of a way are used."""
+    metrics = measure(student, setup, WAYS[way].drafts, *WAYS[way].use)
+    return {name: metrics[name] for name in KEPT if name in metrics}
 
 
 def _facts(output: Path) -> dict[str, Any]:
@@ -286,7 +299,7 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def measure(student: Path, setup: Setup, drafts: bool, *more: str, rows: int | None = None) -> dict[str, float]:
+def measure(student: str, setup: Setup, drafts: bool, *more: str, rows: int | None = None) -> dict[str, float]:
     """Return what `liger-trainer eval` says of a student beside the teacher itself, on held-out docstrings."""
     from liger_trainer.tools.evaluate import evaluate, subject_of
 
@@ -295,8 +308,7 @@ def measure(student: Path, setup: Setup, drafts: bool, *more: str, rows: int | N
         *setup.common("docstrings"), f"model_name_or_path={student}", LOSING_LAYERS,
         f"max_eval_rows={rows or setup.rows}", *drafting, *more,
     ])  # fmt: skip
-    metrics = evaluate(subject).metrics
-    return metrics if more else {name: metrics[name] for name in KEPT if name in metrics}
+    return evaluate(subject).metrics
 
 
 def on_gpu() -> bool:

@@ -29,7 +29,7 @@ from . import student_ways as ways
 from .crew import Task, context_for, run_together
 from .report import provenance, slug, without_output, write
 from .student_page import PACKAGES, page
-from .student_ways import BASE, SIZES, STUDENTS, TEACHER, WAYS, Setup
+from .student_ways import BASE, FORMATS, SIZES, STUDENTS, TEACHER, WAYS, Setup
 
 ROWS = {"drawn": (4, 400), "answers": (1, 1500)}  # processes that sample, and the rows that each is to keep
 PREPARING = 90.0  # seconds; rows that are not sampled by then are done without
@@ -130,6 +130,8 @@ class Benchmark:
         if "privileged" in wanted:
             tasks["plain"] = (speeds.followed, (self.setup.teacher, self.setup, None))
             tasks["prompted"] = (speeds.followed, (self.setup.teacher, self.setup, ways.INSTRUCTION))
+        for way in wanted & {f"quantised_{qat}" for qat in FORMATS}:
+            tasks[way] = (ways.measure_way, (way, self.setup.teacher, self.setup))
         if not self.options.tiny:
             for way in wanted & {BASE, "draft_reverse", "draft_tvd", "tuned_0.5"}:
                 tasks[f"warm-{way}"] = (preparation.warm, (way, self.setup))
@@ -165,29 +167,30 @@ class Benchmark:
         self._together(tasks, done, f"seed-{seed}", start)
 
     def _speeds(self) -> None:
-        """Measure the speed of trained students of one seed, each alone on the device, where that is not done."""
+        """Measure the speeds of trained students of one seed, alone on the device, where that is not done."""
         if self.options.no_speeds or self.kept is None:
             return
-        seed, teacher = self.kept, self.setup.teacher
-        tasks: dict[str, Task] = {"teacher": (speeds.writing_speed, (teacher, self.setup))}
-        for way in FAST:
-            output = ways.output_of(way, seed, self.setup)
-            if (output / "metrics.json").is_file():
-                tasks[way] = (
-                    (speeds.draft_speed, (output, self.setup))
-                    if way.startswith("draft")
-                    else (speeds.writing_speed, (str(output), self.setup))
-                )
+        outputs = {way: ways.output_of(way, self.kept, self.setup) for way in FAST}
+        trained = {way: output for way, output in outputs.items() if (output / "metrics.json").is_file()}
+        missing = {way: output for way, output in trained.items() if way not in self.record.content["speed"]}
+        writers = {way: str(output) for way, output in missing.items() if not way.startswith("draft")}
+        tasks: dict[str, Task] = {}
+        if writers:
+            tasks["writing"] = (speeds.writing_speeds, ({"teacher": self.setup.teacher, **writers}, self.setup))
+        drafts = [way for way in missing if way.startswith("draft")]
+        tasks |= {way: (speeds.draft_speed, (missing[way], self.setup)) for way in drafts}
         for name, task in tasks.items():
-            if name not in self.record.content["speed"] and time.monotonic() < self.deadline:
+            if time.monotonic() < self.deadline:
                 self._together({name: task}, self._note_speed, "speeds")
 
     def _note_speed(self, name: str, result: Any, failure: str | None) -> None:
         print(f"{time.strftime('%X')} speed of {name}: {failure or result}", file=sys.stderr, flush=True)
-        if failure is None:
-            self.record.put("speed", name, result)
-        else:
+        if failure is not None:
             self.record.put("failures", f"speed of {name}", failure)
+            return
+        self.record.content["failures"].pop(f"speed of {name}", None)
+        for model, speed in (result if name == "writing" else {name: result}).items():
+            self.record.put("speed", model, speed)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,6 +18,7 @@ from ..teachers.config import (
     teacher_problems,
 )
 from ..trainers.images_config import ImagesConfig
+from ..trainers.qat_config import QAT, QatConfig
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import ELSEWHERE, SamplingConfig, without_effect
 from ..trainers.step_config import StepConfig
@@ -141,6 +142,16 @@ _OF_TRL = (
         "load_in_8bit",
         on("load_in_8bit") & on("load_in_4bit"),
         "give either load_in_4bit or load_in_8bit, not both.",
+    ),
+    Conflict(
+        "qat",
+        QAT & on("use_peft"),
+        "adapters leave the base as it is; train them on packed weights with load_in_4bit, or leave use_peft out.",
+    ),
+    Conflict(
+        "qat",
+        QAT & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
+        "does not go with FSDP or DeepSpeed, which shard weights; use ddp.",
     ),
     Conflict("datasets", on("datasets") & on("dataset_name"), "give either dataset_name or datasets, not both."),
     Conflict(
@@ -288,7 +299,8 @@ _OF_A_FILE = (
     ),
 )
 _DECLARED = (
-    RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig,
+    RunOptions, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
+    TeacherConfig,
 )  # fmt: skip
 # Conflicts with `init-student`; a run may have what they are about.
 STUDENT_KEYS = ("keep_every_nth_layer", "keep_layers", "student_num_layers", "student_intermediate_size")

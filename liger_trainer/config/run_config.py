@@ -177,7 +177,7 @@ class RunConfig:
         else:
             from ..trainers.sft_config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
-        sections = ("rows", "images", "step", "non_finite", "training", "distillation", "sampling")
+        sections = ("rows", "images", "step", "qat", "non_finite", "training", "distillation", "sampling")
         args = self.on_this_machine()._build(training_class, sections, elsewhere)
         if self.recipe != "sft":
             args.allow_missing_weights = self["allow_missing_weights"]  # a key of every recipe

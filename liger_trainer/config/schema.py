@@ -24,6 +24,7 @@ SECTIONS = {
     "rows": "what is learned of rows",
     "images": "rows with images, and models that read them",
     "step": "how a step is computed",
+    "qat": "weights that will be used quantised",
     "non_finite": "numbers that are not finite",
     "training": "TRL's SFTConfig and transformers' TrainingArguments",
     "distillation": "LigerDistillConfig",

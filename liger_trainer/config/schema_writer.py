@@ -24,6 +24,7 @@ from ..losses.schedules import SCHEDULES, TAID
 from ..teachers.config import DTYPES, ENTRY_KEYS
 from ..trainers.distill_config import LigerDistillConfig
 from ..trainers.images_config import ImagesConfig
+from ..trainers.qat_config import QatConfig
 from ..trainers.rows_config import RowsConfig
 from ..trainers.sampling_config import SamplingConfig
 from ..trainers.step_config import StepConfig
@@ -37,6 +38,7 @@ OWN = (
     "rows",
     "images",
     "step",
+    "qat",
     "non_finite",
     "distillation",
     "sampling",
@@ -144,6 +146,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
         "rows": RowsConfig,
         "images": ImagesConfig,
         "step": StepConfig,
+        "qat": QatConfig,
         "non_finite": NonFiniteConfig,
         "training": SFTConfig,
         "distillation": LigerDistillConfig,

@@ -16,7 +16,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..common.folder_lock import folder_lock
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
+from .qat import QuantisedWeights
 from .ranks import decided_by_first
 
 
@@ -46,9 +47,11 @@ class CheckpointingTrainer(RowPreparingTrainer):
     Attributes:
         resumed_from: the checkpoint that the last `train` went on from; None from the beginning.
         checkpoint_files: further small files of every checkpoint, by name.
+        quantised: what holds the weights that files have, where the model has quantised ones; else None.
     """
 
     resumed_from: Path | None = None
+    quantised: QuantisedWeights | None = None
     _is_staging = False
     _loads_from: Path | None = None  # while weights are read back
 
@@ -121,9 +124,17 @@ class CheckpointingTrainer(RowPreparingTrainer):
     def _reading(self, folder: Path) -> Iterator[None]:
         self._loads_from = folder
         try:
-            yield
+            with self._unquantised():
+                yield
         finally:
             self._loads_from = None
+
+    def _unquantised(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.quantised is None else self.quantised.lifted()
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        with self._unquantised():
+            super().save_model(output_dir, _internal_call)
 
     def _issue_warnings_after_load(self, load_result):
         """Load the weights again where Trainer could not, since their names in the files are others."""

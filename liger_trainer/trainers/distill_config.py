@@ -13,6 +13,7 @@ from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
 from .images_config import ImagesConfig
+from .qat_config import QatConfig
 from .rows_config import RowsConfig
 from .sampling_config import SamplingConfig
 from .sft_config import choose_bf16
@@ -21,8 +22,9 @@ from .step_config import StepConfig
 
 @dataclass
 class LigerDistillConfig(
-    RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, NonFiniteConfig, SFTConfig
-):
+    RowsConfig, ImagesConfig, TeacherConfig, LossConfig, SamplingConfig, StepConfig, QatConfig, NonFiniteConfig,
+    SFTConfig,
+):  # fmt: skip
     """Configuration of `LigerDistillTrainer`.
 
     Where `bf16` is not set, the device decides, as in `LigerConfig`.
@@ -34,6 +36,7 @@ class LigerDistillConfig(
         learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
         attention: how a step is computed; see `StepConfig`.
+        qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.
         disable_dropout: switch the student's dropout off.
@@ -59,8 +62,9 @@ class LigerDistillConfig(
             self.losses = json.loads(self.losses)
         plan = self.loss_plan()
         check_options(
-            self, ImagesConfig, LossConfig, NonFiniteConfig, RowsConfig, SamplingConfig, StepConfig, TeacherConfig
-        )
+            self, ImagesConfig, LossConfig, NonFiniteConfig, QatConfig, RowsConfig, SamplingConfig, StepConfig,
+            TeacherConfig,
+        )  # fmt: skip
         self.check_teachers()
         given = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
         for key, message in without_effect(plan, vars(self), given):

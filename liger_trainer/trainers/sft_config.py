@@ -9,6 +9,7 @@ from trl import SFTConfig
 from ..common.non_finite import NonFiniteConfig
 from ..common.options import check_options
 from .images_config import ImagesConfig
+from .qat_config import QatConfig
 from .rows_config import RowsConfig
 from .step_config import StepConfig
 
@@ -20,7 +21,7 @@ def choose_bf16(args: Any) -> None:
 
 
 @dataclass
-class LigerConfig(RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig, SFTConfig):
+class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
 
     Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU.
@@ -29,6 +30,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig, SFTConf
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         attention: how a step is computed; see `StepConfig`.
+        qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
         on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 
     Raises:
@@ -38,4 +40,4 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig, SFTConf
     def __post_init__(self):
         choose_bf16(self)
         super().__post_init__()
-        check_options(self, RowsConfig, ImagesConfig, StepConfig, NonFiniteConfig)
+        check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig)

@@ -32,9 +32,10 @@ from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names, cut_of
+from .qat import quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
-from .sequence_parallel import check_slices, slice_documents
+from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -133,6 +134,7 @@ class LigerTrainer(CheckpointingTrainer):
         slice_documents(self)
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
+        self.quantised = quantise_weights(self, config)
         announce(str(self.patched.report))
 
     def learnable_rows(self, tokenized, args, packing, dataset_name):
@@ -271,7 +273,7 @@ class LigerTrainer(CheckpointingTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.saw_loss(loss, inputs)
         # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * self.get_sp_size() if self.shards_sequences() else loss
+        return loss * ranks_added_up(self) if self.shards_sequences() else loss
 
     def _get_num_items_in_batch(self, batch_samples, device):
         if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
@@ -311,8 +313,7 @@ class LigerTrainer(CheckpointingTrainer):
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
-        # DeepSpeed adds up the gradients of ranks with slices of a row
-        return self.accelerator.num_processes // (self.get_tp_size() * self.get_sp_size())
+        return self.accelerator.num_processes // (self.get_tp_size() * ranks_added_up(self))
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""
@@ -348,8 +349,7 @@ class LigerTrainer(CheckpointingTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        tokens_read = _num_tokens(inputs) - self._padding_tokens
-        read = tokens_read.to(outputs.label_mask.device)  # a model spread over devices ends on another
+        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # of the last layer
         self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()

@@ -85,22 +85,35 @@ def test_differences_are_paired_by_seed():
     assert paired(runs, "corrected", BASE, "forward_kl") == []
 
 
+FOLLOWED = {"share": 0.5, "answers": ["es un\n texto"]}
+
+
 def content_of(runs: dict) -> dict:
     return {
-        "conditions": {"train_seconds": 70.0}, "runs": runs, "before": {"plain": 0.0, "prompted": 0.6},
-        "speed": {"distilled_0.5": {"tokens_per_second": 77.7}, "draft_tvd": {"draft_speedup": 1.31}},
+        "conditions": {"train_seconds": 70.0}, "runs": runs,
+        "before": {
+            "prompted": {"share": 0.6, "answers": []}, "quantised_int4": {"forward_kl": 2.0, "agreement_at_1": 0.25},
+        },
+        "speed": {
+            "distilled_0.5": {"tokens_per_second": 77.7, "p25": 70.0, "p75": 80.0},
+            "draft_tvd": {"draft_speedup": 1.31},
+        },
         "failures": {"both, seed 1": "OutOfMemoryError: no"},
     }  # fmt: skip
 
 
 def test_the_page_has_means_intervals_differences_and_failures():
-    runs = {way: {str(seed): run_of(1.0 + 0.1 * seed, followed=0.5) for seed in range(3)} for way in WAYS}
+    runs = {way: {str(seed): run_of(1.0 + 0.1 * seed, followed=FOLLOWED) for seed in range(3)} for way in WAYS}
     runs["two_stages"] = {str(seed): run_of(1.2 + 0.1 * seed, steps=[6, 2]) for seed in range(3)}
     text = page(content_of(runs))
     assert "| one stage: forward KL on the docstrings | 1.100 ± 0.248 |" in text
     assert "+0.200 ± 0.000, worse" in text and "| 6 + 2 | 5,000 | 3 |" in text
-    assert text.count("| 77.7 |") == 2 and "1.31" in text and "- both, seed 1: OutOfMemoryError: no" in text
+    assert (
+        text.count("| 77.7 (70.0 to 80.0) |") == 2 and "1.31" in text and "- both, seed 1: OutOfMemoryError: no" in text
+    )
     assert "| teacher, asked | 0.60 |" in text and "| student, not asked | 0.50 ± 0.00 |" in text
+    assert text.count("- es un texto") == 1 and "| int4 | 2.000 | 0.250 | 1.100 ± 0.248 |" in text
+    assert "| 0.45 ± 0.12 |" in text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert all(len({line.count("|") for line in block.splitlines()}) == 1 for block in tables), "rows of one width"
     assert page(content_of({})) and page(content_of({BASE: runs[BASE]})), "what is there so far"
@@ -268,6 +281,14 @@ def test_a_deadline_that_is_over_starts_no_wave(teacher, tmp_path, monkeypatch, 
     monkeypatch.setattr(students, "context_for", lambda test: torch.multiprocessing.get_context("spawn"))
     students.main([*arguments(teacher, tmp_path), "--ways", BASE, "--seeds", "4", "--seconds", "20"])
     assert "seed 4: no time is left" in capsys.readouterr().err  # 0.9 of 60 s do not fit
+
+
+def test_speeds_of_writing(teacher, tmp_path):
+    setup = Setup(tmp_path, str(teacher / "teacher"), 8, 1.0, overrides=("use_cpu=true",), prompts=2)
+    students.preparation.export_rows(setup, str(teacher / "rows"))
+    speeds = students.speeds.writing_speeds({"one": setup.teacher, "two": setup.teacher}, setup, rounds=2)
+    assert speeds.keys() == {"one", "two"}
+    assert all(0 < speed["p25"] <= speed["tokens_per_second"] <= speed["p75"] for speed in speeds.values())
 
 
 @pytest.mark.slow

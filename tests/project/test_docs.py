@@ -213,6 +213,9 @@ PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
     "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
     "liger-trainer doctor --all --markdown": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
+    "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
+        "needs torchao; tests/trainers/test_qat.py trains by it where it is installed"
+    ),
     "liger-trainer report outputs/my outputs/other": "the same as of outputs/a and outputs/b, into another file",
     "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --output results --gpus 8 --cases sft-llama-3-8b": SEVERAL_GPUS,

@@ -184,6 +184,12 @@ def test_checkpointing_lora_and_quantised_weights_take_less():
     assert linear / (4 * lora.parameters) > 0.6  # all but the embeddings and the head
 
 
+def test_quantised_weights_have_others_behind_them():
+    plain, quantises = (simulate(step(peft=None, quantises=on)).peaks["forward"] for on in (False, True))
+    behind = quantises.parts["weights behind the quantised"]
+    assert quantises.bytes - plain.bytes == behind and 0 < behind < plain.parts["student weights"]
+
+
 @pytest.mark.parametrize("itself", [False, True])
 def test_a_teacher_takes_its_weights_and_its_last_hidden_states(itself):
     teacher: dict = {"peft": LORA, "teaches_itself": True}

@@ -26,6 +26,7 @@ from ...losses.spec import LossOptions
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
+from ...trainers.qat import linear_layers
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
@@ -60,6 +61,7 @@ class StepSpec:
         optimizer: makes one from parameter groups.
         teacher_records: the format of a teacher cache, which makes the records of a batch.
         teaches_itself: the teacher is the student without its adapters.
+        quantises: linear layers hold quantised numbers, and their weights lie beside them.
     """
 
     student: ModelSpec
@@ -73,6 +75,7 @@ class StepSpec:
     teacher: ModelSpec | None = None
     teacher_records: Any = None
     teaches_itself: bool = False
+    quantises: bool = False
     peft: Any = None
     patch: PatchOptions = field(default_factory=PatchOptions)
     loss: LossOptions = field(default_factory=LossOptions)
@@ -180,6 +183,9 @@ class _TrainerSteps:
         tracker.add(student.buffers(), "student weights")
         if teacher is not None:
             tracker.add([*teacher.parameters(), *teacher.buffers()], "teacher weights")
+        behind = [torch.empty_like(layer.weight) for layer in linear_layers(student).values()] if spec.quantises else []
+        tracker.add(behind, "weights behind the quantised")
+        self.behind = behind  # which keeps them
         self.resident = resident  # of a teacher cache
         tracker.add(resident, "teacher weights")
         self.used: set[Tensor] = set()

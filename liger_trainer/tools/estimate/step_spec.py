@@ -103,6 +103,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher=teacher,
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
+        quantises=args.qat is not None,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         loss=LossOptions(

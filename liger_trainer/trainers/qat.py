@@ -1,0 +1,146 @@
+"""Quantisation-aware training: steps see quantised weights, and the optimizer moves the weights behind them.
+
+The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432; for weights Jacob et al. 2018, arXiv:1712.05877)
+takes the gradient of the quantised weight for that of the weight. So a step can be computed with the quantised numbers
+in the model's own parameters: kernels, CUDA graphs, checkpointing, generation and evaluation need not know. The numbers
+are what torchao's `quantize_` makes of the weights, hence those of the model that is used later.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from ..common.optimizers import updating_in_backward
+from ..errors import ConfigError
+from .qat_config import INT4, INT8
+
+NVFP4_GROUP = 16
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """Return by name the layers that are quantised: those that transformers' `TorchAoConfig` takes, which are all
+    linear ones but the output head."""
+    head = model.get_output_embeddings()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: layer for name, layer in layers.items() if layer is not head}
+
+
+def quantise_weights(trainer: Any, config: Any) -> "QuantisedWeights | None":
+    """Quantise a trainer's model as its configuration has it."""
+    qat: str | None = getattr(config, "qat", None)
+    if qat is None:
+        return None
+    weights = QuantisedWeights(trainer, qat, config.qat_group_size)
+    trainer.add_callback(weights)
+    return weights
+
+
+class QuantisedWeights(TrainerCallback):
+    """Puts the quantised numbers into a model's linear layers, and the weights behind them back for each update.
+
+    Args:
+        trainer: its model must hold whole weights.
+        qat, group_size: see `QatConfig`.
+
+    Raises:
+        ConfigError: torchao is missing; adapters, sharded weights or an optimizer that updates in its backward; a
+            model without linear layers, or with one whose inputs are no multiple of the group.
+    """
+
+    def __init__(self, trainer: Any, qat: str, group_size: int):
+        _check(trainer)
+        self._format = torchao_config(qat, group_size)
+        layers = linear_layers(trainer.model)
+        _check_layers(trainer.model, layers, {INT4: group_size, INT8: 1}.get(qat, NVFP4_GROUP))
+        self._weights = [layer.weight for layer in layers.values()]
+        self._behind = [weight.detach().clone() for weight in self._weights]
+        self._quantise()
+
+    @torch.no_grad()
+    def _quantise(self) -> None:
+        for weight, behind in zip(self._weights, self._behind, strict=True):
+            weight.copy_(quantised(behind, self._format))
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within the context the model has the weights behind the quantised ones, to be saved or loaded."""
+        self._lift()
+        try:
+            yield
+        finally:
+            self._take()
+
+    @torch.no_grad()
+    def _lift(self) -> None:
+        for weight, behind in zip(self._weights, self._behind, strict=True):
+            weight.copy_(behind)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        for weight, behind in zip(self._weights, self._behind, strict=True):
+            behind.copy_(weight)
+        self._quantise()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self._lift()
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self._take()
+
+
+def torchao_config(qat: str, group_size: int) -> Any:
+    """Return torchao's configuration of a format, as `TorchAoConfig` and `quantize_` take it."""
+    try:
+        from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
+        from torchao.quantization import (  # pyright: ignore[reportMissingImports]
+            IntxWeightOnlyConfig,
+            PerAxis,
+            PerGroup,
+        )
+    except ImportError as error:
+        raise ConfigError(f"qat needs torchao: pip install 'liger-trainer[qat]' ({error}).") from None
+    if qat == INT4:
+        return IntxWeightOnlyConfig(getattr(torch, INT4), PerGroup(group_size))
+    return IntxWeightOnlyConfig(torch.int8, PerAxis(0)) if qat == INT8 else NVFP4WeightOnlyConfig()
+
+
+def quantised(weight: Tensor, config: Any) -> Tensor:
+    """Return the numbers (out, in) that torchao's format has in place of a linear layer's weight, in its dtype."""
+    from torchao.quantization import quantize_  # pyright: ignore[reportMissingImports]
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(nn.Sequential(layer), config)
+    packed: Any = layer.weight
+    return packed.dequantize()
+
+
+def _check(trainer: Any) -> None:
+    optim = updating_in_backward(trainer.args)
+    reasons = {
+        "adapters, since their base stays as it is: train them on packed weights with load_in_4bit": hasattr(
+            trainer.model, "peft_config"
+        ),
+        "FSDP, which shards weights": trainer.is_fsdp_enabled,
+        "DeepSpeed, which steps by itself": trainer.is_deepspeed_enabled,
+        "tensor parallelism": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        f"optim={optim}, which updates weights in its backward": optim is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"qat does not go with {reason}.")
+
+
+def _check_layers(model: Any, layers: dict[str, nn.Linear], group: int) -> None:
+    if not layers:
+        raise ConfigError(f"qat: {type(model).__name__} has no linear layers beside its head.")
+    for name, layer in layers.items():
+        if not layer.weight.dtype.is_floating_point or layer.weight.dtype.itemsize == 1:
+            raise ConfigError(f"qat: expected weights of 16 or 32 bits, {name} has {layer.weight.dtype}.")
+        if layer.in_features % group:
+            raise ConfigError(f"qat: expected groups of {group} inputs, {name} has {layer.in_features} inputs.")

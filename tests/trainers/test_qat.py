@@ -1,0 +1,203 @@
+"""Trainings that see quantised weights, beside torchao's own quantisation-aware layers and the model that is loaded."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import FirstGradients, assert_same_gradients, completions, tiny_model, tiny_tokenizer, train_args
+from torch import nn
+from transformers import AutoModelForCausalLM, TorchAoConfig
+from trl import SFTTrainer
+
+from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
+from liger_trainer.errors import ConfigError
+
+pytest.importorskip("torchao", reason='needs torchao: pip install -e ".[qat]"')
+
+from torchao.quantization import quantize_
+from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
+
+from liger_trainer.trainers.qat import linear_layers, quantised, torchao_config
+
+RUN: dict[str, Any] = {
+    "max_steps": 4, "save_strategy": "no", "learning_rate": 1e-2, "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.0,
+}  # fmt: skip
+FORMATS = ("int4", "int8", "nvfp4")
+
+
+def sft(model: Any = None, callbacks=(), **options) -> Any:
+    model = tiny_model("llama") if model is None else model
+    return LigerTrainer(
+        model, train_args(LigerConfig, **{**RUN, **options}), train_dataset=completions(), eval_dataset=completions(6),
+        processing_class=tiny_tokenizer(), callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def as_used(model: Any, qat: str) -> nn.Module:
+    """A copy of a model as torchao quantises it."""
+    used = copy.deepcopy(model)
+    layers = linear_layers(used).values()
+    quantize_(used, torchao_config(qat, 32), lambda module, name: any(module is layer for layer in layers))
+    return used
+
+
+@pytest.mark.parametrize("qat", FORMATS)
+def test_the_model_has_the_numbers_of_torchao(qat):
+    model = tiny_model("llama", intermediate_size=64)
+    before, used = weights(model), as_used(model, qat)
+    trainer = sft(model, qat=qat)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, used(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {f"{name}.weight" for name in linear_layers(model)} and "lm_head.weight" not in changed
+    with trainer.quantised.lifted():
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_are_those_of_torchaos_own_layers(accumulation):
+    """torchao's layers under TRL's trainer; it passes no gradient at numbers that were clamped, and ours does."""
+    firsts = FirstGradients(), FirstGradients()
+    options = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "logging_steps": 1}
+    ours = sft(tiny_model("llama", intermediate_size=64), [firsts[0]], qat="int8", **options)
+    model: Any = tiny_model("llama", intermediate_size=64)
+    layers = linear_layers(model).values()
+    config = QATConfig(torchao_config("int8", 32), step="prepare")  # pyright: ignore[reportArgumentType]
+    quantize_(model, config, lambda module, name: any(module is layer for layer in layers))
+    assert sum(isinstance(module, FakeQuantizedLinear) for module in model.modules()) == 14
+    theirs = SFTTrainer(
+        model, args=train_args(LigerConfig, **{**RUN, **options}), train_dataset=completions(),
+        processing_class=tiny_tokenizer(), callbacks=[firsts[1]],
+    )  # fmt: skip
+    for trainer in (ours, theirs):
+        trainer.train()
+    got, want = (first.values for first in firsts)
+    clamped = {name: (want[name] == 0) & (got[name] != 0) for name in want}
+    assert sum(int(mask.sum()) for mask in clamped.values()) < 0.1 * sum(p.numel() for p in want.values())
+    assert_same_gradients({name: got[name].masked_fill(clamped[name], 0) for name in got}, want)
+    losses = [trainer.state.log_history[0]["loss"] for trainer in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_steps_are_those_of_a_straight_through_loop():
+    """SGD on the weights behind, with gradients at the quantised ones, in plain torch."""
+    trainer = sft(qat="int4", qat_group_size=16, optim="sgd", lr_scheduler_type="constant", max_steps=3)
+    model, behind = tiny_model("llama"), weights(tiny_model("llama"))
+    form, names = torchao_config("int4", 16), {f"{name}.weight" for name in linear_layers(model)}
+    seen: list[Any] = []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: seen.append(collate(rows)) or seen[-1]
+    trainer.train()
+    assert len(seen) >= 6
+    for first in range(0, 6, 2):
+        for name, parameter in model.named_parameters():
+            parameter.data = quantised(behind[name], form) if name in names else behind[name].clone()
+            parameter.grad = None
+        batches = seen[first : first + 2]
+        items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            (loss / items).backward()
+        for name, parameter in model.named_parameters():
+            behind[name] -= 1e-2 * parameter.grad
+    with trainer.quantised.lifted():
+        for name, parameter in trainer.model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), behind[name], rtol=1e-4, atol=1e-5)
+
+
+def test_files_hold_the_weights_behind_and_load_as_they_were_trained(tmp_path):
+    """What transformers makes of them with the same format is the model that was evaluated."""
+    trainer = sft(qat="int4", qat_group_size=16, output_dir=str(tmp_path))
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    with trainer.quantised.lifted():
+        behind = weights(trainer.model)
+    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, behind[name]) for name, p in saved.named_parameters())
+    how = TorchAoConfig(torchao_config("int4", 16))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(loaded(ids).logits, trainer.model(ids).logits, rtol=1e-5, atol=1e-5)
+    plain = sft(copy.deepcopy(saved)).evaluate()["eval_loss"]
+    again = sft(saved, qat="int4", qat_group_size=16).evaluate()["eval_loss"]
+    assert again == pytest.approx(evaluated, rel=1e-6) and again != pytest.approx(plain)
+
+
+def test_a_resumed_training_ends_like_one_that_went_through(tmp_path):
+    options = {"qat": "int4", "qat_group_size": 16, "save_strategy": "steps", "save_steps": 2}
+    through = sft(**options, output_dir=str(tmp_path / "through"))
+    through.train()
+    again = sft(**options, output_dir=str(tmp_path / "through"))
+    again.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-2"))
+    assert all(torch.equal(p, weights(through.model)[name]) for name, p in again.model.named_parameters())
+    with through.quantised.lifted(), again.quantised.lifted():
+        assert all(torch.equal(p, weights(through.model)[name]) for name, p in again.model.named_parameters())
+
+
+def test_a_student_wins_back_what_its_format_lost():
+    """Taught by its own weights before; the teacher is not quantised, and the loss of the student falls."""
+    args = train_args(LigerDistillConfig, **{**RUN, "max_steps": 40, "learning_rate": 3e-4, "qat": "int4"})
+    args.qat_group_size = 16
+    trainer: Any = LigerDistillTrainer(
+        tiny_model("llama"), tiny_model("llama"), args, train_dataset=completions(), eval_dataset=completions(12, 1),
+        processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+    teacher = weights(trainer.teacher)
+    lost = trainer.evaluate()["eval_forward_kl"]
+    trainer.train()
+    assert all(torch.equal(p, teacher[name]) for name, p in trainer.teacher.named_parameters())
+    assert 0.001 < trainer.evaluate()["eval_forward_kl"] < 0.85 * lost
+
+
+def test_a_step_that_is_left_out_changes_no_weight():
+    trainer = sft(qat="int4", qat_group_size=16, on_non_finite="skip_step", max_steps=1)
+    before = weights(trainer.model)
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) * float("nan")
+    trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("llama", {"qat": "int4"}, "expected groups of 32 inputs, model.layers.0.mlp.down_proj has 48 inputs"),
+        ("gpt2", {"qat": "int8"}, "GPT2LMHeadModel has no linear layers beside its head"),
+        ("llama", {"qat": "int8", "optim": "lomo"}, "optim=lomo, which updates weights in its backward"),
+    ],
+)
+def test_what_does_not_go_is_said(family, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(tiny_model(family), **options)
+
+
+def test_adapters_and_groups_of_other_formats_are_refused():
+    with pytest.raises(ConfigError, match="load_in_4bit"):
+        LigerTrainer(
+            tiny_model("llama"), train_args(LigerConfig, **RUN, qat="int8"), train_dataset=completions(),
+            processing_class=tiny_tokenizer(), peft_config=LoraConfig(target_modules="all-linear"),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="qat_group_size"):
+        train_args(LigerConfig, **RUN, qat="int8", qat_group_size=16)
+
+
+def test_by_yaml(tmp_path: Path):
+    from liger_trainer.config.run_config import load_run_config
+
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: sft\nmodel_name_or_path: owner/model\ndataset_name: owner/rows\nqat: int4\n")
+    args: Any = load_run_config(str(file), ["qat_group_size=16"]).training_args()
+    assert (args.qat, args.qat_group_size) == ("int4", 16)
+    for extra, named in (("use_peft=true", "load_in_4bit"), ("accelerate_config=fsdp2", "use ddp")):
+        with pytest.raises(ConfigError, match=named):
+            load_run_config(str(file), [extra])
