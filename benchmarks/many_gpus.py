@@ -80,6 +80,7 @@ class GpuRow(Row):
         shares: MiB of weights, gradients and optimizer state that the fullest rank held.
     """
 
+    case: ManyCase
     gpus: int = 1
     predicted: Prediction | None = None
     shares: dict[str, float] = field(default_factory=dict)
@@ -101,16 +102,16 @@ class GpuRow(Row):
         return self.predicted.peak_mib if self.predicted and self.provider.name == "ours" else None
 
 
-class Launches:
-    """What `trainer_step.measure` starts for a row. Shares go to the row when the launch ends."""
+class RowLaunch(Launch):
+    """The launch of a row, which gets the shares that the ranks held."""
 
     def __init__(self, row: GpuRow, options: argparse.Namespace):
-        self.row, self.launch = row, Launch(Task(row.case, row.provider, row.gpus, options.tiny))  # type: ignore
-        self.start, self.result = self.launch.start, self.launch.result
+        super().__init__(Task(row.case, row.provider, row.gpus, options.tiny))
+        self.row = row
 
     def close(self) -> None:
-        self.row.shares = self.row.shares or self.launch.shares
-        self.launch.close()
+        self.row.shares = self.shares
+        super().close()
 
 
 # Rows
@@ -153,7 +154,7 @@ def markdown(header: dict[str, Any], rows: Sequence[GpuRow]) -> str:
         of_case = list(group)
         cells = [_cells(row, of_case, header["peak_tflops"]) for row in of_case]
         lines += [f"## {case}", "", f"`{case.name}`", "", *table(COLUMNS, cells), ""]
-        lines += [case.note, ""] if isinstance(case, ManyCase) and case.note else []
+        lines += [case.note, ""] if case.note else []
     return "\n".join(lines)
 
 
@@ -223,7 +224,7 @@ def run(options: argparse.Namespace, header: dict[str, Any]) -> int:
     memory = None if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB
     set_predictions(rows, predict_all(options), memory)
     finished: set[GpuRow] = set()
-    for row in measure(rows, options, Launches, AHEAD):
+    for row in measure(rows, options, RowLaunch, AHEAD):
         finished.add(row)
         if options.output:
             shown = [row for row in rows if row in finished]

@@ -58,7 +58,9 @@ class ManyCase(Case):
     def cut(self, layers: int | None, teacher_layers: int | None) -> ManyCase:
         """Return the case with at most so many layers."""
         return replace(
-            self, layers=_fewer(self.layers, layers), teacher_layers=_fewer(self.teacher_layers, teacher_layers)
+            self,
+            layers=_at_most(layers, self.layers, self.shape),
+            teacher_layers=_at_most(teacher_layers, self.teacher_layers, self.teacher),
         )
 
     def student_config(self, tiny: bool) -> Any:
@@ -68,8 +70,11 @@ class ManyCase(Case):
         return config_of(self.teacher, tiny, **SPECIAL, **layer_options(self.teacher_layers, tiny))
 
 
-def _fewer(a: int | None, b: int | None) -> int | None:
-    return min((n for n in (a, b) if n is not None), default=None)
+def _at_most(limit: int | None, layers: int | None, shape: str | None) -> int | None:
+    """Return the layers of a model, None for those of its shape."""
+    if limit is None or shape is None:
+        return layers
+    return limit if limit < (layers or config_of(shape, False).num_hidden_layers) else layers
 
 
 def layer_options(layers: int | None, tiny: bool) -> dict[str, int]:

@@ -59,18 +59,19 @@ class Launch:
         awaited = "rank-{}.json" if self._go else "ready-{}"
         until = None if seconds is None else time.monotonic() + seconds
         paths = [self.folder / awaited.format(rank) for rank in range(self.task.gpus)]
-        while (failure := self._failure()) is None and not all(path.exists() for path in paths):
-            if self._process.poll() is not None:
-                failure = f"ended with exit code {self._process.returncode}: {self._log()[-1][:200]}"
-            elif until is not None and time.monotonic() > until:
+        while True:
+            code, late = self._process.poll(), until is not None and time.monotonic() > until  # before the files
+            failure = self._failure()
+            if failure is None and all(path.exists() for path in paths):
+                return (self._merged() if self._go else None), None
+            if failure is None and code is not None:
+                failure = f"ended with exit code {code}: {self._log()[-1][:200]}"
+            elif failure is None and late:
                 failure = f"took more than {seconds:.0f} s"
             if failure:
-                break
+                print("\n".join(self._log()[-60:]), file=sys.stderr)
+                return None, failure
             time.sleep(POLL)
-        if failure:
-            print("\n".join(self._log()[-60:]), file=sys.stderr)
-            return None, failure
-        return (self._merged() if self._go else None), None
 
     def _answers(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank-*.json"))]
@@ -91,9 +92,11 @@ class Launch:
         """End what still runs."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self._process.pid)
-            for one in (*process.children(recursive=True), process):
+            family = [*process.children(recursive=True), process]
+            for one in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
+            psutil.wait_procs(family, timeout=30)  # until then they hold memory of the GPUs
         self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
