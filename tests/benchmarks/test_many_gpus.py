@@ -157,7 +157,7 @@ def test_what_is_predicted_not_to_fit_is_not_run():
 
 def test_choices(capsys):
     options = parse(["--predict", "--layers", "4", "--teacher-layers", "2", "--cases", "kd-llama*,sft-qwen*"])
-    assert [(case.layers, case.teacher_layers) for case in options.cases] == [(4, 2), (4, 2)]
+    assert [(case.layers, case.teacher_layers) for case in options.cases] == [(4, 2), (4, None)]
     assert options.gpus == [1, 2, 4, 8]
     assert parse(["--predict", "--layers", "99", "--teacher-layers", "99"]).cases == [c for c in CASES if c.default]
     names = [(row.gpus, row.provider.name) for row in many_gpus.make_rows(options) if row.case.teacher]
