@@ -295,6 +295,12 @@ def test_shares_of_several_processes():
     whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["optimizer"].parts
     assert whole["gathered layers"] == 2 * memory.layer_bytes
     mixed = simulate(step(autocast=torch.bfloat16))
+    assert memory.layer_bytes == 2 * mixed.layer_bytes and memory.head_bytes == 2 * mixed.head_bytes > 0
+    for tied in (False, True):
+        peaks = Sharding("FSDP", 4, gathers=True).per_process(dataclasses.replace(mixed, tied=tied))
+        assert {name for name, peak in peaks.items() if "gathered head" in peak.parts} == (
+            {*peaks} if tied else {"loss"}
+        )
     assert mixed.peaks["forward"].parts["autocast copies"] > 0
     for sharding, copies in ((Sharding("FSDP", 4, gathers=True), False), (Sharding("DDP", 4, buckets=True), True)):
         assert ("autocast copies" in sharding.per_process(mixed)["forward"].parts) == copies
