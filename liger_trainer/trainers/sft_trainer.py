@@ -350,7 +350,7 @@ class LigerTrainer(CheckpointingTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # of the last layer
+        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
         self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()

@@ -365,6 +365,7 @@ def test_the_command(project, capsys):
     assert found["length"] == 13  # the longest row: w1, w2w3, ten more words and the end
     assert found["steps"] == 10  # 38 rows of 40 are trained on, 4 a step
     assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
+    assert "weights behind the quantised" in _json(capsys, "--gpu", "H100 80GB", "qat=int8")["parts_mib"]
 
 
 def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):
