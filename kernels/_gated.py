@@ -259,17 +259,32 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def input_gradients(
-    dh: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool], activation: str, h: Tensor | None = None
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    needs: Sequence[bool],
+    activation: str,
+    h: Tensor | None = None,
+    *,
+    overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of gate and up where needed, or one packed gradient if up is None. Fill h if given."""
+    """Return the gradients of gate and up where needed, or one packed gradient if up is None. Fill h if given.
+
+    `overwrite`: they take the memory of gate and up, which must be contiguous.
+    """
+    memory = _itself if overwrite else empty
     if up is None:
-        packed = empty(gate)
+        packed = memory(gate)
         backward(dh, *halves(gate, None), *halves(packed, None), activation, h)
         return packed, None
-    dgate = empty(gate) if needs[0] else None
-    dup = empty(up) if needs[1] else None
+    dgate = memory(gate) if needs[0] else None
+    dup = memory(up) if needs[1] else None
     backward(dh, gate, up, dgate, dup, activation, h)
     return dgate, dup
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class GatedFunction(torch.autograd.Function):

@@ -77,6 +77,12 @@ class Stack(NamedTuple):
         return *(p.weight for p in self.projections), self.a, *(adapter.b for adapter in self.adapters)
 
 
+def with_biases(stack: Stack, biases: Sequence[Tensor | None]) -> Stack:
+    """Return a stack that `restored` has rebuilt, with the biases of its projections."""
+    projections = tuple(replace(p, bias=b) for p, b in zip(stack.projections, biases, strict=True))
+    return stack._replace(projections=projections)
+
+
 def stacked(groups: Sequence[Sequence[Projection]], numerics: Numerics) -> list[Stack]:
     """Return each group with its adapters cast and its A stacked, all by one launch."""
     sources: list[Tensor] = []

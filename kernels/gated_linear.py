@@ -10,6 +10,8 @@ Traffic   beside the three products: forward 2 reads and 1 write of N I elements
 Source    Shazeer 2020, arXiv:2002.05202; recomputation: Chen et al. 2016, arXiv:1604.06174
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,18 +47,27 @@ class GatedLinearFunction(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         need_gate, need_up, need_weight, need_bias, _ = ctx.needs_input_grad
         dout = dout.reshape(-1, dout.shape[-1])
-        dgate = dup = dweight = h = None
-        if need_gate or need_up:
-            dh = torch.mm(dout, weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
-            if need_weight:  # over dh, unless dtypes differ: then a thread could overwrite what another still reads
-                h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
-            dgate, dup = input_gradients(dh, gate, up, (need_gate, need_up), ctx.activation, h)
-        elif need_weight:
-            h = forward(*halves(gate, up), ctx.activation, dout.dtype)
-        if h is not None:
-            dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype
+        gradients = gated_linear_gradients(dout, gate, up, weight, (need_gate, need_up, need_weight), ctx.activation)
         dbias = dout.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-        return dgate, dup, dweight, dbias, None
+        return *gradients, dbias, None
+
+
+def gated_linear_gradients(
+    dout: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, needs: Sequence[bool], activation: str,
+    *, overwrite: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of gate, up and weight, where needed. dout: (N, H). `overwrite`: see `input_gradients`."""
+    dgate = dup = dweight = h = None
+    if needs[0] or needs[1]:
+        dh = torch.mm(dout, weight.to(dout.dtype)).view(*gate.shape[:-1], weight.shape[1])
+        if needs[2]:  # over dh, unless dtypes differ: then a thread could overwrite what another still reads
+            h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
+        dgate, dup = input_gradients(dh, gate, up, needs, activation, h, overwrite=overwrite)
+    elif needs[2]:
+        h = forward(*halves(gate, up), activation, dout.dtype)
+    if h is not None:
+        dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype
+    return dgate, dup, dweight
 
 
 def gated_linear(

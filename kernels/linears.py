@@ -30,17 +30,15 @@ def linears_reference(
 class LinearsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, count, *tensors):
-        uncast, ctx.shape = x, x.shape
+        ctx.shape = x.shape
         weights, biases = tensors[:count], tensors[count:]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
-        if torch.is_autocast_enabled(x.device.type):  # F.linear's own casts would be cached without a graph
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, biases = x.to(dtype), [None if b is None else b.to(dtype) for b in biases]
+        uncast, x = x, as_computed(x)
         source = source_of(uncast, x)
         ctx.make = source.make
         ctx.save_for_backward(*weights, *source.tensors)
         ctx.set_materialize_grads(False)
-        outputs = tuple(F.linear(x, w.to(x.dtype), b) for w, b in zip(weights, biases, strict=True))
+        outputs = products(x, weights, biases)
         need_x, _, *needs = ctx.needs_input_grad
         if not need_x:
             frozen = [not (needs[i] or needs[count + i]) for i in range(count)]
@@ -53,25 +51,51 @@ class LinearsFunction(torch.autograd.Function):
         saved, need_x, needs = ctx.saved_tensors, ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         weights, sources = saved[: len(gradients)], saved[len(gradients) :]
         rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
-        dx = _input_gradient(rows, weights) if need_x else None
-        needs_bias = needs[len(weights) :]
+        dx = input_gradient(rows, weights) if need_x else None
         x_rows = ctx.make(*sources).reshape(-1, ctx.shape[-1]) if any(needs[: len(weights)]) else None
-        # autograd casts them to the weights' dtypes
-        dweights = [None if dy is None or not need else dy.t() @ x_rows for dy, need in zip(rows, needs, strict=False)]
-        dbiases = [
-            None if dy is None or not need else dy.sum(0, dtype=dtype)
-            for dy, need, dtype in zip(rows, needs_bias, ctx.bias_dtypes, strict=True)
-        ]
+        dweights = weight_gradients(rows, x_rows, needs[: len(weights)])
+        dbiases = bias_gradients(rows, ctx.bias_dtypes, needs[len(weights) :])
         return None if dx is None else dx.view(ctx.shape), None, *dweights, *dbiases
 
 
-def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor | None:
+def as_computed(x: Tensor) -> Tensor:
+    """Return x in the dtype of its products: autocast's. (F.linear's own casts would be cached without a graph.)"""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return F.linear of x for each weight and bias, in x's dtype."""
+    return tuple(
+        F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in zip(weights, biases, strict=True)
+    )
+
+
+def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor | None:
+    """Return dx (N, K) of dy_i (N, O_i), where there is one."""
     dx = None
     for dy, weight in zip(rows, weights, strict=True):
         if dy is not None:
             weight = weight.to(dy.dtype)
             dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
     return dx
+
+
+def weight_gradients(
+    rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor | None]:  # fmt: skip
+    """Return dW_i of dy_i (N, O_i) and x (N, K), where needed. Autograd casts it to the weight's dtype."""
+    return [None if dy is None or x is None or not need else dy.t() @ x for dy, need in zip(rows, needs, strict=True)]
+
+
+def bias_gradients(
+    rows: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return db_i of dy_i (N, O_i), where needed, in these dtypes."""
+    return [
+        None if dy is None or not need else dy.sum(0, dtype=dtype)
+        for dy, dtype, need in zip(rows, dtypes, needs, strict=True)
+    ]
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:

@@ -4,7 +4,9 @@ Shapes    x: (..., K)  gate, up: (I, K), or packed [gate | up] (2I, K)  down: (H
 Method    Each of gate, up and down is the layer of lora_linear.py. The forward saves x, gate(x), up(x) and two matrices
           of the adapters' rank, but not h = act(gate) * up: the kernel that turns dh into the gradients of gate(x) and
           up(x) writes h over dh, for down's A. Those gradients overwrite gate(x) and up(x) unless the graph is kept;
-          nobody else sees them. The products add the parts of dx from gate and up in place.
+          nobody else sees them. The products add the parts of dx from gate and up in place. With remake=True gate(x)
+          and up(x) are not saved either: the backward makes them again from x, with the same dropout masks, in two
+          products more.
 Numerics  as lora_linear and gated_linear: h in the product's dtype, from fp32, rounded once
 Traffic   beside the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
 Source    Hu et al. 2021, arXiv:2106.09685; Shazeer 2020, arXiv:2002.05202; Chen et al. 2016, arXiv:1604.06174
@@ -30,6 +32,7 @@ from ._projections import (
     rank_gradients,
     restored,
     stacked,
+    with_biases,
 )  # fmt: skip
 from .lora_linear import interleaved, leaves_of, lora_linear_reference
 
@@ -49,66 +52,76 @@ def _linear(x: Tensor, p: Projection) -> Tensor:
 
 class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, first, down, activation, *leaves):
+    def forward(ctx, x, first, down, activation, remake, *leaves):
         """Run the forward. first: (gate, up), or packed (gate_up,). leaves: A and B of each adapter, down's last."""
         numerics = Numerics.of(x, adapters_of((*first, down)))
         flat, masks = as_matrix(x, numerics.compute), Masks.of(x, (*first, down))
         first, down = stacked([first, [down]], numerics)
         hidden, values = project(flat, first, masks, numerics)
-        gate, up = hidden if len(hidden) == 2 else (hidden[0], None)
-        h = forward(*halves(gate, up), activation, numerics.compute)
+        h = forward(*_halves(hidden), activation, numerics.compute)
         (y,), h_values = project(h, down, masks.after(first), numerics)
         ctx.layouts, ctx.numerics, ctx.activation = (layout_of(first), layout_of(down)), numerics, activation
-        source = source_of(x, flat)
-        ctx.make, ctx.sources = source.make, len(source.tensors)
-        ctx.save_for_backward(
-            *source.tensors, gate, up, values, h_values, masks.seed, *first.tensors, *down.tensors
-        )  # fmt: skip
+        source, ctx.remake = source_of(x, flat), remake
+        kept = [p.bias for p in first.projections] if remake else [*hidden, values]
+        ctx.make, ctx.sources, ctx.kept = source.make, len(source.tensors), len(kept)
+        ctx.save_for_backward(*source.tensors, *kept, h_values, masks.seed, *first.tensors, *down.tensors)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         saved = ctx.saved_tensors
-        sources, (gate, up, values, h_values, seed, *tensors) = saved[: ctx.sources], saved[ctx.sources :]
-        need_x, _, _, _, *needs = ctx.needs_input_grad
+        sources, saved = saved[: ctx.sources], saved[ctx.sources :]
+        kept, (h_values, seed, *tensors) = saved[: ctx.kept], saved[ctx.kept :]
+        need_x, _, _, _, _, *needs = ctx.needs_input_grad
         numerics, masks = ctx.numerics, Masks(seed)
         first, tensors = restored(ctx.layouts[0], tensors)
         down, _ = restored(ctx.layouts[1], tensors)
         count = 2 * len(first.adapters)
         needs, down_needs = needs[:count], needs[count:]
         dy_rows, h_masks = as_matrix(dy, numerics.compute), masks.after(first)
-        dys, down_gradient = _through_down(ctx, dy_rows, gate, up, h_values, down, h_masks, down_needs)
+        hidden, values = _remade(ctx, sources, kept, first, masks) if ctx.remake else (kept[:-1], kept[-1])
+        dys, down_gradient = _through_down(ctx, dy_rows, hidden, h_values, down, h_masks, down_needs)
         g, dbs = rank_gradients(dys, values, first, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, first, numerics) if need_x else None
         flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
         das = a_gradients(g, flat, dx, first, masks, numerics)
         dx = None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
-        return dx, None, None, None, *interleaved(das, dbs, needs), *down_gradient
+        return dx, None, None, None, None, *interleaved(das, dbs, needs), *down_gradient
+
+
+def _remade(
+    ctx, sources: Sequence[Tensor], biases: Sequence[Tensor | None], first: Stack, masks: Masks
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """Return ([gate(x), up(x)] or [both packed], s x A^T), as the forward had them. x's memory is free afterwards."""
+    x = as_matrix(ctx.make(*sources), ctx.numerics.compute)
+    return project(x, with_biases(first, biases), masks, ctx.numerics)
 
 
 def _through_down(
-    ctx, dy: Tensor, gate: Tensor, up: Tensor | None, values: Tensor | None, down: Stack, masks: Masks,
-    needs: Sequence[bool],
-) -> tuple[list[Tensor], list[Tensor | None]]:  # fmt: skip
+    ctx, dy: Tensor, hidden: Sequence[Tensor], values: Tensor | None, down: Stack, masks: Masks, needs: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return (gradients of gate(x) and up(x), or one packed; gradients of down's adapters)."""
     numerics = ctx.numerics
     g, dbs = rank_gradients([dy], values, down, needs[1::2], True, numerics)
     dh = input_gradient([dy], down, numerics)
     a_gradients(g, None, dh, down, masks, numerics)
     need_h = any(needs[::2])
-    if graph_is_kept():
-        dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
-    else:
-        dgate, dup = gate, up
-    backward(dh, *halves(gate, up), *halves(dgate, dup), ctx.activation, dh if need_h else None)
+    gradients = [torch.empty_like(y) for y in hidden] if graph_is_kept() and not ctx.remake else hidden
+    backward(dh, *_halves(hidden), *_halves(gradients), ctx.activation, dh if need_h else None)
     das = a_gradients(g, dh if need_h else None, None, down, masks, numerics)
-    return [dgate] if dup is None else [dgate, dup], interleaved(das, dbs, needs)
+    return list(gradients), interleaved(das, dbs, needs)
+
+
+def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return gate and up of [gate, up], or of packed [gate_up]."""
+    return halves(hidden[0], hidden[1] if len(hidden) == 2 else None)
 
 
 def lora_mlp(
-    x: Tensor, gate: Projection, up: Projection | None, down: Projection, *, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, gate: Projection, up: Projection | None, down: Projection, *, activation: str = "silu",
+    remake: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute down(act(gate(x)) * up(x)), where each is a frozen linear layer, with or without LoRA adapters.
 
     Differentiable once. It equals three lora_linear with the activation between them; on a CPU, and while torch.compile
@@ -119,6 +132,7 @@ def lora_mlp(
         gate, up: (I, K) each; with up=None, gate is packed [gate | up] (2I, K).
         down: (H, I).
         activation: "silu", "gelu_tanh", "gelu" (erf) or "relu2" (squared ReLU).
+        remake: make gate(x) and up(x) again in the backward instead of keeping them: two products, for 2 N I elements.
 
     Returns:
         (..., H), in x's dtype, or autocast's.
@@ -131,7 +145,7 @@ def lora_mlp(
     _check(x, first, down, activation)
     if runs_plain(x):
         return lora_mlp_reference(x, gate, up, down, activation=activation)
-    return LoraMLPFunction.apply(x, first, down, activation, *leaves_of((*first, down)))
+    return LoraMLPFunction.apply(x, first, down, activation, remake, *leaves_of((*first, down)))
 
 
 def _check(x: Tensor, first: Sequence[Projection], down: Projection, activation: str) -> None:

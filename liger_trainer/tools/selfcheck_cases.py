@@ -15,6 +15,7 @@ from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
 from ..kernels.gated_linear import gated_linear
+from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
 from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ..kernels.geglu import geglu
 from ..kernels.jsd import jsd, jsd_reference
@@ -205,6 +206,11 @@ def _lora_experts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return called
 
 
+def _mlp_tensors(draw: Draw) -> dict[str, Tensor]:
+    shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    return {"x": draw(ROWS, HIDDEN), **{name: draw(*s, std=1 / math.sqrt(s[1])) for name, s in shapes.items()}}
+
+
 def _lora_mlp_tensors(draw: Draw) -> dict[str, Tensor]:
     tensors = {"x": draw(ROWS, HIDDEN)}
     for name, (rows, columns) in {"g": (INNER, HIDDEN), "u": (INNER, HIDDEN), "d": (HIDDEN, INNER)}.items():
@@ -282,6 +288,10 @@ CHECKS: tuple[Check, ...] = (
         ("gate", "up", "weight"),
     ),
     Check(
+        "gated_mlp", lambda x, **weights: gated_mlp(x, [*weights.values()]),
+        lambda x, **weights: gated_mlp_reference(x, [*weights.values()]), _mlp_tensors, ("x", "gate", "up", "down"),
+    ),
+    Check(
         "activation_linear", activation_linear, lambda x, weight: F.linear(F.gelu(x), weight),
         lambda draw: {**_rows("x")(draw), "weight": draw(INNER, HIDDEN, std=1 / math.sqrt(HIDDEN))}, ("x", "weight"),
     ),
@@ -343,4 +353,8 @@ CHECKS: tuple[Check, ...] = (
         LORA_EXPERTS_LEAVES,
     ),
     Check("lora_mlp", _lora_mlp(lora_mlp), _lora_mlp(lora_mlp_reference), _lora_mlp_tensors, LORA_MLP_LEAVES),
+    Check(
+        "lora_mlp, remade", _lora_mlp(partial(lora_mlp, remake=True)), _lora_mlp(lora_mlp_reference),
+        _lora_mlp_tensors, LORA_MLP_LEAVES,
+    ),
 )  # fmt: skip

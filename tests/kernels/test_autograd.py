@@ -12,6 +12,7 @@ from kernel_checks import PATHS, TRITON_DEVICE, random_inputs, set_path
 from liger_trainer.kernels._low_rank import Adapter
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.gated_linear import gated_linear
+from liger_trainer.kernels.gated_mlp import gated_mlp
 from liger_trainer.kernels.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linears import linears
@@ -87,6 +88,7 @@ OPS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "swiglu": (swiglu, (5, 8)),
     "relu2": (relu2, (5, 8)),
     "gated_linear": (lambda x: gated_linear(x, None, leaf_of(6, 4)), (5, 8)),
+    "gated_mlp": (lambda x: gated_mlp(x, [leaf_of(8, 8), leaf_of(6, 4)]), (5, 8)),
     "linears": (lambda x: linears(x, [leaf_of(6, 8), leaf_of(4, 8)])[1], (5, 8)),
     "lora_linear": (lambda x: lora_linear(x, leaf_of(6, 8).detach(), None, adapter()), (5, 8)),
     "gated_rms_norm": (lambda x: gated_rms_norm(x, leaf_of(5, 8), leaf_of(8)), (5, 8)),

@@ -1,6 +1,7 @@
 """lora_mlp: the numbers of three LoRA layers with the activation between them, and what it neither saves nor makes."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,39 @@ def test_a_retained_graph_runs_again(kernels):
     torch.testing.assert_close([*second, *last], [*first, *first], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, leaves, dy)
+
+
+@on_triton
+@pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["no dropout", "dropout"])
+def test_remake_saves_neither_gate_nor_up_and_is_bit_for_bit_the_same(kernels, packed, dropout):
+    tensors, saved, results = inputs(6, 16, like={"device": TRITON_DEVICE}, packed=packed), [], []
+
+    def run(remake):
+        def dropping(x, gate, up, down, activation):
+            parts = [
+                p and replace(p, adapters=tuple(a._replace(dropout=dropout) for a in p.adapters))
+                for p in (gate, up, down)
+            ]
+            return lora_mlp(x, *parts, activation=activation, remake=remake)
+
+        torch.manual_seed(0)
+        return outputs_and_grads(mlp(dropping), tensors, leaves_of(tensors), torch.float32)
+
+    for remake in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+            results.append(run(remake))
+        wide = [x for x in saved if x.shape[0] == 6 and x.shape[-1] in (21, 42)]
+        assert len(wide) == (0 if remake else 1 if packed else 2)
+        saved.clear()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("leaves", [["x"], ["gate_a0", "down_b0"]], ids="-".join)
+def test_remake_with_frozen_leaves(fp32, leaves):
+    check_op(
+        mlp(functools.partial(lora_mlp, remake=True)), mlp(lora_mlp_reference), inputs(5, 16, like=like(fp32)), leaves
+    )
 
 
 def test_compiles_whole(fp32):

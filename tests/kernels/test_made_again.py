@@ -7,6 +7,7 @@ from kernel_checks import PATHS
 from liger_trainer.kernels import layer_norm as layer_norm_module
 from liger_trainer.kernels import rms_norm as rms_norm_module
 from liger_trainer.kernels._low_rank import Adapter, Projection
+from liger_trainer.kernels.gated_mlp import gated_mlp
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linears import linears
 from liger_trainer.kernels.lora_linears import lora_linears
@@ -51,7 +52,15 @@ def mlp(y):
     return (lora_mlp(y, *parts),), [leaf for p in parts for a in p.adapters for leaf in a[:2]]
 
 
-OPS = {"linears": trained, "lora_linears": low_rank, "lora_mlp": mlp}
+def remade_mlp(y):
+    weights = [
+        seeded(*shape, seed=seed).requires_grad_()
+        for seed, shape in ((3, (INNER, H)), (4, (INNER, H)), (5, (H, INNER)))
+    ]
+    return (gated_mlp(y, weights),), weights
+
+
+OPS = {"linears": trained, "lora_linears": low_rank, "lora_mlp": mlp, "gated_mlp": remade_mlp}
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from liger_trainer.kernels import linear_cross_entropy as cross_entropy_module
 from liger_trainer.kernels.activation_linear import activation_linear
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.gated_linear import gated_linear
+from liger_trainer.kernels.gated_mlp import gated_mlp
 from liger_trainer.kernels.jsd import jsd
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -44,6 +45,7 @@ CALLS = {
         relu2,
         lambda x: lora_linear(x, torch.ones(3, 4)),
         lambda x: activation_linear(x, torch.ones(3, 4)),
+        lambda x: gated_mlp(x, [torch.ones(6, 4), torch.ones(4, 3)]),
     ],
     "gate": [swiglu, lambda x: gated_linear(x, x, torch.ones(3, 4))],
     "logits": [lambda x: cross_entropy(x, LABELS)],
