@@ -74,7 +74,7 @@ def _share_inputs(module: nn.Module, replacements: Replacements) -> None:
             replacements.set(layer, GROUP, group)
 
 
-def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Tensor | None:
+def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str, remake: bool = False) -> Tensor | None:
     """Compute down(act(gate(x)) * up(x)) by `lora_mlp`; return None where its layers have to be called.
 
     The op serves an MLP in which at least one layer has plain LoRA adapters, and the others are frozen linear layers.
@@ -82,7 +82,7 @@ def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Te
     Args:
         x: (..., K).
         layers: the MLP's children as they are now: gate, up and down, or packed [gate | up] and down.
-        activation: as in `lora_mlp`.
+        activation, remake: as in `lora_mlp`.
     """
     if not any(type(layer) in _lora_types() for layer in layers):
         return None
@@ -90,7 +90,7 @@ def mlp_with_lora(x: Tensor, layers: Sequence[nn.Module], activation: str) -> Te
         gate, *up, down = [_member(layer, x) for layer in layers]
     except _Ineligible:
         return None
-    return lora_mlp(x, gate, up[0] if up else None, down, activation=activation)
+    return lora_mlp(x, gate, up[0] if up else None, down, activation=activation, remake=remake)
 
 
 def is_lora_mlp(layers: Sequence[nn.Module]) -> bool:

@@ -10,7 +10,7 @@ plain nn.Linear. Stacked experts are in experts.py.
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ from ..common.hooks import is_called
 from ..common.replacements import Replacements
 from ..kernels.activation_linear import activation_reference
 from ..kernels.gated_linear import gated_reference
+from ..kernels.gated_mlp import gated_mlp
 from ..kernels.relu2 import relu2
 from ..modules.projections import linear, project, project_ungated
 from . import structure
 from .clamps import Clamp, clamps_of
+from .linears import is_weight_and_bias
 from .lora import is_lora_mlp, mlp_with_lora
 from .options import PatchOptions, PatchReport
 
@@ -39,6 +41,8 @@ LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "up first": lambda packed: packed.chunk(2, -1)[::-1],
 }
 PACKED = ("gate first", "up first")
+RULE = "_liger_trainer_mlp"  # the attribute of an MLP that one op may compute: its rule
+REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see remade_mlps.py
 
 WIDTH, INNER, ROWS = 8, 12, 24
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -66,6 +70,11 @@ class MLPRule:
     @property
     def kind(self) -> str:
         return (UNGATED if self.layout == "ungated" else GATED)[self.activation]
+
+    @property
+    def is_one_op(self) -> bool:
+        """Whether `lora_mlp` and `gated_mlp` take such an MLP."""
+        return self.layout in ("split", "gate first") and self.clamp is None
 
     def linear_layers(self, module: nn.Module) -> list[nn.Module]:
         return [getattr(module, name) for name in (*self.first, self.down)]
@@ -102,9 +111,10 @@ def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacemen
         if isinstance(rule, str):
             report.leave(type(module).__name__, rule)
         elif getattr(options, OPTIONS[rule.kind]):
-            # what `lora_mlp` takes
-            lora = options.lora and rule.layout in ("split", "gate first") and rule.clamp is None
+            lora = options.lora and rule.is_one_op
             replacements.forward(module, mlp_forward(rule, lora))
+            if rule.is_one_op:
+                replacements.set(module, RULE, rule)
             if lora and is_lora_mlp(rule.linear_layers(module)):
                 report.swap("LoRA MLP")
             report.swap(rule.kind)
@@ -118,10 +128,20 @@ def mlp_forward(rule: MLPRule, lora: bool) -> Callable[..., Tensor]:
         (x,) = (*inputs, *named.values())
         if calls_other_children(module, linear_layers):
             return type(module).forward(module, x)
-        fused = mlp_with_lora(x, rule.linear_layers(module), rule.activation) if lora else None
+        remake = vars(module).get(REMADE, False)
+        fused = mlp_with_lora(x, rule.linear_layers(module), rule.activation, remake) if lora else None
+        if fused is None and remake:
+            fused = _remade(x, rule.linear_layers(module), rule.activation)
         return rule(module, x) if fused is None else fused
 
     return forward
+
+
+def _remade(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
+    """Compute an MLP by `gated_mlp`; return None where its layers have to be called."""
+    if not all(map(is_weight_and_bias, layers)):
+        return None
+    return gated_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], activation=activation)
 
 
 def calls_other_children(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:

@@ -31,6 +31,8 @@ from .options import NothingToPatch, PatchOptions, PatchReport
 from .packed_attention import KIND, pack_attention
 from .patch_embedding import patch_patch_embedding
 from .placeholders import patch_placeholders
+from .remade_mlps import KIND as REMADE
+from .remade_mlps import remake_mlps
 from .stacked_experts import patch_stacked_experts
 from .tower_attention import patch_tower_attention
 from .zero3 import gather_by_layers
@@ -60,6 +62,7 @@ class Patched:
         self.options, self.report = options, PatchReport(_name(model))
         self.fused: FusedLoss | None = None
         self.model, self._replacements, self._packed = model, Replacements(), Replacements()
+        self._remade = Replacements()
         try:
             for part in PARTS:
                 part(model, options, self._replacements, self.report)
@@ -131,12 +134,26 @@ class Patched:
         self._packed.undo()
         self.report.swapped.pop(KIND, None)
 
+    def remake_mlps(self, every: int) -> None:
+        """Have gated MLPs of every n-th decoder layer make gate(x) and up(x) again in the backward; 0: of none.
+
+        It stands for the last call. Decoder layers without an MLP that can are not counted.
+
+        Raises:
+            ConfigError: none can, or the decoder layers are not recognised.
+        """
+        self._remade.undo()
+        self.report.swapped.pop(REMADE, None)
+        if every:
+            remake_mlps(self.model, every, self.options, self._remade, self.report)
+
     def undo(self) -> None:
         """Give the model back as it was, object for object. Doing it twice does nothing."""
         if self.fused is not None:
             self.fused.undo()
             self.fused = None
         self._packed.undo()
+        self._remade.undo()
         self._replacements.undo()
 
     def __enter__(self) -> "Patched":

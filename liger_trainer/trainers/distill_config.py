@@ -35,7 +35,7 @@ class LigerDistillConfig(
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
         lmbda, seq_kd, ...: completions that are sampled in training; see `SamplingConfig`.
-        attention: how a step is computed; see `StepConfig`.
+        attention, cuda_graphs, memory, vocab_parallel: how a step is computed; see `StepConfig`.
         qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
         allow_missing_weights: load a teacher, or a student that is given by name, from files that lack weights of the
             model or have others; what is missing is drawn at random.

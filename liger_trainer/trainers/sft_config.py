@@ -29,7 +29,7 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
     Args:
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
         learn_image_tokens, freeze_vision_tower: of rows with images and models that read them; see `ImagesConfig`.
-        attention: how a step is computed; see `StepConfig`.
+        attention, cuda_graphs, memory, vocab_parallel: how a step is computed; see `StepConfig`.
         qat, qat_group_size: weights that will be used quantised; see `QatConfig`.
         on_non_finite: what is done about numbers in training that are NaN or infinite; see `NonFiniteConfig`.
 

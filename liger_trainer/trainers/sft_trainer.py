@@ -38,7 +38,7 @@ from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
-from .step_config import AUTO, NEVER
+from .step_config import AUTO, FAST, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
@@ -125,7 +125,7 @@ class LigerTrainer(CheckpointingTrainer):
         self.add_callback(self.finite)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
         self._eval_prefix = "eval"
-        self.patched = patch_student(base_of(self.model), options, self.loss_options())
+        self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
         shard_head(self, getattr(config, "vocab_parallel", NEVER))
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))

@@ -15,6 +15,7 @@ from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record
+from .step_config import FAST, MEMORY
 
 
 def take_liger_options(args: Any) -> PatchOptions | None:
@@ -40,11 +41,14 @@ def take_liger_options(args: Any) -> PatchOptions | None:
     return options
 
 
-def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions) -> Patched:
+def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, memory: str = FAST) -> Patched:
     """Patch layers and loss. A model that is patched already keeps its layers, and gets this loss on top.
 
+    memory: see `StepConfig`.
+
     Raises:
-        ConfigError: the model's loss cannot be replaced, or an earlier patch contradicts `options`.
+        ConfigError: the model's loss cannot be replaced, an earlier patch contradicts `options`, or no MLP can take
+            less memory.
     """
     record = patched_record(model)
     if record is None:
@@ -65,6 +69,11 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions) -
         reason = record.report.left_alone["loss"]
         record.undo()
         raise ConfigError(reason)
+    try:
+        record.remake_mlps(MEMORY[memory])
+    except ConfigError:
+        record.undo()
+        raise
     return record
 
 

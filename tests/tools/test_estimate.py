@@ -121,9 +121,13 @@ def test_activations_grow_with_rows_and_with_layers():
 
 
 @pytest.mark.parametrize(
-    "family, adapted", [("qwen3", False), ("llama_tied", True), pytest.param("gpt2", False, marks=pytest.mark.slow)]
-)
-def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapted, monkeypatch, kernels):
+    "family, adapted, remade",
+    [
+        ("qwen3", False, 0), ("qwen3", False, 1), ("llama_tied", True, 0), ("llama_tied", True, 2),
+        pytest.param("gpt2", False, 0, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapted, remade, monkeypatch, kernels):
     """In fp32 under the interpreter the real model takes the GPU's path, and autograd says what it saves."""
     model = tiny_model(family).train()
     config = model.config
@@ -139,7 +143,7 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapt
         return tensor
 
     ids = torch.randint(0, VOCAB, (2, 64))
-    patch(base_of(model))
+    patch(base_of(model)).remake_mlps(remade)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     kept = []
@@ -152,9 +156,17 @@ def test_what_the_forward_keeps_is_what_a_real_patched_model_saves(family, adapt
 
     monkeypatch.setattr(memory_simulation, "MemoryTracker", Tracker)
     peft = LORA if adapted else None
-    simulate(step(student=ModelSpec(config, torch.float32), rows=2, length=64, peft=peft))
+    simulate(step(student=ModelSpec(config, torch.float32), rows=2, length=64, peft=peft, remake_every=remade))
     del loss
     assert kept[0] == pytest.approx(sum(saved.values()), rel=0.02)  # the labels, the loss itself
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_mlps_made_again_keep_neither_gate_nor_up(peft):
+    peaks = [parts(simulate(step(peft=peft, remake_every=every)), "loss")["activations"] for every in (0, 2, 1)]
+    gate_and_up = 2 * 2 * 128 * WIDE["intermediate_size"] * 4
+    assert peaks[0] - peaks[1] == pytest.approx(gate_and_up, rel=0.02)
+    assert peaks[1] - peaks[2] == pytest.approx(gate_and_up, rel=0.02)
 
 
 def test_autocast_copies_each_weight_of_a_product_once_but_those_that_an_op_casts():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.run_config import load_run_config
 from ...errors import ConfigError
+from ...trainers.step_config import FAST
 from .gpus import Gpu
 from .memory_tracker import Peak
 from .row_lengths import RowLengths, row_lengths
@@ -204,7 +205,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
     rows, accumulation = config["per_device_train_batch_size"], config["gradient_accumulation_steps"]
     candidates: list[tuple[str, ...]] = []
     if not config["gradient_checkpointing"]:
-        candidates.append(CHANGES[0])
+        candidates += [("memory=lean",), CHANGES[0] if config["memory"] == FAST else (*CHANGES[0], "memory=fast")]
     if rows > 1:
         less = -(-rows // 2)
         more = math.ceil(rows * accumulation / less)

@@ -61,6 +61,7 @@ class StepSpec:
         optimizer: makes one from parameter groups.
         teacher_records: the format of a teacher cache, which makes the records of a batch.
         teaches_itself: the teacher is the student without its adapters.
+        remake_every: in every n-th decoder layer the MLP makes gate and up again; 0: in none.
         quantises: linear layers hold quantised numbers, and their weights lie beside them.
     """
 
@@ -75,6 +76,7 @@ class StepSpec:
     teacher: ModelSpec | None = None
     teacher_records: Any = None
     teaches_itself: bool = False
+    remake_every: int = 0
     quantises: bool = False
     peft: Any = None
     patch: PatchOptions = field(default_factory=PatchOptions)
@@ -272,7 +274,7 @@ def _student(spec: StepSpec) -> Any:
         if spec.peft is not None:
             base_of(model).enable_input_require_grads()
     try:
-        Patched(base_of(model), spec.patch, spec.loss)
+        Patched(base_of(model), spec.patch, spec.loss).remake_mlps(spec.remake_every)
     except NothingToPatch as error:
         raise ConfigError(str(error)) from None
     return model.train()

@@ -23,7 +23,7 @@ from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import HiddenSettings, read_index
-from ...trainers.step_config import ALWAYS, AUTO
+from ...trainers.step_config import ALWAYS, AUTO, MEMORY
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -106,6 +106,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         quantises=args.qat is not None,
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
+        remake_every=MEMORY[config["memory"]],
         loss=LossOptions(
             label_smoothing=args.label_smoothing_factor,
             dft=args.loss_type == "dft",

@@ -1,0 +1,74 @@
+"""`memory`: the same losses and gradients with fewer bytes kept for the backward, and what it does not go with."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerConfig, LigerTrainer
+from liger_trainer.errors import ConfigError
+from liger_trainer.patching.remade_mlps import KIND
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+LAYERS, INNER = 4, 48
+
+
+def trainer_of(model, adapters=None, callbacks=(), **options) -> LigerTrainer:
+    return LigerTrainer(
+        model, args=train_args(LigerConfig, max_steps=2, **options), train_dataset=completions(), peft_config=adapters,
+        processing_class=tiny_tokenizer(), callbacks=[*callbacks],
+    )  # fmt: skip
+
+
+def trained(memory: str, adapters) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    """Return the losses, the gradients of the first step, and its bytes of the width of gate and up, and of others."""
+    first, kept = FirstGradients(), {}
+    torch.manual_seed(0)
+    trainer = trainer_of(tiny_model("qwen3", num_hidden_layers=LAYERS), adapters, [first], memory=memory)
+    parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not first.values and storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (tensor.shape[-1] == INNER and tensor.numel() > LORA.r * INNER, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        trainer.train()
+    report, layers = trainer.patched.report.swapped, {"fast": 0, "balanced": LAYERS // 2, "lean": LAYERS}[memory]
+    assert report[KIND] == layers and (KIND in str(trainer.patched.report)) == bool(layers)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    gate_and_up = sum(size for is_wide, size in kept.values() if is_wide)
+    return losses, first.values, gate_and_up, sum(size for _, size in kept.values())
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["full", "lora"])
+def test_the_same_is_learned_with_less_kept(adapters, kernels):
+    runs = [trained(memory, adapters) for memory in ("fast", "balanced", "lean")]
+    losses, gradients, gate_and_up, every = zip(*runs, strict=True)
+    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 2
+    for got in gradients[1:]:
+        assert got.keys() == gradients[0].keys()
+        assert all(torch.equal(got[name], want) for name, want in gradients[0].items())
+    assert gate_and_up[0] == 2 * gate_and_up[1] > gate_and_up[2] == 0
+    assert every[0] - every[1] >= gate_and_up[1] <= every[1] - every[2]
+
+
+def test_a_second_trainer_decides_anew():
+    model = tiny_model("qwen3")
+    assert trainer_of(model, memory="lean").patched.report.swapped[KIND] == 2
+    assert KIND not in trainer_of(model).patched.report.swapped
+
+
+def test_a_model_without_such_an_mlp():
+    with pytest.raises(ConfigError, match=r"No MLP of this GPT2LMHeadModel can .* Set memory to fast\."):
+        trainer_of(tiny_model("gpt2"), memory="lean")
+    trainer_of(tiny_model("gpt2"), memory="fast")
+
+
+@pytest.mark.parametrize("other", ["gradient_checkpointing", "torch_compile"])
+def test_what_it_does_not_go_with(other):
+    with pytest.raises(ValueError, match=f"^memory: has no effect with {other}"):
+        train_args(LigerConfig, memory="balanced", **{other: True})
+    with pytest.raises(ValueError, match="^memory: expected one of fast, balanced, lean"):
+        train_args(LigerConfig, memory="small")
