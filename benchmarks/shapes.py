@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+UNTIED = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
 # name: (model type, sizes)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-0.6B": ("qwen3", {
@@ -19,6 +20,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.2-1B": ("llama", {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    }),
+    "Qwen3-8B": ("qwen3", {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, **UNTIED,
+    }),
+    "Llama-3-8B": ("llama", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, **UNTIED,
+    }),
+    "Llama-3-70B": ("llama", {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, **UNTIED,
     }),
     "Qwen3-30B-A3B, 4 layers": ("qwen3_moe", {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,

@@ -212,7 +212,7 @@ def make_distillation(run: Run) -> Any:
             return {
                 "prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1],
                 "completion_ids": ids[:, 1:], "completion_mask": mask[:, 1:],
-                "num_items_in_batch": mask[:, 1:].sum(),
+                "num_items_in_batch": self.accelerator.gather(mask[:, 1:].sum()).sum(),
             }  # fmt: skip
 
     if run.case.layout != "full":

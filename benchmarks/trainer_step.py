@@ -22,10 +22,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .choose import matching
 from .measure import Spread
@@ -70,13 +70,21 @@ class Row:
     loss_gap: float | None = None
     norm_gap: float | None = None
 
+    @property
+    def group(self) -> Any:
+        """What the rows have in common that are compared with one reference."""
+        return self.case.name
+
     def data(self) -> dict[str, Any]:
         """Return what is written: a row that failed has no times."""
-        times = ("ms", "seconds", "busy_ms", "traced_ms", "reserved_mib") if self.failure else ()
+        times = ("ms", "seconds", "busy_ms", "traced_ms", "reserved_mib", "allocated_mib") if self.failure else ()
         values = {name: value for name, value in asdict(self).items() if name not in ("case", "provider", "measured")}
         measured = {} if self.measured is None else asdict(self.measured)
         values |= {name: value for name, value in measured.items() if name not in times}
         return {"case": self.case.name, "provider": self.provider.name, **values}
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 # The gate
@@ -111,38 +119,41 @@ def _largest(gaps: Iterable[float]) -> float:
 # Running
 
 
-def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
+def load(row: Row, options: argparse.Namespace) -> Process:
+    """Return a process that imports what a row needs, and then answers."""
+    process = Process(TrainerWorker, row.provider.name, options.tiny)
+    process.start("load")
+    return process
+
+
+def measure(
+    rows: Sequence[AnyRow], options: argparse.Namespace, load: Callable[[AnyRow, Any], Any] = load, ahead: int = AHEAD
+) -> Iterator[AnyRow]:
     """Run rows one after another, and judge each. Those behind a time limit, or of absent packages, say so.
 
     Those that compile, for minutes, come last: a run that is cut off has the others of all cases.
     """
     rows = sorted(rows, key=lambda row: row.provider.compiles)
-    plain: dict[str, Row] = {row.case.name: row for row in rows if row.provider.name == REFERENCE}
-    size = min(AHEAD, os.cpu_count() or 1)
+    plain = {row.group: row for row in rows if row.provider.name == REFERENCE}
+    size = min(ahead, os.cpu_count() or 1)
     for group in (rows[at : at + size] for at in range(0, len(rows), size)):
         for row in group:
-            row.failure = row.provider.missing(row.case) or _late(options)
-        processes = {row: _load(row, options) for row in group if row.failure is None}
+            row.failure = row.failure or row.provider.missing(row.case) or _late(options)
+        processes = {row: load(row, options) for row in group if row.failure is None}
         try:
             for row, process in processes.items():  # no import while another is timed
                 row.failure = process.result(options.row_limit)[1]
             for row in group:
                 if row.failure is None:
                     _run(row, processes[row], options)
-                    judge(row, plain[row.case.name])
+                    judge(row, plain[row.group])
                 yield row
         finally:
             for process in processes.values():
                 process.close()
 
 
-def _load(row: Row, options: argparse.Namespace) -> Process:
-    process = Process(TrainerWorker, row.provider.name, options.tiny)
-    process.start("load")
-    return process
-
-
-def _run(row: Row, process: Process, options: argparse.Namespace) -> None:
+def _run(row: Row, process: Any, options: argparse.Namespace) -> None:
     row.failure = _late(options)
     if row.failure is None:
         row.started, started = True, time.monotonic()

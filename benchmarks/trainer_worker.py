@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .measure import MIB
-from .trainer_cases import PLAN, TINY_PLAN, Case, make_rows
+from .trainer_cases import PLAN, TINY_PLAN, Case, Plan, make_rows
 from .trainer_providers import TRAINERS, Provider, prepare
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
@@ -37,6 +38,7 @@ class Measured:
         traced_ms: of timed steps with the same rows as the traced ones.
         reserved_mib: the most that the process held in the timed steps, weights_mib of it for weights. What is in use
             at a time would leave out the memory of CUDA graphs, which nobody holds between two replays.
+        allocated_mib: the most that was in use at a time.
         notes: what the trainer says of itself.
     """
 
@@ -52,6 +54,7 @@ class Measured:
     traced_ms: float = 0.0
     reserved_mib: float | None = None
     weights_mib: float = 0.0
+    allocated_mib: float | None = None
     notes: str = ""
 
 
@@ -73,22 +76,27 @@ class TrainerWorker:
 
     def run(self, case: Case, provider: Provider) -> Measured:
         """Train, and return what was measured."""
-        from transformers import TrainerCallback
-
         device = "cuda" if torch.cuda.is_available() else "cpu"
         plan = TINY_PLAN if self.tiny else PLAN
         with tempfile.TemporaryDirectory() as folder:
             rows = make_rows(case, plan, self.tiny)
             run = prepare(case, provider, self.tiny, device, folder, rows, plan.steps)
             trainer = TRAINERS[provider.trainer](run)
-            watch = Watch(trainer, plan.warmup, plan.timed, plan.traced, folder)
-            events = type("Events", (TrainerCallback,), {"on_step_end": lambda self, *_, **__: watch.end_step()})
-            trainer.add_callback(events())
-            trainer.train()
-            measured = watch.measured(alike=case.layout != "padded")
+            measured = train(trainer, plan, folder, alike=case.layout != "padded")
         measured.notes = notes_of(trainer, provider)
         print(f"{provider.title}: {measured.notes}", file=sys.stderr, flush=True)
         return measured
+
+
+def train(trainer: Any, plan: Plan, folder: str, alike: bool) -> Measured:
+    """Train by a plan, and return what was measured. `alike`: whether all steps do the same work."""
+    from transformers import TrainerCallback
+
+    watch = Watch(trainer, plan.warmup, plan.timed, plan.traced, folder)
+    events = type("Events", (TrainerCallback,), {"on_step_end": lambda self, *_, **__: watch.end_step()})
+    trainer.add_callback(events())
+    trainer.train()
+    return watch.measured(alike)
 
 
 def notes_of(trainer: Any, provider: Provider) -> str:
@@ -120,6 +128,7 @@ class Watch:
         self.marks: list[Any] = []
         self.start = self.seconds = 0.0
         self.reserved: float | None = None
+        self.allocated: float | None = None
         self.profiler: Any = None
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
@@ -189,6 +198,7 @@ class Watch:
         self.seconds = time.perf_counter() - self.start
         if self.cuda:
             self.reserved = torch.cuda.max_memory_reserved() / MIB
+            self.allocated = torch.cuda.max_memory_allocated() / MIB
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.profiler.start()
 
@@ -211,19 +221,34 @@ class Watch:
         busy, kernels = read_trace(self.path, self.traced) if self.cuda else (None, None)
         return Measured(
             losses=torch.stack(self.losses[:until]).float().tolist(),
-            norms=torch.stack(self.norms[:until]).float().tolist(),
+            norms=torch.stack([whole(norm) for norm in self.norms[:until]]).float().tolist(),
             rows=[(real, ids) for real, _, ids in self.batches[:until]],
             ms=ms, seconds=self.seconds, tokens=sum(real for real, _ in counts),
             padded_tokens=sum(padded for _, padded in counts), busy_ms=busy, kernels=kernels,
             traced_ms=sum(same) / len(same), reserved_mib=self.reserved, weights_mib=weights_of(self.trainer) / MIB,
+            allocated_mib=self.allocated,
         )  # fmt: skip
 
 
 def weights_of(trainer: Any) -> int:
-    """Return the bytes of the student's weights and of the teacher's."""
-    teachers = (getattr(trainer, name, None) for name in ("teacher", "teacher_model"))
-    models = [trainer.model, *(model for model in teachers if model is not None)]
-    return sum(tensor.nbytes for model in models for tensor in (*model.parameters(), *model.buffers()))
+    """Return the bytes of the student's weights and of the teacher's that this process holds."""
+    models = (trainer.model, *teachers_of(trainer))
+    return sum(held(tensor).nbytes for model in models for tensor in (*model.parameters(), *model.buffers()))
+
+
+def teachers_of(trainer: Any) -> list[Any]:
+    teachers = (getattr(trainer, name, None) for name in ("teacher", "teacher_model"))  # ours has both names for one
+    return list({id(model): model for model in teachers if model is not None}.values())
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor: its share, where FSDP2 shares it out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor. The processes that share it out call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def read_trace(path: Path, steps: int) -> tuple[float, float]:

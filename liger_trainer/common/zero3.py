@@ -30,6 +30,11 @@ def shape_of(tensor: Tensor) -> torch.Size:
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
+def share_of(tensor: Any) -> Tensor:
+    """Return what this rank keeps of a tensor: the flat share of a partitioned one, gathered or not."""
+    return tensor.ds_tensor if is_partitioned(tensor) else tensor
+
+
 def need_in(module: nn.Module, parameters: list[nn.Parameter]) -> None:
     """Under ZeRO-3, have parameters of other modules gathered during the forward and the backward of `module`."""
     if is_deepspeed_zero3_enabled():

@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..common.replacements import Replacements
+from ..common.zero3 import is_partitioned
 from ..errors import MaterializedLogitsWarning
+from ..losses.model_parts import output_module
 from ..losses.scored_logits import ScoredLogits, scored_logits
 from .patcher import base_of
 
@@ -48,11 +50,17 @@ def _with_scored_logits(stock: Callable) -> Callable:
         base = base_of(trainer.accelerator.unwrap_model(model))
         if trainer.is_encoder_decoder:
             return stock(trainer, model, *args, **kwargs)
-        with scored_logits(base) as forward:
+        head = output_module(base)
+        if head is not None and any(map(is_partitioned, head.parameters())):
             result = stock(trainer, model, *args, **kwargs)
-        if forward.obstacle is not None:
+            obstacle = "ZeRO-3 frees the output head before the trainer computes its loss; ZeRO-2 keeps it"
+        else:
+            with scored_logits(base) as forward:
+                result = stock(trainer, model, *args, **kwargs)
+            obstacle = forward.obstacle
+        if obstacle is not None:
             warnings.warn(
-                f"{type(base).__name__} stores the logits of the whole batch: {forward.obstacle}.",
+                f"{type(base).__name__} stores the logits of the whole batch: {obstacle}.",
                 MaterializedLogitsWarning,
                 stacklevel=2,
             )

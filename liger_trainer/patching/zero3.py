@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..common.hooks import is_of_deepspeed
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
@@ -26,7 +27,7 @@ LEAF = "_z3_leaf"  # the attribute by which DeepSpeed knows a leaf
 def gather_by_layers(model: Any, replacements: Replacements) -> None:
     """Have ZeRO-3, if it is configured, gather each decoder layer of a model as one. Call it before DeepSpeed starts.
 
-    A model whose decoder layers are not recognised is gathered module by module.
+    A model whose decoder layers are not recognised, or which DeepSpeed has hooked, is gathered module by module.
     """
     if not is_deepspeed_zero3_enabled():
         return
@@ -34,6 +35,8 @@ def gather_by_layers(model: Any, replacements: Replacements) -> None:
     try:
         _, layers = decoder_layers(model)
     except ConfigError:
+        return
+    if any(is_of_deepspeed(hook) for hook in layers[0]._forward_pre_hooks.values()):
         return
     for layer in layers:
         replacements.set(layer, LEAF, True)

@@ -125,7 +125,7 @@ def capture(
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise ConfigError(
             "Each process that captures a cache holds the whole teacher, which DeepSpeed may partition. Leave "
-            "deepspeed out."
+            "deepspeed out, and launch the processes without it; training from the cache may then use it."
         )
     return write_cache(partial(model_source, teacher, args), args, tokenizer, train, test, progress)
 

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
 from ..common.non_finite import STOP, check_policy
@@ -30,7 +32,7 @@ from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .evaluation_rows import tokens_that_count
 from .finite_guard import FiniteGuard
-from .finite_weights import gradients, largest
+from .finite_weights import norm_of_gradients
 from .loss_schedule import LossSchedule
 from .token_metrics import TokenMetrics, per_token_values
 
@@ -98,6 +100,7 @@ class DistillationCallback(TrainerCallback):
         self.distillation = distillation_of(self._plan, scale_loss_by_temperature_squared)
         self._loss: _DistillationLoss | None = None
         self.teacher: Any = None if isinstance(teacher, str) else teacher
+        self._engine: Any = None  # DeepSpeed's, around the teacher
         self._path = teacher if isinstance(teacher, str) else None
         self._init_kwargs = teacher_model_init_kwargs or {}
         self._metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
@@ -120,10 +123,7 @@ class DistillationCallback(TrainerCallback):
             packs = getattr(args, "packing", False) or getattr(args, "padding_free", False)
             rows = PackedRows(certain=packs and getattr(args, "packing_strategy", "bfd") != "wrapped")
             record = _patch_until(undo, student, PatchOptions(), "student", rows)
-            _patch_until(undo, self.teacher, record.options if record else PatchOptions(), "teacher", rows)
-            if self._accelerator.is_fsdp2 and not isinstance(self.teacher, FSDPModule):
-                check_alike(describe_frozen_model(self.teacher), "teacher")
-                shard(self.teacher, self._accelerator)
+            self._place_teacher(undo, record.options if record else PatchOptions(), rows)
             if record is not None and record.fused is not None:
                 undo.enter_context(record.fused.paused())
             options = LossOptions(distillation=self.distillation)
@@ -147,10 +147,10 @@ class DistillationCallback(TrainerCallback):
         self.distillation = replace(self.distillation, **changes)
         self._schedule.set_loss(self._loss, LossOptions(distillation=self.distillation))
 
-    def on_pre_optimizer_step(self, args, state, control, model: Any = None, **kwargs) -> None:
+    def on_pre_optimizer_step(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
         assert self.finite is not None
-        self.finite.saw_norm(largest(gradients(model), args.device))  # a callback is not shown the trainer's norm
-        self.finite.on_pre_optimizer_step(args, state, control, **kwargs)
+        self.finite.saw_norm(norm_of_gradients(model, optimizer, args.device))
+        self.finite.on_pre_optimizer_step(args, state, control, optimizer=optimizer, **kwargs)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         assert self.finite is not None
@@ -207,11 +207,26 @@ class DistillationCallback(TrainerCallback):
         teacher = self.teacher
         if teacher is None:
             assert self._path is not None
-            where = {"dtype": teacher_dtype(args), "device_map": {"": student.device}}
+            device_map = None if is_deepspeed_zero3_enabled() else {"": student.device}
+            where = {"dtype": teacher_dtype(args), "device_map": device_map}
             return load_frozen(self._path, **{**where, **self._init_kwargs})
         check_apart(student, teacher)
         placed = getattr(teacher, "hf_device_map", None) is not None or getattr(teacher, "is_quantized", False)
-        return teacher if placed else teacher.to(student.device)
+        by_deepspeed = self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        return teacher if placed or by_deepspeed else teacher.to(student.device)
+
+    def _place_teacher(self, undo: contextlib.ExitStack, options: PatchOptions, rows: PackedRows) -> None:
+        """Patch the teacher, and have the trainer's engine hold its weights as it holds the student's."""
+        if self._accelerator.distributed_type == DistributedType.DEEPSPEED:
+            if self._engine is None:  # it gathers the layers as they are patched, so they stay so
+                check_alike(describe_frozen_model(self.teacher), "teacher")
+                patch_layers(self.teacher, options, "teacher", rows)
+                self._engine = prepare_deepspeed(self.teacher, self._accelerator)
+            return
+        _patch_until(undo, self.teacher, options, "teacher", rows)
+        if self._accelerator.is_fsdp2 and not isinstance(self.teacher, FSDPModule):
+            check_alike(describe_frozen_model(self.teacher), "teacher")
+            shard(self.teacher, self._accelerator)
 
     def _ask_teacher(self, *args, **inputs) -> Logits:
         """Return the teacher's logits for what the student was called with."""
@@ -223,7 +238,8 @@ class DistillationCallback(TrainerCallback):
         inputs = {k: v for k, v in inputs.items() if v is not None and not k.startswith(("output_", "return_"))}
         # accelerate puts autocast around the student's forward, below ours; the teacher needs it too.
         with self._accelerator.autocast():
-            return teacher_logits(self.teacher, self.teacher, *args, **{**inputs, "use_cache": False})
+            called = self.teacher if self._engine is None else self._engine
+            return teacher_logits(called, self.teacher, *args, **{**inputs, "use_cache": False})
 
     def _record(self, mode: str, outputs: TokenLossOutput, inputs: dict[str, Any]) -> None:
         counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
@@ -297,9 +313,8 @@ def refuse(args: TrainingArguments, accelerator: Accelerator) -> None:
             args.n_gpu > 1,
             "one process sees several GPUs. Launch one for each with torchrun, for LigerDistillTrainer too",
         ),
-        "DeepSpeed or FSDP1": (
-            distributed in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-            and not accelerator.is_fsdp2,
+        "FSDP1 or Megatron-LM": (
+            distributed in (DistributedType.FSDP, DistributedType.MEGATRON_LM) and not accelerator.is_fsdp2,
             f"the teacher would have to be sharded by the trainer's engine, out of reach. {use}, or FSDP2",
         ),
         "parallelism_config": (

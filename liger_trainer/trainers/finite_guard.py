@@ -32,11 +32,18 @@ LATE = 1  # the numbers of so many steps may still be on their way to the host
 
 @dataclass
 class _Step:
-    """An optimizer step whose numbers, packed, a row for each rank, are on their way; and this rank's micro-batches."""
+    """An optimizer step.
+
+    Attributes:
+        copy: its numbers, packed, a row for each rank, on their way to the host.
+        batches: this rank's micro-batches.
+        can_be_left_out: False where the engine has updated the weights by it.
+    """
 
     number: int
     copy: HostCopy
     batches: list[Batch]
+    can_be_left_out: bool
 
 
 class FiniteGuard(TrainerCallback):
@@ -45,12 +52,15 @@ class FiniteGuard(TrainerCallback):
     A trainer tells it each micro-batch (`saw_teacher`, `saw_loss`) and gradient norm (`saw_norm`). The rest it learns
     as a callback. The update of a step that is not finite is dropped on the device by optimizers that can, as the fused
     ones of torch. With others `skip_step` waits for the device in each step, and `stop` leaves the weights lost.
+    DeepSpeed has stepped before it is asked, and leaves out steps whose gradients are not finite by itself.
 
     Args:
         policy: "stop" or "skip_step".
 
     Attributes:
         skipped: steps left out since the training began, before a resume too.
+        poisoned: whether the step at hand is not finite, a bool on the device, from the moment that it has been
+            gathered; None before the first.
 
     Raises:
         NonFiniteError: in training, on all ranks together.
@@ -60,6 +70,7 @@ class FiniteGuard(TrainerCallback):
     def __init__(self, accelerator: Any, policy: str = STOP):
         self.policy, self._accelerator = check_policy(policy), accelerator
         self.skipped = 0
+        self.poisoned: Tensor | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -95,16 +106,17 @@ class FiniteGuard(TrainerCallback):
         if self.policy == SKIP:
             _check_can_skip(args, self._accelerator)
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
+    def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
         numbers, self._numbers = self._numbers, StepNumbers()
         values = self._gathered(numbers.packed(args.gradient_accumulation_steps, self._accelerator.device))
-        self._pending.append(_Step(state.global_step + 1, HostCopy(values), numbers.batches))
+        stepped = _steps_itself(self._accelerator) and not optimizer.step_was_skipped
+        self._pending.append(_Step(state.global_step + 1, HostCopy(values), numbers.batches, not stepped))
+        self.poisoned = (values - values).sum() != 0  # NaN unless all are finite, in fewer kernels than isfinite takes
         if self._accelerator.mixed_precision == "fp16" or _steps_itself(self._accelerator):
             return  # who scales losses drops such steps
-        poisoned = (values - values).sum() != 0  # NaN unless all are finite, in fewer kernels than isfinite takes
-        if _drops_on_device(optimizer):
-            _innermost(optimizer).found_inf = poisoned.float()
-        elif self.policy == SKIP and bool(poisoned):
+        if drops_on_device(optimizer):
+            _innermost(optimizer).found_inf = self.poisoned.float()
+        elif self.policy == SKIP and bool(self.poisoned):
             self._in_training().optimizer.zero_grad(set_to_none=True)
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
@@ -176,6 +188,8 @@ class FiniteGuard(TrainerCallback):
         ranks = f" on ranks {', '.join(map(str, bad.any(1).nonzero().flatten().tolist()))}" if len(bad) > 1 else ""
         where = f"In step {step.number}{ranks}"
         self._in_a_row += 1
+        if self.policy == SKIP and not step.can_be_left_out:
+            self._stop(where, wrong, step.number, f"DeepSpeed did not leave the step out by itself. {rows}")
         if self.policy == STOP or self._in_a_row >= MOST_IN_A_ROW:
             self._stop(where, wrong, step.number, rows)
         self.skipped += 1
@@ -208,7 +222,7 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _drops_on_device(optimizer: Any) -> bool:
+def drops_on_device(optimizer: Any) -> bool:
     """Whether an optimizer leaves its step out if `found_inf`, a tensor, is not 0: the fused ones, for GradScaler."""
     inner = _innermost(optimizer)
     # a checkpoint brings its groups, fused or not, whatever the optimizer was made as
@@ -223,8 +237,8 @@ def _steps_itself(accelerator: Any) -> bool:
 
 def _check_can_skip(args: Any, accelerator: Any) -> None:
     optim = updating_in_backward(args)
-    if _steps_itself(accelerator) or optim:
-        who = f"optim={optim}" if optim else "DeepSpeed"
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM or optim:
+        who = f"optim={optim}" if optim else "Megatron-LM"
         raise ConfigError(
             f"on_non_finite: skip_step leaves the optimizer's step out, but {who} updates weights in its backward. Set "
             "on_non_finite to stop, or choose another."

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from ..common.checkpoints import checkpoints_in, step_of
 from ..common.files import CONFIG, STATE
+from ..common.zero3 import share_of
 
 SHARDED = ("pytorch_model_fsdp_*", "global_step*")  # folders whose weights a single process does not read
 
@@ -39,8 +41,14 @@ def moments(optimizer: Any) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def gradients(model: Any) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
+def norm_of_gradients(model: Any, optimizer: Any, device: torch.device) -> Tensor | float | None:
+    """Return a norm of a step's gradients for a callback, which is not shown the trainer's: the largest entry.
+
+    DeepSpeed has taken the gradients by then, and its optimizer has left their norm.
+    """
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+        return getattr(optimizer.optimizer, "_global_grad_norm", None)
+    return largest((p.grad for p in model.parameters() if p.grad is not None), device)
 
 
 def not_finite(weights: dict[str, Tensor]) -> list[str]:
@@ -53,8 +61,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return getattr(optimizer, "param_groups", None) or []
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+def _local(tensor: Any) -> Tensor:
+    tensor = share_of(tensor).detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -19,6 +19,7 @@ from ..losses.plan import LossPlan
 from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..losses.taid import TaidShare
 from ..patching.patcher import base_of
+from .projector_optimizer import FILE, ProjectorOptimizer
 
 PROJECTORS, LOSS_STATE = "hidden_projectors.safetensors", "loss_state.json"  # in a checkpoint
 
@@ -71,6 +72,7 @@ class LossProgress(LossSchedule, TrainerCallback):
         super().__init__(plan)
         self._trainer = trainer
         self.hidden: HiddenLosses | None = None
+        self._own: ProjectorOptimizer | None = None  # where the student's optimizer takes no projectors
         if trainer.args.torch_compile and (plan.moves or plan.of("hidden")):
             raise ConfigError(
                 "torch_compile fixes the loss in its graph: schedules and taid would compile anew in each step, and "
@@ -78,6 +80,9 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         if plan.of("hidden"):
             self.hidden = self._hidden_losses()
+        if self.hidden is not None and self.parameters() and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            self.hidden.to(trainer.accelerator.device)  # the student is not there yet
+            self._own = ProjectorOptimizer(trainer, self.parameters())
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
@@ -86,7 +91,9 @@ class LossProgress(LossSchedule, TrainerCallback):
             self.hidden.zero_grad()  # of a training that was interrupted
         self._set_lmbda(state)
 
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
+    def on_step_begin(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
+        if self._own is not None:
+            self._own.follow(optimizer)
         changes = self.changes(state)
         if changes:
             self._trainer.distil(**changes)
@@ -94,6 +101,8 @@ class LossProgress(LossSchedule, TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         if args.max_grad_norm > 0 and self.parameters():
             nn.utils.clip_grad_norm_(self.parameters(), args.max_grad_norm)
+        if self._own is not None:
+            self._own.step(self._trainer.finite.poisoned)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.share is not None:
@@ -116,7 +125,9 @@ class LossProgress(LossSchedule, TrainerCallback):
         return [] if self.hidden is None else list(self.hidden.parameters())
 
     def join(self, optimizer: Any) -> None:
-        """Have the projectors trained by the student's optimizer, with its weight decay."""
+        """Have the projectors without an optimizer of their own trained by the student's, with its weight decay."""
+        if self._own is not None:
+            return
         there = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self.parameters() if id(p) not in there]
         if mine and self._trainer.lr_scheduler is not None:
@@ -145,6 +156,8 @@ class LossProgress(LossSchedule, TrainerCallback):
         if self.parameters():
             assert self.hidden is not None
             save_file({k: v.contiguous() for k, v in self.hidden.state_dict().items()}, Path(folder, PROJECTORS))
+        if self._own is not None:
+            self._own.save(folder)
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote. Raise ConfigError where it is missing, CorruptError where it is damaged."""
@@ -156,6 +169,8 @@ class LossProgress(LossSchedule, TrainerCallback):
                 raise CorruptError(f"{path} is damaged: {error}") from error
         if self.parameters():
             self._load_projectors(_present(folder, PROJECTORS, "projectors of hidden-state losses"))
+        if self._own is not None:
+            self._own.load(_present(folder, FILE, "an optimizer of their own for projectors of hidden-state losses"))
 
     def load_best(self, folder: str) -> None:
         """Load the projectors of the best checkpoint. One that has weights alone leaves them as they are."""
@@ -184,13 +199,6 @@ class LossProgress(LossSchedule, TrainerCallback):
             )
         student, teacher = base_of(trainer.student), base_of(trainer.accelerator.unwrap_model(models[0]))
         losses = HiddenLosses(self.plan.of("hidden"), student, teacher, trainer.args.seed)
-        engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
-        if engine and any(True for _ in losses.parameters()):
-            raise ConfigError(
-                "These hidden-state losses learn projectors beside the student (the widths differ, or projector is "
-                f"set), and an optimizer whose parameters {engine} shards takes no others. Use a teacher of the "
-                "student's width without projector, DDP, or leave them out of losses."
-            )
         optim = updating_in_backward(trainer.args)
         if optim and any(True for _ in losses.parameters()):
             raise ConfigError(f"optim: {optim} updates the student in its backward, and would not train projectors.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..errors import ConfigError
@@ -44,7 +45,33 @@ def _why_engine(trainer: Any) -> str | None:
         return "this DeepSpeed would mix the rows of evaluations (no disable_in_eval). Install a newer one"
     if not trainer.args.average_tokens_across_devices:
         return "the tokens of a row's slices are counted together. Leave average_tokens_across_devices at true"
+    return _why_zero3(trainer) if is_deepspeed_zero3_enabled() else None
+
+
+def _why_zero3(trainer: Any) -> str | None:
+    from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
+        DeepSpeedZeroOptimizer_Stage3,
+    )
+
+    zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if not zero.get("reduce_scatter", True):
+        return (
+            "without reduce_scatter, ZeRO-3 averages large gradients over the ranks and adds small ones up. Leave "
+            "reduce_scatter at true"
+        )
+    reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
+    if reduce is None or "sequence_parallel_size" in inspect.unwrap(reduce).__code__.co_names:
+        return "this DeepSpeed's ZeRO-3 sums gradients in a way that no test has seen. Use ZeRO-2, or DeepSpeed 0.19.8"
     return None
+
+
+def ranks_added_up(trainer: Any) -> int:
+    """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
+
+    They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
+    0.19 knows no slices.
+    """
+    return 1 if is_deepspeed_zero3_enabled() else trainer.get_sp_size()
 
 
 def _why_rows(trainer: Any) -> str | None:

@@ -35,7 +35,7 @@ from .prepare_rows import check_names, cut_of
 from .qat import quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
-from .sequence_parallel import check_slices, slice_documents
+from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, NEVER
@@ -273,7 +273,7 @@ class LigerTrainer(CheckpointingTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.saw_loss(loss, inputs)
         # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * self.get_sp_size() if self.shards_sequences() else loss
+        return loss * ranks_added_up(self) if self.shards_sequences() else loss
 
     def _get_num_items_in_batch(self, batch_samples, device):
         if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
@@ -313,8 +313,7 @@ class LigerTrainer(CheckpointingTrainer):
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
-        # DeepSpeed adds up the gradients of ranks with slices of a row
-        return self.accelerator.num_processes // (self.get_tp_size() * self.get_sp_size())
+        return self.accelerator.num_processes // (self.get_tp_size() * ranks_added_up(self))
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""

@@ -20,7 +20,7 @@ BEGIN, END = "writes it -->\n", "<!-- end of the matrix -->"
 CASES = {
     **{("ddp", *split): "yes" for split in SPLITS},
     **{step: "yes" for step in STEPS},
-    **{("zero", *step): "yes" for step in (*zero_ranks.STEPS, zero_ranks.RESUMED)},
+    **{("zero", *step): "yes" for step in (*zero_ranks.STEPS, *zero_ranks.NON_FINITE, zero_ranks.RESUMED)},
     **{("resumed", engine): "yes" for engine in other_counts.ENGINES},
     **{("NaN", engine, policy): "yes" for engine, policy, _ in non_finite_ranks.CASES},
 }
@@ -42,8 +42,7 @@ def zero(objective, variant=""):
 
 OFFLOADED = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_offload=true")
 WHOLE = refused("teacher_model_name_or_path=x", "recipe=distill", "teacher_device=cpu")
-PROJECTORS = refused_by("tests/losses/test_hidden_states.py", "learn projectors beside the student")
-CALLBACK = refused_by("tests/trainers/test_distill_callback.py", "for kind in (DistributedType.DEEPSPEED, ")
+CAPTURED = refused_by("tests/trainers/test_capture.py", "test_deepspeed_is_left_out_of_a_capture")
 MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     "fine-tuning": (("ddp", "ce", 2), ("fsdp2", "tied ce", ""), zero("tied ce", "named")),
     "... with LoRA, on our ops": (("ddp", "lora", 2), ("fsdp2", "lora", ""), zero("lora")),
@@ -61,14 +60,15 @@ MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     ),
     "`teacher_offload`": (None, OFFLOADED, OFFLOADED),
     "`teacher: self`": (("ddp", "self", 2), ("fsdp2", "tied self", ""), zero("tied self")),
-    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed"), None),
+    "... with gradient checkpointing": (None, ("fsdp2", "tied self", "recomputed"), zero("tied self", "recomputed")),
     "a teacher cache, read by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), zero("cached")),
-    "... and captured by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), None),
-    "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", ""), CALLBACK),
+    "... and captured by two": (("ddp", "cached", 2), ("fsdp2", "cached", ""), CAPTURED),
+    "`DistillationCallback`": (("ddp", "callback", 2), ("fsdp2", "callback", ""), zero("callback")),
     "losses between hidden states": (
         ("ddp", "hidden, one width", 2), ("fsdp2", "hidden, one width", ""), zero("hidden, one width"),
     ),
-    "... with projectors": (("ddp", "hidden", 2), PROJECTORS, PROJECTORS),
+    "... with projectors": (("ddp", "hidden", 2), ("fsdp2", "hidden", ""), zero("hidden")),
+    "weights and optimizer offloaded to the CPU": (None, None, zero("lora kd", "offloaded")),
     "rows weighted by a column": (("ddp", "weighted", 2), ("fsdp2", "weighted", ""), zero("weighted")),
     "completions sampled in training": (("ddp", "on_policy", 2), ("fsdp2", "on_policy", ""), zero("on_policy")),
     "... by adapters": (None, ("fsdp2", "tied lora on_policy", ""), zero("lora on_policy")),
@@ -76,8 +76,10 @@ MATRIX = {  # what: by DDP, by FSDP2, by ZeRO-3
     "resuming on as many": (("resumed", "ddp"), ("resumed", "fsdp2"), zero("tied ce", "resumed")),
     "resuming on one and on four": (("resumed", "ddp"), ("resumed", "fsdp2"), None),
     "... from sharded checkpoints": (None, ("resumed", "fsdp2, sharded checkpoints"), None),
-    "NaN on one process stops all": (("NaN", "ddp", "stop"), ("NaN", "fsdp2", "stop"), None),
-    "... or is left out by all": (("NaN", "ddp", "skip_step"), ("NaN", "fsdp2", "skip_step"), None),
+    "NaN on one process stops all": (("NaN", "ddp", "stop"), ("NaN", "fsdp2", "stop"), zero("stop", "loss")),
+    "... or is left out by all": (
+        ("NaN", "ddp", "skip_step"), ("NaN", "fsdp2", "skip_step"), zero("skip_step", "loss"),
+    ),
 }  # fmt: skip
 CELLS = [cell for row in MATRIX.values() for cell in row if cell is not None]
 

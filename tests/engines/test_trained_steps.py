@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from engines.projector_training import trained_projectors
 from engines.trained_steps import QUICK, STEPS, step
 from processes import run_on
 from tiny import assert_same_gradients
@@ -59,6 +60,16 @@ def test_adapters_are_computed_by_our_ops(two_processes, engine, objective, vari
 @pytest.mark.parametrize("kind", ["cached", pytest.param("cached hidden", marks=pytest.mark.slow)])
 def test_processes_capture_the_files_of_one(two_processes, kind):
     assert two_processes("fsdp2", kind, "")["files"] == one_process(kind)["files"]
+
+
+def test_projectors_are_trained_and_resumed_as_by_the_students_optimizer(of_speed, tmp_path):
+    want, (got, resumed) = trained_projectors(tmp_path, nan_in=2), of_speed("quick")["projectors"]
+    assert got["skipped"] == want["skipped"] == 1
+    assert_same_gradients(got["projectors"], want["projectors"])
+    assert {step: got["losses"][step] for step in (1, 3, 4)} == pytest.approx(
+        {step: want["losses"][step] for step in (1, 3, 4)}, rel=1e-5
+    )
+    assert all(torch.equal(resumed["projectors"][name], weight) for name, weight in got["projectors"].items())
 
 
 def test_a_teacher_that_differs_between_processes_is_not_sharded(of_speed):

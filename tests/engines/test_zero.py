@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 import torch
-from engines.zero_ranks import FAMILIES, RESUMED, STEPS
+from engines.projector_training import trained_projectors
+from engines.zero_ranks import FAMILIES, NON_FINITE, RESUMED, STEPS
 from processes import run_on
 from splits import one_step
 from tiny import WORDS, assert_same_gradients, tiny_model, tiny_tokenizer
@@ -34,6 +35,10 @@ def test_a_step_in_two_processes_is_that_of_one(two_processes, stage, objective,
     got, want = two_processes[stage, objective, variant], one_process(objective)
     assert got["stage"] == stage
     assert_same_gradients(got["gradients"], want["gradients"])
+    if objective != "stock flag":  # of which nobody watches the numbers
+        of_student = [gradient for name, gradient in want["gradients"].items() if not name.startswith("projectors.")]
+        norm = torch.stack([gradient.norm() for gradient in of_student]).norm()
+        assert got["norm"] == pytest.approx(float(norm), rel=1e-5)
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
     for name, value in want["logs"].items():
         if name not in ("entropy", "mean_token_accuracy"):  # as TRL, means over micro-batches
@@ -41,6 +46,38 @@ def test_a_step_in_two_processes_is_that_of_one(two_processes, stage, objective,
     assert got["by_peft"] == 0
     if variant == "evaluated":
         assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in NON_FINITE if case[0] and "skip_step" in case], ids=str)
+def test_all_ranks_leave_out_a_step_as_deepspeed_does(two_processes, case):
+    outcome = two_processes[case]
+    assert not outcome["message"] and outcome["step"] == 4 and outcome["finite"]
+    assert outcome["skipped"] == 1 and len(outcome["warnings"]) == 1
+
+
+@pytest.mark.parametrize(("case", "words"), [
+    ((3, "stop", "loss"), ["In step 2 on ranks 1 the loss and the gradient norm are", "The weights are finite still"]),
+    ((3, "stop", "weight"), ["In step 2 on ranks 0, 1 the loss", "Weights: model.embed_tokens.weight"]),
+    ((0, "skip_step", "loss"), ["In step 2 on ranks 1 the loss", "DeepSpeed did not leave the step out"]),
+], ids=str)  # fmt: skip
+def test_all_ranks_stop_at_numbers_that_are_not_finite(two_processes, case, words):
+    assert all(word in two_processes[case]["message"] for word in words), two_processes[case]["message"]
+    assert two_processes[case]["step"] <= 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_orpo_is_that_of_trl_and_says_where_it_stores_logits(two_processes, stage):
+    taken = two_processes["orpo", stage]
+    assert taken["losses"][1] == pytest.approx(taken["losses"][0], rel=1e-5)
+    assert_same_gradients(*reversed(taken["gradients"]))
+    assert [("ZeRO-3 frees the output head" in told) for told in taken["told"]] == [True] * (stage == 3)
+
+
+def test_projectors_are_trained_and_resumed_as_by_the_students_optimizer(two_processes, tmp_path):
+    want, (got, resumed) = trained_projectors(tmp_path), two_processes["projectors"]
+    assert_same_gradients(got["projectors"], want["projectors"])
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+    assert all(torch.equal(resumed["projectors"][name], weight) for name, weight in got["projectors"].items())
 
 
 def test_a_training_goes_on_from_its_checkpoint_and_saves_plain_weights(two_processes):

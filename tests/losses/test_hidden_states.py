@@ -267,7 +267,13 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="not with FSDP1 or models split over devices. Use DDP, FSDP2 or Deep"):
         LossProgress(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
-    with pytest.raises(ConfigError, match="learn projectors beside the student .* teacher of the student's width"):
+    with pytest.raises(ConfigError, match="beside a student that FSDP shards: .* name it in optim; one was given"):
+        LossProgress(trainer, trainer.args.loss_plan())
+    trainer.optimizer, trainer.args.optim = None, "adafactor"
+    with pytest.raises(ConfigError, match="one of torch's optimizers, such as adamw_torch; got optim=adafactor"):
+        LossProgress(trainer, trainer.args.loss_plan())
+    trainer.args.fp16 = True
+    with pytest.raises(ConfigError, match="fp16 scales the gradients of both"):
         LossProgress(trainer, trainer.args.loss_plan())
     monkeypatch.setattr(trainer, "is_fsdp_enabled", False)
     monkeypatch.setattr(trainer, "teaching", CachedTeacher.__new__(CachedTeacher))

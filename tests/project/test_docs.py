@@ -208,6 +208,7 @@ COMMANDS = {
     "liger-trainer validate my.yaml max_steps=20": Played(my_yaml()),
 }
 GPU = "minutes on a GPU; tests/benchmarks/test_tables.py runs it on small shapes"
+SEVERAL_GPUS = "several GPUs; tests/benchmarks/test_many_gpus.py runs some of it on CPUs"
 PARSED = {
     "liger-trainer schema --write": "writes into the package; tests/project/test_walkthroughs.py runs it in a copy",
     "liger-trainer doctor --all": "minutes; tests/tools/test_doctor.py holds docs/models.md to it",
@@ -216,6 +217,9 @@ PARSED = {
         "needs torchao; tests/trainers/test_qat.py trains by it where it is installed"
     ),
     "liger-trainer report outputs/my outputs/other": "the same as of outputs/a and outputs/b, into another file",
+    "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
+    "python -m benchmarks.many_gpus --output results --gpus 8 --cases sft-llama-3-8b": SEVERAL_GPUS,
+    "python -m benchmarks.many_gpus --tiny --gpus 1 2": "minutes; tests/benchmarks/test_many_gpus.py runs some of it",
     "python -m benchmarks.run": GPU,
     "python -m benchmarks.run --smoke": "half a minute; tests/benchmarks/test_tables.py runs it on fewer cases",
     "python -m benchmarks.run --suite ops": GPU,

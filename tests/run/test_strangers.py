@@ -107,3 +107,10 @@ def test_a_damaged_arrow_file_is_named(folder, monkeypatch, capsys):
         (folder / "cut.arrow").write_bytes((folder / f"{source}.arrow").read_bytes()[:200])
         code, _, err = call(capsys, "preview", "my.yaml", "dataset_name=cut.arrow")
         assert code == 4 and "cut.arrow: cannot be read as arrow" in err
+
+
+def test_a_csv_file_in_another_encoding_is_said_to_be(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    (folder / "latin.csv").write_bytes("prompt,completion\nh\u00e9,\u00f6\n".encode("latin-1"))
+    code, _, err = call(capsys, "preview", "my.yaml", "dataset_name=latin.csv")
+    assert code == 4 and "Save it as UTF-8" in err

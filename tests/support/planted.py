@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from liger_trainer.common.zero3 import share_of
+
 PLACES = ("loss", "gradient", "weight", "batch", "teacher")
 
 
@@ -33,7 +35,7 @@ class Plant(TrainerCallback):
         self.active = state.global_step + 1 in self.steps
         if self.active and self.place == "weight":
             with torch.no_grad():
-                next(iter(self.trainer.model.parameters())).fill_(torch.nan)
+                share_of(next(iter(self.trainer.model.parameters()))).fill_(torch.nan)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.active = False

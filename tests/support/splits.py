@@ -79,9 +79,8 @@ class _Capture(TrainerCallback):
         self.gradients, self.hidden = gradients, hidden
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = [*model.named_parameters(), *(self.hidden.named_parameters() if self.hidden else [])]
-        if args.deepspeed:  # has stepped already: see engines/zero_ranks.py
-            return
+        named = [] if args.deepspeed else [*model.named_parameters()]  # it has stepped: see engines/zero_ranks.py
+        named += self.hidden.named_parameters() if self.hidden else []
         whole = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in named
                  if p.requires_grad}  # fmt: skip
         self.gradients.update((name.removeprefix("module."), gradient.clone()) for name, gradient in whole.items())

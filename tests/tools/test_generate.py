@@ -207,6 +207,8 @@ def test_damage_and_strangers_are_noticed(teacher, prompts, tmp_path):
         made(teacher, tmp_path / "other", **options)
     with pytest.raises(DataError, match="none is left"):
         made(teacher, tmp_path / "none", prompts=prompts, min_completion_words=99)
+    with pytest.raises(ConfigError, match="^prompts: no such file or directory: missing.txt$"):
+        made(teacher, tmp_path / "none", prompts="missing.txt")
     with pytest.raises(ConfigError, match="reads at most 128"):
         made(teacher, tmp_path / "long", prompts=prompts, max_new_tokens=120)
 

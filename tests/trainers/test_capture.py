@@ -290,6 +290,13 @@ def test_a_capture_that_cannot_be(tmp_path, options, message):
         capture(teacher_model(), config(tmp_path / "c", **options), tiny_tokenizer(), completions())
 
 
+def test_deepspeed_is_left_out_of_a_capture(tmp_path, monkeypatch):
+    args = config(tmp_path / "c")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match="Leave deepspeed out, and launch the processes without it"):
+        capture(teacher_model(), args, tiny_tokenizer(), completions())
+
+
 def test_padding_of_the_teachers_head_is_cut_off_and_one_that_is_too_small_refused(tmp_path):
     with pytest.raises(ConfigError, match="The teacher knows 60 tokens, but the student's tokenizer has 64"):
         captured(tmp_path / "c", teacher=tiny_model(vocab_size=60, pad_token_id=1, eos_token_id=2))

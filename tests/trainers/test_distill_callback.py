@@ -361,7 +361,8 @@ def test_arguments_it_cannot_serve_and_those_it_can():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{key.replace('n_gpu', 'DataParallel')}.*LigerDistillTrainer"):
             refuse(SimpleNamespace(**{**USUAL, key: value}), engine(DistributedType.NO))
-    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    refuse(SimpleNamespace(**USUAL), engine(DistributedType.DEEPSPEED))
+    for kind in (DistributedType.MEGATRON_LM, DistributedType.FSDP):
         with pytest.raises(ConfigError, match="sharded.*LigerDistillTrainer"):
             refuse(SimpleNamespace(**USUAL), engine(kind))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from planted import PLACES, Plant
 from quick_cases import slow_but
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
@@ -249,7 +250,10 @@ def test_the_rows_named_are_those_of_the_micro_batch(packing):
 def test_an_infinite_gradient_under_a_scaler_is_no_error():
     """fp16 finds its scale by gradients that overflow; a loss that is NaN is none of that."""
     for place in ("gradient", "loss"):
-        guard = FiniteGuard(SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"), gather=lambda x: x))
+        accelerator = SimpleNamespace(
+            mixed_precision="fp16", device=torch.device("cpu"), gather=lambda x: x, distributed_type=DistributedType.NO
+        )
+        guard = FiniteGuard(accelerator)
         args = SimpleNamespace(gradient_accumulation_steps=1, output_dir="nowhere")
         guard.saw_loss(torch.tensor(torch.nan if place == "loss" else 1.0), {})
         guard.saw_norm(torch.tensor(torch.inf))

@@ -195,7 +195,8 @@ def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset"
         loaded = read(str(path))
     except Exception as error:  # pyarrow, pandas and datasets each have their own
         cause = error.__cause__ or error
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}") from None
+        advice = ". Save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else ""
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {cause}{advice}") from None
     assert isinstance(loaded, datasets.Dataset)
     return loaded, None, 0
 

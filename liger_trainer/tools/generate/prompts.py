@@ -129,7 +129,10 @@ def _prompt_rows(options: GenerateOptions) -> tuple[Dataset, str]:
     text = yaml.safe_dump({"model_name_or_path": "none", "dataset_name": options.prompts, "recipe": "sft"})
     config = check_text(text, "prompts")
     bad = BadRows(to_train=False)
-    splits = load_source(config, bad).splits
+    try:
+        splits = load_source(config, bad).splits
+    except ConfigError as error:
+        raise ConfigError(f"prompts: {str(error).partition('dataset_name: ')[2] or error}") from None
     bad.check()
     if options.prompts_split not in splits:
         raise ConfigError(f"prompts_split: no split {options.prompts_split!r}; there is {', '.join(splits)}.")

@@ -25,16 +25,16 @@ CASES = [
 ]  # fmt: skip
 
 
-def outcome(policy: str, optim: str) -> dict:
+def outcome(policy: str, optim: str, place: str = "loss", **options) -> dict:
     args = train_args(
         SFTConfig, max_steps=4, optim=optim, max_grad_norm=1.0, logging_steps=500, gradient_accumulation_steps=2,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=2, **options,
     )  # fmt: skip
     trainer = LigerTrainer(
         tiny_model(), args, train_dataset=completions(), processing_class=tiny_tokenizer(), on_non_finite=policy
     )
     if args.process_index == 1:
-        Plant(trainer, "loss", 2)
+        Plant(trainer, place, 2)
     message = ""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

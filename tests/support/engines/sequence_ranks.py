@@ -21,17 +21,27 @@ from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, 
 from liger_trainer.errors import ConfigError
 from liger_trainer.kernels.divergence_kinds import KINDS
 
+
+def deepspeed_of(stage: int, **changes) -> dict:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **changes}
+    return {
+        "zero_optimization": zero, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
+
+
 LOSSES = {
     **OBJECTIVES,
     "windows": [{"type": "jsd"}],
     "all": [{"type": kind, "weight": 0.2 * i + 0.4} for i, kind in enumerate([*KINDS, "ce"])],
 }
-STEPS = [  # objective, variant
-    ("ce", "packed"), ("all", "packed"), ("ce", ""), ("all", ""), ("mix", "launched"),
-    ("kd", "padded"), ("lora", "recomputed"), ("weighted", ""),
-    ("stock flag", "one batch"), ("stock flag", "one padded batch"),
+STEPS = [  # stage of ZeRO, objective, variant
+    (2, "ce", "packed"), (2, "all", "packed"), (2, "ce", ""), (2, "all", ""), (2, "mix", "launched"),
+    (2, "kd", "padded"), (2, "lora", "recomputed"), (2, "weighted", ""),
+    (2, "stock flag", "one batch"), (2, "stock flag", "one padded batch"),
+    (3, "ce", "packed"), (3, "all", ""), (3, "lora", "recomputed"), (3, "stock flag", "one batch"),
 ]  # fmt: skip
-OF_FOUR = [("ce", ""), ("all", "")]  # of which two share each row
+OF_FOUR = [(2, "ce", ""), (2, "all", ""), (3, "all", "")]  # of which two share each row
 REFUSED = {  # objective, options; what the message says
     "packed": ("ce", {"packing": True, "max_length": 40}, "Set per_device_train_batch_size to 1"),
     "packed, model's attention": (
@@ -47,6 +57,7 @@ REFUSED = {  # objective, options; what the message says
     "self": ("self", {"teacher": "self"}, "knows one teacher"),
     "hidden states": ("hidden, one width", {}, "Hidden-state losses"),
     "sampled": ("on_policy", {"lmbda": 0.5}, "samples no completions"),
+    "no reduce_scatter": ("ce", {"deepspeed": deepspeed_of(3, reduce_scatter=False)}, "Leave reduce_scatter at true"),
 }  # fmt: skip
 LENGTH = 20  # longer than any row: gloo gathers equal lengths alone
 VARIANTS: dict[str, dict] = {
@@ -88,9 +99,9 @@ def sequence_step(objective: str, variant: str = "", ranks: int = 1, **engine) -
     }  # fmt: skip
 
 
-def refusal(objective: str, options: dict, **engine) -> str:
+def refusal(objective: str, options: dict) -> str:
     try:
-        trainer_of(objective, {"pad_to_multiple_of": LENGTH, **options, **engine})
+        trainer_of(objective, {"pad_to_multiple_of": LENGTH, **options})
     except ConfigError as error:
         return str(error)
     return ""
@@ -122,18 +133,15 @@ def trainer_of(objective: str, options: dict):
     return LigerDistillTrainer(student, teacher_model=teacher, args=args, **common)
 
 
-def engine_of(ranks: int, *names: str) -> dict:
+def engine_of(ranks: int, stage: int, *names: str) -> dict:
     """Return the arguments about the engine, or those of these names."""
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     engine = {
         "parallelism_config": ParallelismConfig(dp_replicate_size=ranks // 2, sp_size=2, sp_handler=handler),
-        "deepspeed": {
-            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        },
-    }  # fmt: skip
+        "deepspeed": deepspeed_of(stage),
+    }
     return {name: engine[name] for name in names or engine}
 
 
@@ -178,15 +186,15 @@ def by_deepspeed(steps: list[tuple], refused: dict[str, tuple]) -> dict:
     with mock.patch.dict(deepspeed.ops.__compatible_ops__, clear=True):  # compiles nothing
         deepspeed.init_distributed(dist_backend="gloo")  # as accelerate does on a GPU
         ranks = torch.distributed.get_world_size()
-        for case in steps:
+        for stage, *case in steps:
             forget()
             launched = case[1] == "launched"
             with recorded() as gradients, mock.patch.dict(os.environ, LAUNCHED if launched else {}):
-                engine = engine_of(ranks, "deepspeed") if launched else engine_of(ranks)
-                taken[case] = sequence_step(*case, ranks=ranks, **engine) | {"gradients": gradients}
+                engine = engine_of(ranks, stage, *(("deepspeed",) if launched else ()))
+                taken[stage, *case] = sequence_step(*case, ranks=ranks, **engine) | {"gradients": gradients}
         for name, (objective, options, _) in refused.items():
             forget()
-            taken[name] = refusal(objective, options, **engine_of(ranks))
+            taken[name] = refusal(objective, engine_of(ranks, 2) | options)
     return taken
 
 
@@ -200,7 +208,7 @@ def without_deepspeed() -> dict:
         ("ce", {"sp_size": 2, "dp_shard_size": 2}),
     ]:
         with fsdp2():
-            taken[objective, *sizes] = refusal(objective, {}, parallelism_config=ParallelismConfig(**sizes))
+            taken[objective, *sizes] = refusal(objective, {"parallelism_config": ParallelismConfig(**sizes)})
     return taken
 
 

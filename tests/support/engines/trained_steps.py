@@ -2,10 +2,12 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from engines.fsdp2_on_cpu import fsdp2
+from engines.projector_training import trained_projectors
 from splits import one_step
 from tiny import texts, tiny_model, tiny_tokenizer, train_args
 
@@ -20,9 +22,9 @@ ENGINES = {
 }
 OBJECTIVES = {
     "tied ce": "llama_tied", "tied kd": "llama_tied", "mix": "llama", "lora": "llama", "lora kd": "llama",
-    "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "callback": "llama",
-    "cached": "llama", "cached hidden": "llama", "on_policy": "llama", "tied lora on_policy": "llama_tied",
-    "seq_kd": "llama", "weighted": "llama",
+    "stock flag": "llama", "tied self": "llama_tied", "hidden, one width": "llama", "hidden": "llama",
+    "callback": "llama", "cached": "llama", "cached hidden": "llama", "on_policy": "llama",
+    "tied lora on_policy": "llama_tied", "seq_kd": "llama", "weighted": "llama",
 }  # fmt: skip
 OPTIONS = {
     "": {},
@@ -42,7 +44,7 @@ STEPS = [
 # What FSDP2 does in ways of its own; the others, which it does as DDP does in splits.py, are slow.
 QUICK = [
     *(("fsdp2", objective, "") for objective in (
-        "tied ce", "tied kd", "lora kd", "stock flag", "callback", "cached", "tied lora on_policy",
+        "tied ce", "tied kd", "hidden", "lora kd", "stock flag", "callback", "cached", "tied lora on_policy",
     )),
     ("fsdp2, kept gathered", "on_policy", ""), ("fsdp2, loaded by rank 0", "tied kd", ""),
     ("fsdp2", "lora", "recomputed"), ("fsdp2", "tied kd", "whole teacher"),
@@ -74,6 +76,10 @@ def main(path, speed):
             results[engine, objective, variant] = step(objective, 2, 2, named=named, **OPTIONS[variant])
     if speed == "quick":
         results["teachers that differ"] = refusal()
+        results["projectors"] = []
+        for resume in (False, True):
+            with fsdp2(state_dict_type="FULL_STATE_DICT"):
+                results["projectors"].append(trained_projectors(Path(path).parent / "out", nan_in=2, resume=resume))
     if torch.distributed.get_rank() == 0:
         torch.save(results, path)
     torch.distributed.destroy_process_group()
