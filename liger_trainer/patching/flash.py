@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from ..kernels.document_attention import document_attention
 from .document_mask import Documents
 
 FLASH: Any = torch.ops.aten._flash_attention_forward
@@ -23,6 +24,7 @@ FLASH: Any = torch.ops.aten._flash_attention_forward
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Keywords that change the scores, which FlashAttention-2 does not know.
 _OF_SCORES = ("softcap", "s_aux", "position_bias")
+OWN_WIDTH = 128  # of a head; beyond it FlashAttention-2 is the faster one
 _DOCUMENTS: Any = WeakIdKeyDictionary()
 _FITS: dict[tuple, bool] = {}
 
@@ -110,6 +112,10 @@ def attend(
     """
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH:
+        bounds = documents.bounds(q.shape[0], q.device)
+        output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
+        return output.unflatten(0, (query.shape[0], query.shape[2]))
     ends, longest = documents.ends.to(q.device), documents.longest
     left, right = (-1 if window is None else window - 1), (0 if causal else -1)
     output = FLASH(
