@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,10 +45,10 @@ from .many_gpus_predict import (
 from .many_gpus_predict import markdown as predicted_page
 from .many_gpus_rank import Task
 from .measure import Spread
-from .report import join_versions, provenance, slug, spread, table, without_output, write
+from .report import join_versions, provenance, spread, table, without_output, write
 from .trainer_cases import TINY_PLAN
 from .trainer_providers import REFERENCE, Provider
-from .trainer_step import LOSS_TOLERANCE, NORM_TOLERANCE, Row, measure
+from .trainer_step import LOSS_TOLERANCE, NORM_TOLERANCE, Row, measure, new_parser, report
 
 COUNTS = (1, 2, 4, 8)
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
@@ -223,39 +222,22 @@ def run(options: argparse.Namespace, header: dict[str, Any]) -> int:
     rows = make_rows(options)
     memory = None if options.tiny else torch.cuda.get_device_properties(0).total_memory / MIB
     set_predictions(rows, predict_all(options), memory)
-    finished: set[GpuRow] = set()
-    for row in measure(rows, options, RowLaunch, AHEAD):
-        finished.add(row)
-        if options.output:
-            shown = [row for row in rows if row in finished]
-            path = options.output / f"many-gpus-{'tiny' if options.tiny else slug(header['device'])}"
-            write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
-    print(markdown(header, rows))
-    return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
+    return report("many-gpus", options, header, rows, measure(rows, options, RowLaunch, AHEAD), markdown)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, with `cases`, `chosen` (providers by case) and `deadline`."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.many_gpus",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("many_gpus", __doc__, time_limit=540, row_limit=240)
     add = parser.add_argument
-    add("--output", type=Path, help="folder for many-gpus-<device>.json and .md")
     add("--gpus", type=int, nargs="+", choices=COUNTS, help="numbers of GPUs; default: all that are there")
     add("--cases", help="comma-separated names or globs; default: those that --list does not mark")
     add("--providers", help=f"comma-separated names or globs; default: each case's own. {REFERENCE} always runs")
     add("--layers", type=int, help="the student has at most so many")
     add("--teacher-layers", type=int, help="the teacher has at most so many")
-    add("--time-limit", type=float, default=540.0, help="seconds after which everything ends (540)")
-    add("--row-limit", type=float, default=240.0, help="seconds that a row may take (240)")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32, CPUs over gloo")
     add("--predict", action="store_true", help="predict memory and time, run nothing")
     add("--assume-share", type=float, default=ASSUMED_SHARE, help=f"of the peak, for --predict ({ASSUMED_SHARE})")
     add("--assume-gbs", type=float, default=ASSUMED_GBS, help=f"GB/s a GPU, for --predict ({ASSUMED_GBS:g})")
-    add("--list", action="store_true", help="print cases and providers, and stop")
     options = parser.parse_args(argv)
     if options.list:
         print(listing())

@@ -29,7 +29,7 @@ HELD = ("student weights", "adapter weights", "teacher weights", "gradients", "o
 FITS = ("H100 80GB", "H200 141GB")
 ASSUMPTIONS = (
     "Predicted, not measured: no run on several GPUs has confirmed a number here. Memory is what `liger-trainer "
-    "estimate` says of LigerTrainer and LigerDistillTrainer, without the heads and embeddings that FSDP2 gathers. "
+    "estimate` says of LigerTrainer and LigerDistillTrainer. "
     "Computing: the model's operations and what checkpointing computes again, at {share:.0%} of {peak:,.0f} TFLOP/s "
     "(H100 and H200, dense bf16); one H100 reached 46 to 50 % with the smaller models of "
     "[training steps](trainer-step-nvidia-h100-80gb-hbm3.md). Moving: the bytes that FSDP2 all-gathers and "

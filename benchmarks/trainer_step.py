@@ -244,34 +244,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
     rows = [Row(case, provider) for case in options.cases for provider in options.chosen[case.kind]]
-    finished: set[Row] = set()
-    for row in measure(rows, options):
+    return report("trainer-step", options, header, rows, measure(rows, options), markdown)
+
+
+def report(
+    name: str, options: argparse.Namespace, header: dict[str, Any], rows: Sequence[AnyRow], measured: Iterator[AnyRow],
+    markdown: Callable[[dict[str, Any], Sequence[AnyRow]], str],
+) -> int:  # fmt: skip
+    """Write what is finished after every row that is measured, print all rows, and return the exit code."""
+    finished: set[AnyRow] = set()
+    for row in measured:
         finished.add(row)
         if options.output:
-            path = options.output / f"trainer-step-{'tiny' if options.tiny else slug(header['device'])}"
+            path = options.output / f"{name}-{'tiny' if options.tiny else slug(header['device'])}"
             shown = [row for row in rows if row in finished]
             write(path, {"header": header, "results": [row.data() for row in shown]}, markdown(header, shown))
     print(markdown(header, rows))
     return int(any(row.started and row.failure and row.provider.trainer == "ours" for row in rows))
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`."""
+def new_parser(module: str, doc: str | None, time_limit: float, row_limit: float) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks of trainers share."""
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.trainer_step",
-        description=__doc__,
+        f"python -m benchmarks.{module}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--output", type=Path, help="folder for trainer-step-<device>.json and .md")
+    add("--output", type=Path, help=f"folder for {module.replace('_', '-')}-<device>.json and .md")
+    add("--time-limit", type=float, default=time_limit, help=f"seconds after which everything ends ({time_limit:g})")
+    add("--row-limit", type=float, default=row_limit, help=f"seconds that a row may take ({row_limit:g})")
+    add("--list", action="store_true", help="print cases and providers, and stop")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with `cases`, `chosen` (providers by kind of training) and `deadline`."""
+    parser = new_parser("trainer_step", __doc__, time_limit=480, row_limit=120)
+    add = parser.add_argument
     add("--cases", help="comma-separated names or globs; default: those of the table")
     add("--providers", help=f"comma-separated names or globs; default: all. {REFERENCE} always runs")
     add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
-    add("--time-limit", type=float, default=480.0, help="seconds after which everything ends (480)")
-    add("--row-limit", type=float, default=120.0, help="seconds that a provider may take in a case (120)")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
-    add("--list", action="store_true", help="print cases and providers, and stop")
     options = parser.parse_args(argv)
     if options.list:
         print(listing())

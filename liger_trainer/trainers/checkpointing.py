@@ -37,7 +37,7 @@ from ..common.folder_lock import folder_lock
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
-from .qat import QuantisedWeights
+from .qat import QuantisedWeights, quantised_weights
 from .ranks import decided_by_first
 
 
@@ -51,13 +51,16 @@ class CheckpointingTrainer(RowPreparingTrainer):
     """
 
     resumed_from: Path | None = None
-    quantised: QuantisedWeights | None = None
     _is_staging = False
     _loads_from: Path | None = None  # while weights are read back
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.checkpoint_files: dict[str, str] = {}
+
+    @property
+    def quantised(self) -> QuantisedWeights | None:
+        return quantised_weights(self.model)
 
     @contextmanager
     def folder_locked(self, trial: Any = None) -> Iterator[None]:

@@ -14,30 +14,52 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError
-from .qat_config import INT4, INT8
+from ..patching.patcher import base_of
+from .qat_config import INT4, INT8, NVFP4
 
 NVFP4_GROUP = 16
+_MARK = "liger_trainer_quantised_weights"  # on a model, for a trainer that gets it later; a copy has its own
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return by name the layers that are quantised: those that transformers' `TorchAoConfig` takes, which are all
-    linear ones but the output head."""
-    head = model.get_output_embeddings()
+    """Return by name the layers that are quantised: those that transformers' `TorchAoConfig` takes when it loads the
+    model, which are all linear ones but the output head, what is tied, and the last module."""
+    head, ties = model.get_output_embeddings(), model.all_tied_weights_keys
+    last = list(model.named_parameters(remove_duplicate=False))[-1][0]  # while it loads, nothing is tied yet
+    whole = [key.removesuffix(".weight") for key in (last, *ties, *ties.values())]
+    whole += model._keep_in_fp32_modules or ()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: layer for name, layer in layers.items() if layer is not head}
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if layer is not head and should_convert_module(f"{name}.weight", whole)
+    }
 
 
-def quantise_weights(trainer: Any, config: Any) -> "QuantisedWeights | None":
+def quantised_weights(model: Any) -> "QuantisedWeights | None":
+    """Return what holds the weights behind a model's quantised ones; None where it has none."""
+    return vars(base_of(model)).get(_MARK)
+
+
+def give_back(model: Any) -> None:
+    """Put the weights behind back for good, where an earlier trainer has quantised a model. A name is left alone."""
+    weights = None if isinstance(model, str) else quantised_weights(model)
+    if weights is not None:
+        weights.release()
+        delattr(base_of(model), _MARK)
+
+
+def quantise_weights(trainer: Any, config: Any) -> None:
     """Quantise a trainer's model as its configuration has it."""
     qat: str | None = getattr(config, "qat", None)
-    if qat is None:
-        return None
-    weights = QuantisedWeights(trainer, qat, config.qat_group_size)
-    trainer.add_callback(weights)
-    return weights
+    if qat is not None:
+        weights = QuantisedWeights(trainer, qat, config.qat_group_size)
+        trainer.add_callback(weights)
+        setattr(base_of(trainer.model), _MARK, weights)
 
 
 class QuantisedWeights(TrainerCallback):
@@ -48,15 +70,16 @@ class QuantisedWeights(TrainerCallback):
         qat, group_size: see `QatConfig`.
 
     Raises:
-        ConfigError: torchao is missing; adapters, sharded weights or an optimizer that updates in its backward; a
-            model without linear layers, or with one whose inputs are no multiple of the group.
+        ConfigError: torchao is missing; adapters, sharded or offloaded weights, or an optimizer that changes weights
+            outside of its step; a model without linear layers, or with one of a shape or dtype that the format does
+            not have; a training after another trainer has got the model.
     """
 
     def __init__(self, trainer: Any, qat: str, group_size: int):
         _check(trainer)
         self._format = torchao_config(qat, group_size)
         layers = linear_layers(trainer.model)
-        _check_layers(trainer.model, layers, {INT4: group_size, INT8: 1}.get(qat, NVFP4_GROUP))
+        _check_layers(trainer.model, layers, qat, {INT4: group_size, INT8: 1}.get(qat, NVFP4_GROUP))
         self._weights = [layer.weight for layer in layers.values()]
         self._behind = [weight.detach().clone() for weight in self._weights]
         self._quantise()
@@ -85,6 +108,22 @@ class QuantisedWeights(TrainerCallback):
         for weight, behind in zip(self._weights, self._behind, strict=True):
             behind.copy_(weight)
         self._quantise()
+
+    def release(self) -> None:
+        """Leave the weights behind in the model, and forget them."""
+        self._lift()
+        self._weights, self._behind = [], []
+
+    def on_train_begin(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
+        if not self._weights:
+            raise ConfigError(
+                "qat: a trainer that was made later has got this model, and its weights are no longer quantised for "
+                "this one. Make the other trainer when this one is done."
+            )
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if callable(getattr(inner, "eval", None)):
+            raise ConfigError(f"qat does not go with {type(inner).__name__}, which swaps weights for evaluations.")
+        self._quantise()  # a training that was interrupted in its optimizer's step has left the weights behind
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._lift()
@@ -136,11 +175,18 @@ def _check(trainer: Any) -> None:
             raise ConfigError(f"qat does not go with {reason}.")
 
 
-def _check_layers(model: Any, layers: dict[str, nn.Linear], group: int) -> None:
+def _check_layers(model: Any, layers: dict[str, nn.Linear], qat: str, group: int) -> None:
     if not layers:
         raise ConfigError(f"qat: {type(model).__name__} has no linear layers beside its head.")
     for name, layer in layers.items():
-        if not layer.weight.dtype.is_floating_point or layer.weight.dtype.itemsize == 1:
-            raise ConfigError(f"qat: expected weights of 16 or 32 bits, {name} has {layer.weight.dtype}.")
+        dtype = layer.weight.dtype
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            raise ConfigError(f"qat: expected weights of 16 or 32 bits, {name} has {dtype}.")
+        if qat == NVFP4 and dtype == torch.float16:
+            raise ConfigError(f"qat: nvfp4 knows bfloat16 and float32, {name} has {dtype}. Load it with another dtype.")
+        if layer.weight.is_meta:
+            raise ConfigError(f"qat: {name} is offloaded. Load the model without a device_map that offloads.")
         if layer.in_features % group:
             raise ConfigError(f"qat: expected groups of {group} inputs, {name} has {layer.in_features} inputs.")
+        if qat == NVFP4 and layer.out_features % NVFP4_GROUP:
+            raise ConfigError(f"qat: nvfp4 has outputs in {NVFP4_GROUP}s, {name} has {layer.out_features} outputs.")

@@ -50,6 +50,9 @@ SEAMS = (
     Seam("accelerate.accelerator", "_is_accelerate_prepared",
          "a model that was evaluated before training is prepared anew"),
     Seam("accelerate.accelerator", "_original_forward", "the forward below autocast, put back for the same reason"),
+    Seam("transformers.quantizers.quantizers_utils", "should_convert_module",
+         "the layers that are trained quantised are those that are loaded so", ("full_name", "patterns")),
+    Seam("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules", "the same"),
     # metrics and checkpoints
     Seam(_SFT, "SFTTrainer._tag_names", "tags of the model card"),
     Seam(_SFT, "SFTTrainer._name", "the method that the model card names"),

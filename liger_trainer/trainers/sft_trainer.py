@@ -32,7 +32,7 @@ from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .notebook_table import widen_notebook_table
 from .prepare_rows import check_names, cut_of
-from .qat import quantise_weights
+from .qat import give_back, quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
@@ -97,6 +97,7 @@ class LigerTrainer(CheckpointingTrainer):
         if freezes and given.get("peft_config") is not None:
             given["peft_config"] = without_adapters(given["peft_config"], given["model"])
             args, kwargs = (), {**given.pop("kwargs", {}), **given}
+        give_back(given.get("model"))
         options = take_liger_options(config)
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
@@ -134,7 +135,7 @@ class LigerTrainer(CheckpointingTrainer):
         slice_documents(self)
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
-        self.quantised = quantise_weights(self, config)
+        quantise_weights(self, config)
         announce(str(self.patched.report))
 
     def learnable_rows(self, tokenized, args, packing, dataset_name):
@@ -349,7 +350,7 @@ class LigerTrainer(CheckpointingTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # of the last layer
+        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
         self.finite.saw_teacher(sums)
         local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()

@@ -283,6 +283,11 @@ def test_a_deadline_that_is_over_starts_no_wave(teacher, tmp_path, monkeypatch, 
     assert "seed 4: no time is left" in capsys.readouterr().err  # 0.9 of 60 s do not fit
 
 
+def test_a_command_is_shown_without_its_folders():
+    words = ["--output", "a", "--seeds", "1", "--logs=b", "--logs", "c", "--tiny"]
+    assert students.without_output(words) == ["--seeds", "1", "--tiny"]
+
+
 def test_speeds_of_writing(teacher, tmp_path):
     setup = Setup(tmp_path, str(teacher / "teacher"), 8, 1.0, overrides=("use_cpu=true",), prompts=2)
     students.preparation.export_rows(setup, str(teacher / "rows"))

@@ -8,6 +8,7 @@ from commands import call, settings
 from parts import enter, killed, metrics, run, two_models, weights, write_completions
 
 from liger_trainer.common.checkpoints import checkpoints_in
+from liger_trainer.config.run_config import load_run_config
 
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 CORRECTION = {"max_steps": 3, "learning_rate": 5e-3}
@@ -117,6 +118,11 @@ def test_mistakes_show_before_anything_runs(folder, capsys, changes, message):
     code, _, err = call(capsys, "run", "run.yaml")
     assert code == 2 and message in err
     assert not Path("out").exists()
+
+
+def test_what_the_student_will_be_quantised_to_is_not_the_teachers(folder):
+    write(**TEACHER, teacher_correction=CORRECTION, qat="int8")
+    assert [stage["qat"] for stage in load_run_config("run.yaml").each] == [None, "int8"]
 
 
 def test_commands_know_the_correction(folder, capsys):

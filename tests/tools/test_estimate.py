@@ -295,6 +295,12 @@ def test_shares_of_several_processes():
     whole = Sharding("FSDP", 4, ("student weights",), gathers=True).per_process(memory)["optimizer"].parts
     assert whole["gathered layers"] == 2 * memory.layer_bytes
     mixed = simulate(step(autocast=torch.bfloat16))
+    assert memory.layer_bytes == 2 * mixed.layer_bytes and memory.head_bytes == 2 * mixed.head_bytes > 0
+    for tied in (False, True):
+        peaks = Sharding("FSDP", 4, gathers=True).per_process(dataclasses.replace(mixed, tied=tied))
+        assert {name for name, peak in peaks.items() if "gathered head" in peak.parts} == (
+            {*peaks} if tied else {"loss"}
+        )
     assert mixed.peaks["forward"].parts["autocast copies"] > 0
     for sharding, copies in ((Sharding("FSDP", 4, gathers=True), False), (Sharding("DDP", 4, buckets=True), True)):
         assert ("autocast copies" in sharding.per_process(mixed)["forward"].parts) == copies
@@ -359,6 +365,7 @@ def test_the_command(project, capsys):
     assert found["length"] == 13  # the longest row: w1, w2w3, ten more words and the end
     assert found["steps"] == 10  # 38 rows of 40 are trained on, 4 a step
     assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
+    assert "weights behind the quantised" in _json(capsys, "--gpu", "H100 80GB", "qat=int8")["parts_mib"]
 
 
 def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):

@@ -1,15 +1,17 @@
 """Trainings that see quantised weights, beside torchao's own quantisation-aware layers and the model that is loaded."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig
 from tiny import FirstGradients, assert_same_gradients, completions, tiny_model, tiny_tokenizer, train_args
 from torch import nn
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig, TrainerCallback
 from trl import SFTTrainer
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -19,6 +21,7 @@ pytest.importorskip("torchao", reason='needs torchao: pip install -e ".[qat]"')
 
 from torchao.quantization import quantize_
 from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
+from torchao.utils import TorchAOBaseTensor
 
 from liger_trainer.trainers.qat import linear_layers, quantised, torchao_config
 
@@ -144,6 +147,70 @@ def test_a_resumed_training_ends_like_one_that_went_through(tmp_path):
         assert all(torch.equal(p, weights(through.model)[name]) for name, p in again.model.named_parameters())
 
 
+class OtherLayers(LlamaForCausalLM):
+    """A model whose head is not the last module, and with two layers of one weight."""
+
+    _tied_weights_keys = {"model.layers.1.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.projector = nn.Linear(32, 32, bias=False)
+        self.post_init()
+
+
+def test_the_layers_are_those_that_transformers_quantises(tmp_path):
+    model = OtherLayers(tiny_model("llama_tied").config)
+    model.save_pretrained(tmp_path)
+    how = TorchAoConfig(torchao_config("int8", 32))
+    loaded = OtherLayers.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
+    theirs = {
+        name
+        for name, module in loaded.named_modules()
+        if isinstance(module, nn.Linear) and isinstance(module.weight, TorchAOBaseTensor)
+    }
+    assert set(linear_layers(model)) == theirs and len(theirs) == 12
+
+
+@pytest.mark.parametrize("again", [{"qat": "int8"}, {}])
+def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
+    """It does not quantise the quantised; the trainer before saves the same, and trains no more."""
+    first = sft(qat="int4", qat_group_size=16, output_dir=str(tmp_path))
+    with first.quantised.lifted():
+        behind = weights(first.model)
+    copied, later = sft(copy.deepcopy(first.model), **again), sft(first.model, **again)
+    first.save_model()
+    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with copied._unquantised(), later._unquantised():
+        for model in (copied.model, later.model, saved):
+            assert all(torch.equal(p, behind[name]) for name, p in model.named_parameters())
+    with pytest.raises(ConfigError, match="a trainer that was made later has got this model"):
+        first.train()
+
+
+class Interrupted(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_training_after_an_interrupted_update_sees_quantised_weights():
+    options = {"qat": "int4", "qat_group_size": 16, "max_steps": 1, "logging_steps": 1}
+    through, again = sft(**options), sft(**options)
+    through.train()
+    again.add_callback(Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    again.remove_callback(Interrupted)
+    again.train()
+    assert again.state.log_history[0]["loss"] == through.state.log_history[0]["loss"]
+
+
+def test_optimizers_that_swap_weights_for_evaluations_are_refused():
+    trainer = sft(qat="int4", qat_group_size=16)
+    trainer.create_optimizer().eval = lambda: None  # as those of schedulefree have it
+    with pytest.raises(ConfigError, match="AdamW, which swaps weights for evaluations"):
+        trainer.train()
+
+
 def test_a_student_wins_back_what_its_format_lost():
     """Taught by its own weights before; the teacher is not quantised, and the loss of the student falls."""
     args = train_args(LigerDistillConfig, **{**RUN, "max_steps": 40, "learning_rate": 3e-4, "qat": "int4"})
@@ -168,17 +235,27 @@ def test_a_step_that_is_left_out_changes_no_weight():
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
+def offloaded() -> Any:
+    model: Any = tiny_model("llama")
+    cpu_offload(model.model.layers[1].mlp.down_proj, torch.device("cpu"))
+    model.hf_device_map = {"model": "cpu", "model.layers.1.mlp.down_proj": "disk"}  # as from_pretrained leaves it
+    return model
+
+
 @pytest.mark.parametrize(
-    "family, options, message",
+    "model, options, message",
     [
-        ("llama", {"qat": "int4"}, "expected groups of 32 inputs, model.layers.0.mlp.down_proj has 48 inputs"),
-        ("gpt2", {"qat": "int8"}, "GPT2LMHeadModel has no linear layers beside its head"),
-        ("llama", {"qat": "int8", "optim": "lomo"}, "optim=lomo, which updates weights in its backward"),
+        (tiny_model, {"qat": "int4"}, "expected groups of 32 inputs, model.layers.0.mlp.down_proj has 48 inputs"),
+        (partial(tiny_model, "gpt2"), {"qat": "int8"}, "GPT2LMHeadModel has no linear layers beside its head"),
+        (tiny_model, {"qat": "int8", "optim": "lomo"}, "optim=lomo, which updates weights in its backward"),
+        (partial(tiny_model, dtype=torch.float16), {"qat": "nvfp4"}, "nvfp4 knows bfloat16 and float32, model.layers"),
+        (partial(tiny_model, intermediate_size=24), {"qat": "nvfp4"}, "outputs in 16s, model.layers.0.mlp.gate_proj"),
+        (offloaded, {"qat": "int8"}, "model.layers.1.mlp.down_proj is offloaded"),
     ],
 )
-def test_what_does_not_go_is_said(family, options, message):
+def test_what_does_not_go_is_said(model, options, message):
     with pytest.raises(ConfigError, match=message):
-        sft(tiny_model(family), **options)
+        sft(model(), **options)
 
 
 def test_adapters_and_groups_of_other_formats_are_refused():

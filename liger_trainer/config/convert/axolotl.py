@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from ...trainers.qat_config import INT4, INT8, NVFP4
 from . import ForeignConfig, NotHere, Settings, Tool
 from .rows import (
     OTHER_ROWS,
@@ -135,6 +136,14 @@ def _template(value: Any, source: ForeignConfig) -> Settings:
     raise NotHere("a template of axolotl; the tokenizer's own is used. Or save one as .jinja: chat_template_path.")
 
 
+def _qat(value: Any, source: ForeignConfig) -> Settings:
+    """Read quantisation of the weights alone; that of activations has no counterpart."""
+    weights = str(value.get("weight_dtype")).removeprefix("torch.")
+    if weights not in (INT4, INT8, NVFP4) or value.get("activation_dtype") or value.get("quantize_embedding"):
+        raise NotHere("expected weight_dtype int4, int8 or nvfp4, and neither activation_dtype nor quantize_embedding.")
+    return {"qat": weights, **({"qat_group_size": value.get("group_size", 32)} if weights == INT4 else {})}
+
+
 def _sharded(value: Any, source: ForeignConfig) -> Settings:
     if not value:
         return {}
@@ -202,6 +211,7 @@ TOOL = Tool(
         "train_on_inputs": lambda value, source: {},  # read together with datasets
         "group_by_length": when_true(train_sampling_strategy="group_by_length"),
         "fsdp": _sharded,
+        "qat": _qat,
         "fsdp_version": lambda value, source: {},
         "load_in_4bit": when_true(load_in_4bit=True),
         "load_in_8bit": when_true(load_in_8bit=True),

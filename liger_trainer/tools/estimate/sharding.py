@@ -30,12 +30,16 @@ class Sharding:
 
     def per_process(self, memory: StepMemory) -> dict[str, Peak]:
         """Return the peaks of one process."""
-        return {phase: self._share(peak, memory) for phase, peak in memory.peaks.items()}
+        return {phase: self._share(phase, peak, memory) for phase, peak in memory.peaks.items()}
 
-    def _share(self, peak: Peak, memory: StepMemory) -> Peak:
+    def _share(self, phase: str, peak: Peak, memory: StepMemory) -> Peak:
         parts = Counter({p: n // self.processes if p in self.shared else n for p, n in peak.parts.items()})
         if self.gathers:
             parts["gathered layers"] = GATHERED * memory.layer_bytes
+            if (
+                phase == "loss" or memory.tied
+            ):  # as the embedding, it is kept from the first layer's pass to its backward
+                parts["gathered head"] = memory.head_bytes
             del parts["autocast copies"]  # a layer is gathered in the format that it computes in
         if self.buckets:
             parts["gradient buckets"] = memory.trained_bytes

@@ -91,13 +91,16 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks by phase, numbers of parameters, and bytes of the trained weights and of the largest layer."""
+    """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
+    head in the format that they compute in; `tied`: the head is the embedding."""
 
     peaks: dict[str, Peak]
     parameters: int
     trainable: int
     trained_bytes: int
     layer_bytes: int
+    head_bytes: int
+    tied: bool
     teacher_parameters: int
 
 
@@ -131,7 +134,9 @@ def simulate(spec: StepSpec) -> StepMemory:
         parameters=_numbers(student),
         trainable=sum(p.numel() for p in step.trained),
         trained_bytes=sum(p.nbytes for p in step.trained),
-        layer_bytes=_largest_layer(student),
+        layer_bytes=_largest_layer(student, spec.autocast),
+        head_bytes=_computed_bytes(base_of(student).get_output_embeddings(), spec.autocast),
+        tied=base_of(student).get_output_embeddings().weight is base_of(student).get_input_embeddings().weight,
         teacher_parameters=0 if teacher is None else _numbers(teacher),
     )
 
@@ -327,7 +332,12 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _largest_layer(model: Any) -> int:
+def _largest_layer(model: Any, dtype: torch.dtype | None) -> int:
     layers = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    sizes = (sum(p.nbytes for p in layer.parameters()) for modules in layers for layer in modules)
-    return max(sizes, default=0)
+    return max((_computed_bytes(layer, dtype) for modules in layers for layer in modules), default=0)
+
+
+def _computed_bytes(module: Any, dtype: torch.dtype | None) -> int:
+    """Return the bytes of a module's weights, those of more bytes than autocast's dtype in that."""
+    widest = math.inf if dtype is None else dtype.itemsize
+    return sum(p.numel() * min(p.itemsize, widest) for p in module.parameters())
