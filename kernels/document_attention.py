@@ -14,7 +14,6 @@ Traffic   forward (2 Hq + 2 Hk) D elements a token, backward twice that; q, k, v
 Source    FlashAttention-2 (Dao 2023, arXiv:2307.08691), whose variable-length form counts documents in its grid
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -111,24 +110,21 @@ def _key_ranges(first, m0, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, rows, keys, first, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """Return scores in base 2, (queries, keys)."""
-    if EXACT:
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    else:
-        s = tl.dot(q, tl.trans(k)) * scale
-    if MASKED:
-        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= rows[:, None])
-        s = tl.where(seen, s, float("-inf"))
-    return s
-
-
-@triton.jit
 def _product(a, b, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b)
+
+
+@triton.jit
+def _scores(q, k, rows, keys, first, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """Return scores in base 2, (queries, keys)."""
+    s = _product(q, tl.trans(k), EXACT) * scale
+    if MASKED:
+        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= rows[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -188,28 +184,6 @@ def _forward_kernel(
 
 
 @triton.jit
-def _delta_kernel(
-    o_ptr, do_ptr, delta_ptr, T, o_row, o_head, do_row, do_head,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """delta = sum over columns of o * do: what softmax's backward subtracts."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(1).to(tl.int64)
-    o = _load_rows(o_ptr + head * o_head, rows, o_row, T, D, BLOCK_D).to(tl.float32)
-    do = _load_rows(do_ptr + head * do_head, rows, do_row, T, D, BLOCK_D).to(tl.float32)
-    tl.store(delta_ptr + head * T + rows, tl.sum(o * do, 1), mask=rows < T)
-
-
-@triton.jit
-def _score_gradients(
-    q, do, k, v, lse, delta, rows, keys, first, scale, MASKED: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    """Return probabilities and the scores' gradients before the scale, (queries, keys) fp32."""
-    p = tl.exp2(_scores(q, k, rows, keys, first, scale, MASKED, EXACT) - lse[:, None])
-    return p, p * (_product(do, tl.trans(v), EXACT) - delta[:, None])
-
-
-@triton.jit
 def _add_dq(
     dq, q, do, lse, delta, k_base, v_base, k_row, v_row, begin, end, rows, first, scale, T,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
@@ -218,15 +192,16 @@ def _add_dq(
         keys = n0 + tl.arange(0, BLOCK_N)
         k = _load_rows(k_base, keys, k_row, T, D, BLOCK_D)
         v = _load_rows(v_base, keys, v_row, T, D, BLOCK_D)
-        _, ds = _score_gradients(q, do, k, v, lse, delta, rows, keys, first, scale, MASKED, EXACT)
+        p = tl.exp2(_scores(q, k, rows, keys, first, scale, MASKED, EXACT) - lse[:, None])
+        ds = p * (_product(do, tl.trans(v), EXACT) - delta[:, None])
         dq += _product(ds.to(k.dtype), k, EXACT)
     return dq
 
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr,
-    T, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dq_row, dq_head, scale, window,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr,
+    T, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head, dq_row, dq_head, scale, window,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -235,10 +210,12 @@ def _dq_kernel(
     rows = m0 + tl.arange(0, BLOCK_M)
     first = _first_seen(bounds_ptr, rows, T, window, WINDOW)
     begin, whole, past, end = _key_ranges(first, m0, T, BLOCK_M, BLOCK_N)
-    q = _load_rows(q_ptr + head * q_head, rows, q_row, T, D, BLOCK_D)
+    o = _load_rows(o_ptr + head * o_head, rows, o_row, T, D, BLOCK_D).to(tl.float32)
     do = _load_rows(do_ptr + head * do_head, rows, do_row, T, D, BLOCK_D)
+    delta = tl.sum(o * do.to(tl.float32), 1)  # what softmax's backward subtracts
+    tl.store(delta_ptr + head * T + rows, delta, mask=rows < T)
+    q = _load_rows(q_ptr + head * q_head, rows, q_row, T, D, BLOCK_D)
     lse = tl.load(lse_ptr + head * T + rows, mask=rows < T, other=0.0)
-    delta = tl.load(delta_ptr + head * T + rows, mask=rows < T, other=0.0)
     k_base, v_base = k_ptr + head // GROUP * k_head, v_ptr + head // GROUP * v_head
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dq = _add_dq(
@@ -268,12 +245,16 @@ def _add_dkdv(
         do = _load_rows(do_base, rows, do_row, T, D, BLOCK_D)
         lse = tl.load(lse_base + rows, mask=rows < T, other=0.0)
         delta = tl.load(delta_base + rows, mask=rows < T, other=0.0)
-        first = rows
+        # (keys, queries), so that what comes out is the first operand of the next product as it is
+        s = _product(k, tl.trans(q), EXACT) * scale
         if MASKED:
             first = _first_seen(bounds_ptr, rows, T, window, WINDOW)
-        p, ds = _score_gradients(q, do, k, v, lse, delta, rows, keys, first, scale, MASKED, EXACT)
-        dv += _product(tl.trans(p.to(do.dtype)), do, EXACT)
-        dk += _product(tl.trans(ds.to(q.dtype)), q, EXACT)
+            seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= rows[None, :])
+            s = tl.where(seen, s, float("-inf"))
+        p = tl.exp2(s - lse[None, :])
+        dv += _product(p.to(do.dtype), do, EXACT)
+        ds = p * (_product(v, tl.trans(do), EXACT) - delta[None, :])
+        dk += _product(ds.to(q.dtype), q, EXACT)
     return dk, dv
 
 
@@ -321,12 +302,17 @@ def _dkdv_kernel(
     _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
 
 
-@functools.cache
+# By kernel, and the columns of a head that they go up to. Swept on an H100.
+_TILES = {
+    "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
+    "dq": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+}
+
+
 def tiles_of(kind: str, D: int) -> Tiles:
-    """Return the tiles of a kernel: "forward", "dq" or "dkdv". Not yet tuned on a GPU."""
-    if D > 128:
-        return Tiles(64, 32, 4, 2)
-    return {"forward": Tiles(128, 64, 8, 3), "dq": Tiles(64, 64, 4, 3), "dkdv": Tiles(64, 64, 4, 3)}[kind]
+    """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
+    return _TILES[kind][next(width for width in _TILES[kind] if D <= width)]
 
 
 @remembered
@@ -340,14 +326,6 @@ def _launch(
         kernel, (programs, heads), T, *strides, scale * LOG2E, window or 0,
         GROUP=group, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
         WINDOW=window is not None, EXACT=exact, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-
-
-@remembered
-def _delta_launch(T: int, heads: int, D: int, strides: tuple[int, ...]) -> Launch:
-    width = max(16, triton.next_power_of_2(D))
-    return Launch(
-        _delta_kernel, (-(-T // 64), heads), T, *strides, D=D, BLOCK_D=width, BLOCK_M=64, num_warps=4
     )  # fmt: skip
 
 
@@ -401,9 +379,10 @@ class DocumentAttentionFunction(torch.autograd.Function):
         do, delta = _dense(do), torch.empty_like(lse)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         if T:
-            _delta_launch(T, heads, D, _strides(o, do))(o, do, delta)
             how = group, D, scale, window, exact
-            _launch_backward("dq", T, heads, _strides(q, k, v, do, dq), *how)(q, k, v, do, lse, delta, dq, bounds)
+            _launch_backward("dq", T, heads, _strides(q, k, v, o, do, dq), *how)(
+                q, k, v, o, do, lse, delta, dq, bounds
+            )
             _launch_backward("dkdv", T, heads // group, _strides(q, k, v, do, dk, dv), *how)(
                 q, k, v, do, lse, delta, dk, dv, bounds
             )
