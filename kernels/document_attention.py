@@ -6,8 +6,8 @@ Shapes    q, o: (T, Hq, D)   k, v: (T, Hk, D), Hq a multiple of Hk   bounds: (2,
 Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends on T alone and a
           CUDA graph serves any number of documents. A program has BLOCK_M queries of one head and walks over the keys
           from the first document that begins in or before the block; blocks that all its queries see whole take no
-          mask. Backward: one kernel for dq, one for dk and dv that walks over the queries of all heads of a key's group,
-          so that nothing is added by atomics and results are the same every time.
+          mask. Backward: one kernel for dq and o . do, one for dk and dv that walks over the queries of all heads of a
+          key's group, so that nothing is added by atomics and results are the same every time.
 Numerics  scores, softmax and sums in fp32, base 2; probabilities and their gradients are cast to the inputs' dtype for
           the matrix products, as FlashAttention does
 Traffic   forward (2 Hq + 2 Hk) D elements a token, backward twice that; q, k, v, o and lse are saved
@@ -302,30 +302,40 @@ def _dkdv_kernel(
     _store_rows(dv_ptr + group * dv_head, dv, keys, dv_row, T, D, BLOCK_D)
 
 
-# By kernel, and the columns of a head that they go up to. Swept on an H100.
+# By kernel, and the columns of a head that they go up to. Those up to 128 were swept on an H100.
 _TILES = {
-    "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2)},
-    "dq": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    "dkdv": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "forward": {128: Tiles(64, 32, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    "dq": {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "dkdv": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
 }
+EXACT_TILES = Tiles(
+    32, 32, 4, 1
+)  # in fp32: products without tensor cores, which take long to compile if they are large
 
 
-def tiles_of(kind: str, D: int) -> Tiles:
+def tiles_of(kind: str, D: int, exact: bool) -> Tiles:
     """Return the tiles of a kernel: "forward", "dq" or "dkdv"."""
-    return _TILES[kind][next(width for width in _TILES[kind] if D <= width)]
+    return EXACT_TILES if exact else _TILES[kind][next(width for width in _TILES[kind] if D <= width)]
+
+
+class _Call(NamedTuple):
+    T: int
+    group: int  # query heads of a key head
+    D: int
+    scale: float
+    window: int | None
+    exact: bool  # fp32
 
 
 @remembered
-def _launch(
-    kind: str, T: int, heads: int, group: int, D: int, strides: tuple[int, ...], scale: float, window: int | None,
-    exact: bool, tiles: Tiles,
-) -> Launch:  # fmt: skip
+def _launch(kind: str, heads: int, call: _Call, strides: tuple[int, ...]) -> Launch:
     kernel = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}[kind]
-    programs = -(-T // (tiles.n if kind == "dkdv" else tiles.m))
+    tiles = tiles_of(kind, call.D, call.exact)
+    programs = -(-call.T // (tiles.n if kind == "dkdv" else tiles.m))
     return Launch(
-        kernel, (programs, heads), T, *strides, scale * LOG2E, window or 0,
-        GROUP=group, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-        WINDOW=window is not None, EXACT=exact, num_warps=tiles.warps, num_stages=tiles.stages,
+        kernel, (programs, heads), call.T, *strides, call.scale * LOG2E, call.window or 0,
+        GROUP=call.group, D=call.D, BLOCK_D=max(16, triton.next_power_of_2(call.D)), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+        WINDOW=call.window is not None, EXACT=call.exact, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -361,13 +371,11 @@ class DocumentAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bounds, scale, window):
         q, k, v = _dense(q), _dense(k), _dense(v)
-        (T, heads, D), group = q.shape, q.shape[1] // k.shape[1]
+        T, heads, D = q.shape
+        ctx.call = _Call(T, heads // k.shape[1], D, scale, window, q.dtype == torch.float32)
         o, lse = q.new_empty(q.shape), q.new_empty(heads, T, dtype=torch.float32)
-        ctx.how = T, heads, group, D, scale, window, q.dtype == torch.float32
         if T:
-            _launch(
-                "forward", T, heads, group, D, _strides(q, k, v, o), scale, window, ctx.how[-1], tiles_of("forward", D)
-            )(q, k, v, o, lse, bounds)
+            _launch("forward", heads, ctx.call, _strides(q, k, v, o))(q, k, v, o, lse, bounds)
         ctx.save_for_backward(q, k, v, o, lse, bounds)
         return o
 
@@ -375,25 +383,20 @@ class DocumentAttentionFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, do):
         q, k, v, o, lse, bounds = ctx.saved_tensors
-        T, heads, group, D, scale, window, exact = ctx.how
         do, delta = _dense(do), torch.empty_like(lse)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        if T:
-            how = group, D, scale, window, exact
-            _launch_backward("dq", T, heads, _strides(q, k, v, o, do, dq), *how)(
-                q, k, v, o, do, lse, delta, dq, bounds
-            )
-            _launch_backward("dkdv", T, heads // group, _strides(q, k, v, do, dk, dv), *how)(
-                q, k, v, do, lse, delta, dk, dv, bounds
-            )
+        if ctx.call.T:
+            strides = _strides(q, k, v, o, do, dq)
+            _launch("dq", q.shape[1], ctx.call, strides)(q, k, v, o, do, lse, delta, dq, bounds)
+            strides = _strides(q, k, v, do, dk, dv)
+            _launch("dkdv", k.shape[1], ctx.call, strides)(q, k, v, do, lse, delta, dk, dv, bounds)
         return dq, dk, dv, None, None, None
 
 
-def _launch_backward(
-    kind: str, T: int, heads: int, strides: tuple[int, ...], group: int, D: int, scale: float, window: int | None,
-    exact: bool,
-) -> Launch:  # fmt: skip
-    return _launch(kind, T, heads, group, D, strides, scale, window, exact, tiles_of(kind, D))
+def launches(q: Tensor) -> bool:
+    """Return whether the op launches its kernels for q: without Triton, and while torch.compile traces, it makes a
+    mask of T x T."""
+    return not torch.compiler.is_compiling() and use_triton(q)
 
 
 def document_attention(
@@ -419,13 +422,14 @@ def document_attention(
     check_dtypes(q=q, k=k, v=v)
     if q.dim() != 3 or k.shape != v.shape or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(
-            f"q (T, Hq, D), k and v (T, Hk, D) must share T and D: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+            "q (T, Hq, D), k and v (T, Hk, D) must share T and D: "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
         )
     if q.shape[1] % k.shape[1] or q.shape[2] > WIDEST:
         raise ValueError(f"Hk must divide Hq, and D be at most {WIDEST}: q is {tuple(q.shape)}, k {tuple(k.shape)}.")
     if {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(f"q, k and v must share their dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
-    if torch.compiler.is_compiling() or not use_triton(q):
+    if not launches(q):
         return document_attention_reference(q, k, v, ends, scale=scale, window=window)
     bounds = document_bounds(ends, q.shape[0]) if bounds is None else bounds
     scale = q.shape[2] ** -0.5 if scale is None else scale

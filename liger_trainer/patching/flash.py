@@ -1,8 +1,9 @@
-"""Attention over documents that lie end to end, by PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+"""Attention over documents that lie end to end, by our kernel or PyTorch's FlashAttention-2.
 
-It is the operation below `torch.nn.attention.varlen` and `scaled_dot_product_attention`: with fewer key heads than
-query heads, windows and dropout. It is called as the operation, whose backward is PyTorch's own, since the function
-around it costs the host more at each layer.
+Causal attention without dropout, over heads of up to 128 columns, is our own kernel, which the number of documents
+costs nothing (kernels/document_attention.py). The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691), the operation
+below `torch.nn.attention.varlen` and `scaled_dot_product_attention`. It is called as the operation, whose backward is
+PyTorch's own, since the function around it costs the host more at each layer.
 """
 
 import sys
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from ..kernels.document_attention import document_attention
+from ..kernels.document_attention import document_attention, launches
 from .document_mask import Documents
 
 FLASH: Any = torch.ops.aten._flash_attention_forward
@@ -112,7 +113,7 @@ def attend(
     """
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH:
+    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH and launches(q):
         bounds = documents.bounds(q.shape[0], q.device)
         output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
         return output.unflatten(0, (query.shape[0], query.shape[2]))

@@ -21,7 +21,9 @@ check = functools.partial(check_op, document_attention, document_attention_refer
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that a few tokens take several blocks, some of them seen whole, and queries' blocks differ from keys'."""
-    monkeypatch.setattr(module, "tiles_of", lambda kind, D: Tiles(*((16, 32) if kind == "dkdv" else (32, 16)), 4, 2))
+    monkeypatch.setattr(
+        module, "tiles_of", lambda kind, D, exact: Tiles(*((16, 32) if kind == "dkdv" else (32, 16)), 4, 2)
+    )
 
 
 def tensors(place, T=70, hq=4, hk=2, D=16, ends=(0, 1, 30, 30, 61, 70), seed=0):
