@@ -308,9 +308,8 @@ _TILES = {
     "dq": {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
     "dkdv": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
 }
-EXACT_TILES = Tiles(
-    32, 32, 4, 1
-)  # in fp32: products without tensor cores, which take long to compile if they are large
+# In fp32: products without tensor cores, which take long to compile if they are large.
+EXACT_TILES = Tiles(32, 32, 4, 1)
 
 
 def tiles_of(kind: str, D: int, exact: bool) -> Tiles:
