@@ -117,6 +117,22 @@ def notes_of(trainer: Any, provider: Provider) -> str:
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
+@dataclass
+class CountingCollator:
+    """A collator that counts. Ours look for TRL's below it, by its attribute `collator`."""
+
+    collator: Any
+    batches: list[tuple[int, int, int]]  # tokens without and with padding, a sum of ids
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        ids = [row["input_ids"] for row in rows]
+        batch = self.collator(rows)
+        real = sum(map(len, ids))
+        padded = batch["input_ids"].numel() if "input_ids" in batch else real
+        self.batches.append((real, padded, sum(int(row[0]) + int(row[len(row) // 2]) for row in ids)))
+        return batch
+
+
 class Watch:
     """Steps of a trainer: their losses, gradient norms, rows and times; a trace of the last ones."""
 
@@ -132,14 +148,12 @@ class Watch:
         self.profiler: Any = None
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
-        self.batches: list[tuple[int, int, int]] = []  # tokens without and with padding, a sum of ids
+        self.batches: list[tuple[int, int, int]] = []
         self._listen()
 
     def _listen(self) -> None:
         """Keep what each step returns. Nothing here reads a tensor of the device."""
-        step, clip, collate = (
-            self.trainer.training_step, self.trainer.accelerator.clip_grad_norm_, self.trainer.data_collator,
-        )  # fmt: skip
+        step, clip = self.trainer.training_step, self.trainer.accelerator.clip_grad_norm_
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             loss = step(*args, **kwargs)
@@ -151,17 +165,9 @@ class Watch:
             self.norms.append(norm.detach())
             return norm
 
-        def data_collator(rows: list[dict[str, Any]]) -> Any:
-            ids = [row["input_ids"] for row in rows]
-            batch = collate(rows)
-            real = sum(map(len, ids))
-            padded = batch["input_ids"].numel() if "input_ids" in batch else real
-            self.batches.append((real, padded, sum(int(row[0]) + int(row[len(row) // 2]) for row in ids)))
-            return batch
-
         self.trainer.training_step = training_step
         self.trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
-        self.trainer.data_collator = data_collator
+        self.trainer.data_collator = CountingCollator(self.trainer.data_collator, self.batches)
 
     def end_step(self) -> None:
         self.steps += 1

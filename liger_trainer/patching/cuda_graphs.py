@@ -80,8 +80,12 @@ class GraphedLayers:
             self._replacements.forward(layer, _forward_in(self, index))
 
     def undo(self) -> None:
-        """Give the layers their forwards back, and the memory of the graphs."""
+        """Give the layers their forwards back, and the memory of the graphs. Say why there were none."""
         self._replacements.undo()
+        if not self._graphs and self._off is None and len(self._seen) > SEEN:
+            count = f"{len(self._seen)} shapes" if len(self._seen) < REMEMBERED else f"the last {REMEMBERED} shapes"
+            self.report = f"CUDA graphs: none for the {self.name}: of {count}, none came {SEEN + 1} times"
+            announce(f"{self.report}.")
         self._forget()
 
     def call(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..errors import ConfigError
+from ..kernels.document_attention import document_bounds
 
 MaskFunction = Callable[..., Any]
 
@@ -72,10 +73,20 @@ class Documents:
     def __init__(self, ends: Tensor, longest: int | None = None):
         self.ends = ends
         self._longest = longest
+        self._bounds: Tensor | None = None
 
     @cached_property
     def longest(self) -> int:
         return int(self.ends.diff().max()) if self._longest is None else int(self._longest)
+
+    def bounds(self, tokens: int, device: torch.device) -> Tensor:
+        """Return where each token's document begins and ends (`document_bounds`), computed once for all layers. A CUDA
+        graph computes its own, since the ends are others when it is replayed."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return document_bounds(self.ends.to(device), tokens)
+        if self._bounds is None or self._bounds.device != device:
+            self._bounds = document_bounds(self.ends.to(device), tokens)
+        return self._bounds
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -1,8 +1,9 @@
-"""Attention over documents that lie end to end, by PyTorch's FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+"""Attention over documents that lie end to end, by our kernel or PyTorch's FlashAttention-2.
 
-It is the operation below `torch.nn.attention.varlen` and `scaled_dot_product_attention`: with fewer key heads than
-query heads, windows and dropout. It is called as the operation, whose backward is PyTorch's own, since the function
-around it costs the host more at each layer.
+Causal attention without dropout, over heads of up to 128 columns, is our own kernel, which the number of documents
+costs nothing (kernels/document_attention.py). The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691), the operation
+below `torch.nn.attention.varlen` and `scaled_dot_product_attention`. It is called as the operation, whose backward is
+PyTorch's own, since the function around it costs the host more at each layer.
 """
 
 import sys
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from ..kernels.document_attention import document_attention, launches
 from .document_mask import Documents
 
 FLASH: Any = torch.ops.aten._flash_attention_forward
@@ -23,6 +25,7 @@ FLASH: Any = torch.ops.aten._flash_attention_forward
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Keywords that change the scores, which FlashAttention-2 does not know.
 _OF_SCORES = ("softcap", "s_aux", "position_bias")
+OWN_WIDTH = 128  # of a head; beyond it FlashAttention-2 is the faster one
 _DOCUMENTS: Any = WeakIdKeyDictionary()
 _FITS: dict[tuple, bool] = {}
 
@@ -110,6 +113,10 @@ def attend(
     """
     dtype = _autocast_dtype(query)
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if causal and not how.get("dropout") and q.shape[-1] <= OWN_WIDTH and launches(q):
+        bounds = documents.bounds(q.shape[0], q.device)
+        output = document_attention(q, k, v, documents.ends, scale=how.get("scaling"), window=window, bounds=bounds)
+        return output.unflatten(0, (query.shape[0], query.shape[2]))
     ends, longest = documents.ends.to(q.device), documents.longest
     left, right = (-1 if window is None else window - 1), (0 if causal else -1)
     output = FLASH(

@@ -1,8 +1,8 @@
 """Attention over packed rows by the lengths of their documents, without a mask and without the flash-attn package.
 
-On a GPU in 16 bits it is PyTorch's own FlashAttention-2 (flash.py). Where that cannot serve (a CPU, fp32, softcapping,
-sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one document after the
-other. torchtitan and axolotl chose varlen attention for packed rows before.
+On a GPU in 16 bits it is our kernel or PyTorch's FlashAttention-2 (flash.py). Where these cannot serve (a CPU, fp32,
+softcapping, sinks, wide heads), rows are cut at the documents, and the model's former implementation computes one
+document after the other. torchtitan and axolotl chose varlen attention for packed rows before.
 
 Two names are registered with transformers, one for each former implementation, and a third for rows of which each rank
 has a slice (ulysses.py). A model gets one by its configuration, for as long as it is patched; `save_pretrained` leaves

@@ -14,6 +14,7 @@ from ..kernels.activation_linear import activation_linear
 from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
+from ..kernels.document_attention import document_attention, document_attention_reference
 from ..kernels.gated_linear import gated_linear
 from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
 from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
@@ -107,6 +108,12 @@ def _heads_and_norms(draw: Draw) -> dict[str, Tensor]:
     """(batch, positions, heads, width), as projections leave them."""
     weights = {name: draw(WIDTH, std=0.2, mean=1.0) for name in ("q_weight", "k_weight")}
     return {"q": draw(2, 33, HEADS, WIDTH), "k": draw(2, 33, KEYS, WIDTH), **weights, **_angles(33)}
+
+
+def _documents(draw: Draw) -> dict[str, Tensor]:
+    """(positions, heads, width) of documents that lie end to end, the third without a token."""
+    ends = torch.tensor([0, 1, 40, 40, ROWS], dtype=torch.int32)
+    return {"q": draw(ROWS, HEADS, WIDTH), "k": draw(ROWS, KEYS, WIDTH), "v": draw(ROWS, KEYS, WIDTH), "ends": ends}
 
 
 def _logits(draw: Draw) -> dict[str, Tensor]:
@@ -275,6 +282,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("rope", rope, rope_reference, _heads, ("q", "k")),
     Check("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, _heads_and_norms, ("q", "k", "q_weight", "k_weight")),
+    *(
+        Check(
+            f"document_attention{name}", partial(document_attention, window=window),
+            partial(document_attention_reference, window=window), _documents, ("q", "k", "v"),
+        )
+        for name, window in {"": None, ", window": 20}.items()
+    ),
     Check("swiglu", swiglu, lambda gate, up: F.silu(gate) * up, _rows("gate", "up"), ("gate", "up")),
     Check("geglu", geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, _rows("gate", "up"), ("gate", "up")),
     Check(

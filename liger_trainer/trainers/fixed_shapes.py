@@ -13,7 +13,7 @@ from ..losses.spec import IGNORE_INDEX
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
 LENGTHS = 16  # of padded batches
-ENDS = 16  # documents are counted in steps of so many
+SHORT = 128  # tokens: with documents as long on average, or longer, their number is always the same
 _LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 
@@ -77,6 +77,7 @@ class FixedShapes:
             more = torch.as_tensor(value, dtype=there.dtype).expand(1, missing)
             batch[name] = torch.cat([there, more], 1)
         known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
-        count = -(-len(known) // ENDS) * ENDS + 1
+        step = max(16, self.tokens // SHORT)
+        count = -(-len(known) // step) * step + 1
         ends = torch.cat([known, ends.new_full((count - len(known),), self.tokens)])
         return batch | dict.fromkeys(_LENGTHS, ends) | dict.fromkeys(_LONGEST, self.longest) | {PADDING: missing}

@@ -15,9 +15,11 @@ from benchmark_workers import Misbehaving
 from benchmarks import trainer_step
 from benchmarks.processes import Provider as Process
 from benchmarks.trainer_cases import CASES, END, LONGEST, PLAN, SHORTEST, TINY_PLAN, length_of, make_rows
-from benchmarks.trainer_providers import PROVIDERS, variant
+from benchmarks.trainer_providers import PROVIDERS, make_ours, prepare, variant
 from benchmarks.trainer_step import LOSS_TOLERANCE, NORM_TOLERANCE, Row, judge, main, markdown, parse
-from benchmarks.trainer_worker import Measured, TrainerWorker, covered, read_trace
+from benchmarks.trainer_worker import Measured, TrainerWorker, Watch, covered, read_trace
+from liger_trainer.common.replacements import Replacements
+from liger_trainer.trainers.fixed_shapes import few_shapes
 
 CASE = {case.name: case for case in CASES}
 PLAIN = CASE["sft-qwen3-0.6b"]
@@ -258,6 +260,17 @@ def test_trainers_agree_on_tiny_models(name):
             assert 0.9 * tokens < row.measured.tokens == row.measured.padded_tokens <= tokens
         else:
             assert row.measured.tokens < row.measured.padded_tokens <= tokens
+
+
+def test_what_is_watched_still_has_few_shapes(tmp_path):
+    """Packs of other lengths would not be in CUDA graphs, which is what is measured."""
+    case = CASE["sft-qwen3-0.6b-packed"]
+    rows = make_rows(case, TINY_PLAN, tiny=True)
+    trainer = make_ours(prepare(case, OURS, True, "cpu", str(tmp_path), rows, TINY_PLAN.steps))
+    watch = Watch(trainer, 0, 1, 0, str(tmp_path))
+    few_shapes(trainer, Replacements())
+    trainer.data_collator([{"input_ids": [5] * 60, "seq_lengths": [60]}] * case.rows)
+    assert watch.batches == [(60 * case.rows, length_of(case, True) * case.rows, 10 * case.rows)]
 
 
 def test_options_of_a_variant_reach_the_trainer_and_the_gate_sees_them():

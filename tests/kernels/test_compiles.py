@@ -21,7 +21,12 @@ if "nvidia" not in triton.backends.backends:
 SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Whose tensors have dtypes of their own, whatever the op's.
-OF_ONE_DTYPE = {("_labelled_rows", "_find_kernel"), ("_low_rank", "_split_kernel"), ("_triton", "_probe_kernel")}
+OF_ONE_DTYPE = {
+    ("_labelled_rows", "_find_kernel"),
+    ("_low_rank", "_split_kernel"),
+    ("_triton", "_probe_kernel"),
+    ("document_attention", "_bounds_kernel"),
+}
 IN_TRITON = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 

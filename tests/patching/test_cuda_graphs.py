@@ -213,6 +213,15 @@ def test_only_a_few_shapes_are_recorded(monkeypatch):
     assert layers.report.endswith("2x5x32, 2x6x32")
 
 
+def test_shapes_that_do_not_come_again_are_said(capsys):
+    _, graphed, layers = pair()
+    for length in (5, 6, 7, 5, 6, 7):
+        backward(graphed, random_ids(length))
+    layers.undo()
+    assert layers.report == "CUDA graphs: none for the student: of 3 shapes, none came 3 times"
+    assert layers.report in capsys.readouterr().out
+
+
 class NoRoom(RunsAgain):
     def has_room(self):
         return False

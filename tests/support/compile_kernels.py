@@ -50,6 +50,7 @@ from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
 from liger_trainer.kernels.divergence_kinds import ROW_KINDS  # noqa: E402
+from liger_trainer.kernels.document_attention import document_attention  # noqa: E402
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
 from liger_trainer.kernels.gated_rms_norm import gated_rms_norm  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
@@ -215,6 +216,20 @@ def rotary(dtype: torch.dtype) -> None:
     over_heads = leaf(6 * D, dtype=dtype), leaf(2 * D, dtype=dtype)  # OLMo 2
     of_axes = torch.rand(3, B, S, D), torch.rand(3, B, S, D)
     step(qk_norm_rope, q, k, *over_heads, *of_axes, norm_over_heads=True, mrope_section=(16, 24, 24))
+
+
+def packed_rows(dtype: torch.dtype) -> None:
+    def run(D: int, heads: int = 4, T: int = 70, **options) -> None:
+        q, k, v = leaf(T, heads + 4, D, dtype=dtype).split([heads, 2, 2], 1)
+        step(document_attention, q, k, v, torch.tensor([0, 30, T], dtype=torch.int32), **options)
+
+    run(128)
+    if not in_every_way(dtype):
+        return
+    run(64, window=16)
+    run(96, heads=2)
+    run(128, T=4096)  # a number of tokens that is a multiple of 16
+    run(256)
 
 
 def gated(dtype: torch.dtype) -> None:
@@ -410,6 +425,9 @@ def loss_of(op: Callable) -> Callable:
     return lambda *args, **options: op(*args, **options).loss
 
 
+GROUPS = (norms, rotary, packed_rows, gated, low_rank, experts, distributions, cross_entropies, heads, shards)
+
+
 def main() -> None:
     driver: Any = H100()
     triton.runtime.driver.set_active(driver)
@@ -419,7 +437,7 @@ def main() -> None:
     jit.run = lambda function, *args, **kwargs: compiler(function, *args, **kwargs)
     for name in DTYPES if ALL else DTYPES[:2]:
         compiler.dtype = name
-        for group in (norms, rotary, gated, low_rank, experts, distributions, cross_entropies, heads, shards):
+        for group in GROUPS:
             group(getattr(torch, name))
 
 
