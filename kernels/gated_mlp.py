@@ -25,9 +25,9 @@ def gated_mlp_reference(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *, activation: str = "silu"
 ) -> Tensor:
     """Return in plain torch what the op must equal."""
-    *first, down = zip(weights, biases or [None] * len(weights), strict=True)
-    gate, *up = linears_reference(x, *zip(*first, strict=True))
-    return linears_reference(gated_reference(gate, up[0] if up else None, activation), *zip(down, strict=True))[0]
+    biases = biases or [None] * len(weights)
+    gate, *up = linears_reference(x, weights[:-1], biases[:-1])
+    return linears_reference(gated_reference(gate, up[0] if up else None, activation), weights[-1:], biases[-1:])[0]
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -67,9 +67,7 @@ class GatedMLPFunction(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), None, None, *dweights, ddown, *dbiases
 
 
-def _gate_and_up(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _gate_and_up(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Return gate(x) and up(x), or both packed and None."""
     gate, *up = products(x, weights[:-1], biases[:-1])
     return gate, up[0] if up else None
