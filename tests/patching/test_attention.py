@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import sys
 import types
 
@@ -552,7 +553,7 @@ def test_copies_of_functions():
 
 def test_which_code_always_turns():
     def reads(module, names=("apply_rotary_pos_emb",)):
-        return always_reads_after(module.forward, "q_norm", names)
+        return always_reads_after(inspect.unwrap(module.forward), "q_norm", names)
 
     models = transformers.models
     assert reads(models.qwen3.modeling_qwen3.Qwen3Attention)
