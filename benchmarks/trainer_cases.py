@@ -91,6 +91,8 @@ CASES = (
     Case("kd-qwen3-0.6b", SMALL, 8, 1024, teacher="Qwen3-1.7B"),
     Case("sft-qwen3-0.6b-packed-16", SMALL, 16, 2048, "packed", default=False),
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
+    Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
+    Case("sft-llama-3-8b", "Llama-3-8B, 16 layers", 4, 2048, default=False),  # a half, so that AdamW fits on 80 GB
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),
