@@ -3,10 +3,12 @@ depth and width, smaller students, a privileged prompt, drafts. docs/results/stu
 
     python -m benchmarks.students --train-seconds 60 --seconds 560
     python -m benchmarks.students --ways one_stage two_stages --seeds 0    # without what the .json has
+    python -m benchmarks.students --ways one_stage two_stages --together --train-seconds 600 --name students-10-minutes
     python -m benchmarks.students --page                                   # the page anew from the .json
 
-All ways of one seed train at once and share the device, so each has the same seconds beside the same neighbours. What
-finishes is written at once; what is not done after `--seconds` is left to the next call.
+All ways of one seed train at once and share the device, so each has the same seconds beside the same neighbours; with
+`--together`, those of all seeds do. What finishes is written at once; what is not done after `--seconds` is left to the
+next call.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def device_test() -> None:
 
 
 class Benchmark:
-    """One call: what is prepared first, a wave of trainings for each seed, the speeds of their students."""
+    """One call: what is prepared first, waves of trainings that share the device, the speeds of their students."""
 
     def __init__(self, options: argparse.Namespace, setup: Setup, record: Record):
         self.options, self.setup, self.record = options, setup, record
@@ -95,23 +97,25 @@ class Benchmark:
         self.kept: int | None = None  # the seed whose students are kept for their speeds
 
     def run(self) -> None:
-        left = [(seed, self._missing(seed)) for seed in self.options.seeds]
-        left = [(seed, missing) for seed, missing in left if missing]
-        self._prepare({way for _, missing in left for way in missing})
-        wave, self.kept = self.options.train_seconds, left[0][0] if left else None
-        for number, (seed, missing) in enumerate(left, 1):
-            if number == len(left):  # before the wave that may be lost to the deadline
+        waves = [wave for wave in self._waves() if wave]
+        self._prepare({way for wave in waves for way, _ in wave})
+        seconds, self.kept = self.options.train_seconds, waves[0][0][1] if waves else None
+        for number, wave in enumerate(waves, 1):
+            if number == len(waves):  # before the wave that may be lost to the deadline
                 self._speeds()
             began = time.monotonic()
-            if began + 0.9 * wave > self.deadline:
-                print(f"seed {seed}: no time is left for it", file=sys.stderr, flush=True)
+            if began + 0.9 * seconds > self.deadline:
+                print(f"seed {wave[0][1]}: no time is left for it", file=sys.stderr, flush=True)
                 break
-            self._wave(seed, missing)
-            wave = time.monotonic() - began
+            self._train(wave)
+            seconds = time.monotonic() - began
         self._speeds()
 
-    def _missing(self, seed: int) -> list[str]:
-        return [way for way in WAYS if way in self.options.ways and not self.record.has(way, seed)]
+    def _waves(self) -> list[list[tuple[str, int]]]:
+        """Return the ways and seeds that train at once, of which there is no result yet."""
+        ways = [way for way in WAYS if way in self.options.ways]
+        waves = [[(way, seed) for way in ways if not self.record.has(way, seed)] for seed in self.options.seeds]
+        return [sum(waves, [])] if self.options.together else waves
 
     def _prepare(self, wanted: set[str]) -> None:
         """Make rows and students, compile the kernels, and ask the teacher about the privileged prompt."""
@@ -156,15 +160,18 @@ class Benchmark:
         deadline = min(self.deadline, time.monotonic() + seconds)
         run_together(tasks, self.context, self.logs / name, deadline, done, start)
 
-    def _wave(self, seed: int, missing: list[str]) -> None:
-        start = self.context.Barrier(len(missing))
-        keep = FAST if seed == self.kept else ()
-        tasks: dict[str, Task] = {way: (ways.train, (way, seed, self.setup, start, way in keep)) for way in missing}
+    def _train(self, wave: list[tuple[str, int]]) -> None:
+        start = self.context.Barrier(len(wave))
+        runs = {f"{way}-{seed}": (way, seed) for way, seed in wave}
+        tasks: dict[str, Task] = {
+            name: (ways.train, (way, seed, self.setup, start, way in FAST and seed == self.kept))
+            for name, (way, seed) in runs.items()
+        }
 
-        def done(way: str, result: Any, failure: str | None) -> None:
-            self.record.put_run(way, seed, result, failure, len(missing) - 1)
+        def done(name: str, result: Any, failure: str | None) -> None:
+            self.record.put_run(*runs[name], result, failure, len(wave) - 1)
 
-        self._together(tasks, done, f"seed-{seed}", start)
+        self._together(tasks, done, f"wave-{wave[0][1]}", start)
 
     def _speeds(self) -> None:
         """Measure the speeds of trained students of one seed, alone on the device, where that is not done."""
@@ -198,6 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one wave each")
+    parser.add_argument("--together", action="store_true", help="one wave of all seeds")
     parser.add_argument("--train-seconds", type=float, default=60.0, help="of each training")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole call")
     parser.add_argument("--teacher", default=TEACHER)
@@ -207,11 +215,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the .json, and measure nothing")
     parser.add_argument("--logs", type=Path, help="folder for what the trainings print; else it is thrown away")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
+    parser.add_argument("--name", default="students", help="what their names begin with")
     options, overrides = parser.parse_known_args(arguments)
     where = provenance(PACKAGES)
-    path = options.output / f"students-{slug(where['device'])}.json"
+    path = options.output / f"{options.name}-{slug(where['device'])}.json"
     if options.page:
-        (path,) = options.output.glob("students-*.json")
+        (path,) = options.output.glob(f"{options.name}-[!0-9]*.json")
         record = Record(path, {})
         return record.save()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others

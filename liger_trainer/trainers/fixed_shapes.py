@@ -13,7 +13,7 @@ from ..losses.spec import IGNORE_INDEX
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
 LENGTHS = 16  # of padded batches
-SHORT = 128  # tokens: with documents as long on average, or longer, their number is always the same
+SHORT = 64  # tokens: with documents as long on average, or longer, their number is always the same
 _LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 
