@@ -68,7 +68,9 @@ def page(content: dict[str, Any]) -> str:
     runs: Runs = content["runs"]
     parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_quantised(runs, content)]
     parts += [*_privileged(runs, content), *_drafts(runs, content), *_failures(content)]
-    return "\n".join(["# Better students, in the same time", "", *parts]).rstrip() + "\n"
+    seconds = content["conditions"]["train_seconds"]
+    time = f"{seconds / 60:g} minutes" if seconds > 90 else f"{seconds:g} seconds"
+    return "\n".join([f"# Better students, in the same {time}", "", *parts]).rstrip() + "\n"
 
 
 def _head(content: dict[str, Any]) -> str:
