@@ -37,7 +37,7 @@ from ..common.folder_lock import folder_lock
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
-from .qat import QuantisedWeights, quantised_weights
+from .qat import QuantisedWeights, check_not_taken, quantised_weights
 from .ranks import decided_by_first
 
 
@@ -61,6 +61,14 @@ class CheckpointingTrainer(RowPreparingTrainer):
     @property
     def quantised(self) -> QuantisedWeights | None:
         return quantised_weights(self.model)
+
+    def train(self, *args, **kwargs):
+        check_not_taken(self)
+        return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        check_not_taken(self)
+        return super().evaluation_loop(*args, **kwargs)
 
     @contextmanager
     def folder_locked(self, trial: Any = None) -> Iterator[None]:

@@ -62,6 +62,18 @@ def quantise_weights(trainer: Any, config: Any) -> None:
         setattr(base_of(trainer.model), _MARK, weights)
 
 
+def check_not_taken(trainer: Any) -> None:
+    """Raise ConfigError where a trainer that was made later has given the model other weights than this one's."""
+    callbacks = trainer.callback_handler.callbacks
+    ours = next((callback for callback in callbacks if isinstance(callback, QuantisedWeights)), None)
+    if quantised_weights(trainer.model) is not ours:
+        now = "are no longer quantised" if quantised_weights(trainer.model) is None else "are quantised anew"
+        raise ConfigError(
+            f"qat: a trainer that was made later has got this model, whose weights {now}. Make the other trainer when "
+            "this one is done, or give it a copy of the model."
+        )
+
+
 class QuantisedWeights(TrainerCallback):
     """Puts the quantised numbers into a model's linear layers, and the weights behind them back for each update.
 
@@ -72,7 +84,7 @@ class QuantisedWeights(TrainerCallback):
     Raises:
         ConfigError: torchao is missing; adapters, sharded or offloaded weights, or an optimizer that changes weights
             outside of its step; a model without linear layers, or with one of a shape or dtype that the format does
-            not have; a training after another trainer has got the model.
+            not have; a training of a model that `model_init` has made.
     """
 
     def __init__(self, trainer: Any, qat: str, group_size: int):
@@ -114,12 +126,9 @@ class QuantisedWeights(TrainerCallback):
         self._lift()
         self._weights, self._behind = [], []
 
-    def on_train_begin(self, args, state, control, optimizer: Any = None, **kwargs) -> None:
-        if not self._weights:
-            raise ConfigError(
-                "qat: a trainer that was made later has got this model, and its weights are no longer quantised for "
-                "this one. Make the other trainer when this one is done."
-            )
+    def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
+        if quantised_weights(model) is not self:
+            raise ConfigError("qat goes with no model_init: the model that it makes is not quantised. Give a model.")
         inner = getattr(optimizer, "optimizer", optimizer)
         if callable(getattr(inner, "eval", None)):
             raise ConfigError(f"qat does not go with {type(inner).__name__}, which swaps weights for evaluations.")

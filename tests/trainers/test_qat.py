@@ -1,6 +1,7 @@
 """Trainings that see quantised weights, beside torchao's own quantisation-aware layers and the model that is loaded."""
 
 import copy
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,31 +91,43 @@ def test_gradients_are_those_of_torchaos_own_layers(accumulation):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+class Behind(TrainerCallback):
+    """The weights behind before each step."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.seen = trainer, []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        with self.trainer.quantised.lifted():
+            self.seen.append(weights(self.trainer.model))
+
+    on_train_end = on_step_begin
+
+
 def test_steps_are_those_of_a_straight_through_loop():
-    """SGD on the weights behind, with gradients at the quantised ones, in plain torch."""
+    """SGD on the weights behind, with gradients at the quantised ones, in plain torch; each step by itself, since a
+    weight between two levels may be rounded to the other one."""
     trainer = sft(qat="int4", qat_group_size=16, optim="sgd", lr_scheduler_type="constant", max_steps=3)
-    model, behind = tiny_model("llama"), weights(tiny_model("llama"))
+    model, behind = tiny_model("llama"), Behind(trainer)
     form, names = torchao_config("int4", 16), {f"{name}.weight" for name in linear_layers(model)}
     seen: list[Any] = []
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: seen.append(collate(rows)) or seen[-1]
+    trainer.add_callback(behind)
     trainer.train()
-    assert len(seen) >= 6
-    for first in range(0, 6, 2):
+    assert len(seen) >= 6 and len(behind.seen) == 4
+    for step, (before, after) in enumerate(itertools.pairwise(behind.seen)):
         for name, parameter in model.named_parameters():
-            parameter.data = quantised(behind[name], form) if name in names else behind[name].clone()
+            parameter.data = quantised(before[name], form) if name in names else before[name].clone()
             parameter.grad = None
-        batches = seen[first : first + 2]
+        batches = seen[2 * step : 2 * step + 2]
         items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         for batch in batches:
             logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
             (loss / items).backward()
         for name, parameter in model.named_parameters():
-            behind[name] -= 1e-2 * parameter.grad
-    with trainer.quantised.lifted():
-        for name, parameter in trainer.model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), behind[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[name], before[name] - 1e-2 * parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_files_hold_the_weights_behind_and_load_as_they_were_trained(tmp_path):
@@ -173,7 +186,7 @@ def test_the_layers_are_those_that_transformers_quantises(tmp_path):
 
 @pytest.mark.parametrize("again", [{"qat": "int8"}, {}])
 def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
-    """It does not quantise the quantised; the trainer before saves the same, and trains no more."""
+    """It does not quantise the quantised; the trainer before saves the same, and neither trains nor measures."""
     first = sft(qat="int4", qat_group_size=16, output_dir=str(tmp_path))
     with first.quantised.lifted():
         behind = weights(first.model)
@@ -183,8 +196,25 @@ def test_a_later_trainer_of_the_model_gets_the_weights_behind(again, tmp_path):
     with copied._unquantised(), later._unquantised():
         for model in (copied.model, later.model, saved):
             assert all(torch.equal(p, behind[name]) for name, p in model.named_parameters())
-    with pytest.raises(ConfigError, match="a trainer that was made later has got this model"):
-        first.train()
+    now = "are quantised anew" if again else "are no longer quantised"
+    for use in (first.train, first.evaluate):
+        with pytest.raises(ConfigError, match=f"a trainer that was made later has got this model, whose weights {now}"):
+            use()
+
+
+def test_an_earlier_trainer_does_not_train_weights_that_a_later_one_has_quantised():
+    first = sft()
+    sft(first.model, qat="int4", qat_group_size=16)
+    for use in (first.train, first.evaluate):
+        with pytest.raises(ConfigError, match="whose weights are quantised anew"):
+            use()
+
+
+def test_models_made_when_training_begins_are_refused():
+    trainer = sft(qat="int4", qat_group_size=16)
+    trainer.model_init = lambda: tiny_model("llama")
+    with pytest.raises(ConfigError, match="no model_init"):
+        trainer.train()
 
 
 class Interrupted(TrainerCallback):
