@@ -34,7 +34,7 @@ class Op:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     is_loss: bool = False
-    products: int = 0  # matrix products (tokens, width, hidden_size) of the forward; the backward has twice as many
+    flops: Callable[[OpCase, str], float] | None = None  # of the matrix products in a pass
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class OpCase:
     heads: tuple[int, int] = (32, 8)  # of the queries, of the keys
     transposed: bool = False  # heads outermost, as a view: what a projection leaves behind
     hidden_size: int = 0
+    document: int = 0  # tokens of a document, or their mean where lengths are mixed
+    mixed: bool = False
     grad_output: float = 1.0  # of a loss
     host: bool = False  # also the wall time of a short sequence
     default: bool = True
@@ -74,10 +76,9 @@ class OpCase:
     def value_names(self, outputs: int) -> tuple[str, ...]:
         return (*(f"out{i}" for i in range(outputs)), *(f"d_{name}" for name in self.leaves))
 
-    def flops(self, name: str) -> int:
+    def flops(self, name: str) -> float:
         """Return the operations of the matrix products in a pass, 0 for an op without any."""
-        once = 2 * self.op.products * self.tokens * self.width * self.hidden_size
-        return once * {"forward": 1, "backward": 2, "both": 3}[name]
+        return self.op.flops(self, name) if self.op.flops else 0
 
     def make_operands(self, device: torch.device, seed: int = 0) -> Operands:
         """Draw the inputs, whose leaves require grad, and the gradients of the outputs."""
@@ -165,6 +166,11 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 def gated_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(swiglu(gate, up), weight)
+
+
+def _linear_flops(case: OpCase, name: str) -> float:
+    once = 2 * case.tokens * case.width * case.hidden_size
+    return once * {"forward": 1, "backward": 2, "both": 3}[name]
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -304,7 +310,7 @@ GATED_LINEAR = Op(
     leaves=("gate", "up", "weight"),
     forward=("gate", "up", "weight", "out0"),
     backward=("d_out0", "gate", "up", "weight", "d_gate", "d_up", "d_weight"),
-    products=1,
+    flops=_linear_flops,
 )
 CROSS_ENTROPY = _loss("cross_entropy", _logits_and_labels, cross_entropy, "logits", "labels", ("logits",))
 KL_DIV = _loss("kl_div", _distributions(True, False), kl_div, "input", "target", ("target",))

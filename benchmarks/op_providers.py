@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .attention_cases import KIND
 from .op_cases import EPS, OPS, OpCase
 from .suite import Provider
 
@@ -78,6 +79,7 @@ OURS: Mapping[str, Callable[[], Function]] = {
     "geglu": partial(kernel, "geglu"),
     "relu2": partial(kernel, "relu2"),
     "gated_linear": partial(kernel, "gated_linear"),
+    "document_attention": partial(kernel, "document_attention"),
     "cross_entropy": our_cross_entropy,
     "kl_div": lambda: partial(kernel("kl_div"), reduction="batchmean"),
     "jsd": lambda: partial(kernel("jsd"), reduction="batchmean"),
@@ -115,7 +117,7 @@ def _provider(name: str, title: str, builders: Mapping[str, Callable[[], Functio
     return Provider(name, title, lambda case: builders[case.kind](), kinds, kinds, ours=ours)
 
 
-ALL = tuple(op.name for op in OPS)
+ALL = (*(op.name for op in OPS), KIND)
 COMPILED = ("rms_norm", "swiglu")  # seconds each; the rest if --providers asks
 PROVIDERS = (
     _provider("ours", "ours", OURS, ours=True),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import op_cases, op_providers
+from . import attention_cases, op_cases, op_providers
 from .measure import Roofline, explain, interleave
 from .op_cases import OpCase, bytes_moved
 from .operands import Operands, Restorer
@@ -64,8 +64,9 @@ for the device."""
     time_heads = ("forward us (quartiles)", "backward us (quartiles)", "forward ratio", "backward ratio")
 
     def __init__(self) -> None:
-        self.cases, self.smoke_cases = op_cases.CASES, op_cases.SMOKE_CASES
-        self.providers = op_providers.PROVIDERS
+        self.cases = (*op_cases.CASES, *attention_cases.CASES)
+        self.smoke_cases = (*op_cases.SMOKE_CASES, *attention_cases.SMOKE_CASES)
+        self.providers = (*op_providers.PROVIDERS, *attention_cases.PROVIDERS)
 
     @contextmanager
     def stream(self, device: torch.device) -> Iterator[None]:
@@ -105,7 +106,7 @@ for the device."""
         parts = [f"{case.kind}, {case.tokens} tokens"]
         parts += [f"{case.width} wide"] if case.width else [f"{case.heads[0]} and {case.heads[1]} heads of 128"]
         parts += ["heads outermost, as a view"] if case.transposed else []
-        parts += [f"hidden size {case.hidden_size}"] if case.op.products else []
+        parts += [f"hidden size {case.hidden_size}"] if case.hidden_size else []
         parts += [f"grad_output {case.grad_output:g}"] if case.is_loss else []
         moved = [f"{name} {size / 1e6:.1f} MB" for name, size in outcome.bytes.items()]
         dtype = str(case.dtype).removeprefix("torch.")

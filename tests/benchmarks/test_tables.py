@@ -7,7 +7,17 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks import loss_cases, loss_providers, op_cases, op_providers, passes, plots, reference, run
+from benchmarks import (
+    attention_cases,
+    loss_cases,
+    loss_providers,
+    op_cases,
+    op_providers,
+    passes,
+    plots,
+    reference,
+    run,
+)
 from benchmarks.loss_cases import CASES, SMOKE_CASES, Case
 from benchmarks.losses import LossStep, LossSuite
 from benchmarks.measure import Roofline, Spread, Stopwatch, interleave
@@ -15,6 +25,7 @@ from benchmarks.op_cases import OpCase
 from benchmarks.operands import bits
 from benchmarks.reference import evaluate, relative_l2
 from benchmarks.suite import CaseResult, Provider, Result
+from liger_trainer.kernels.document_attention import document_attention_reference
 
 CPU = torch.device("cpu")
 TINY = Case("ce-tiny", "ce", hidden_size=16, vocab_size=64, tokens=24, dtype=torch.float32)
@@ -65,7 +76,7 @@ def test_the_ops_pass_the_gate_and_every_op_of_ours_is_measured(smoke, tmp_path,
     data = smoke(suite="ops")
     assert data["gate"] == []
     assert {case["op"] for case in data["cases"]} == set(op_providers.OURS)
-    leaves = {op.name: op.leaves for op in op_cases.OPS}
+    leaves = {op.name: op.leaves for op in (*op_cases.OPS, attention_cases.ATTENTION)}
     for case in data["cases"]:
         results = {result["name"]: result for result in case["providers"]}
         assert {"ours", "eager"} <= results.keys()
@@ -335,6 +346,18 @@ def test_traffic_is_what_any_implementation_must_move():
         moved = op_cases.bytes_moved(case, case.make_operands(CPU))
         assert (moved["forward"], moved["backward"]) == tuple(4 * x for x in elements), op.name
     assert OpCase("products", op_cases.GATED_LINEAR, h, n, hidden_size=v).flops("both") == 6 * n * h * v
+
+
+def test_attention_counts_the_pairs_within_documents():
+    rows = OpCase("rows", attention_cases.ATTENTION, 8, 24, torch.float32, heads=(4, 2), document=6)
+    assert attention_cases.lengths_of(rows) == [6] * 4
+    assert rows.flops("forward") == 4 * (4 * 21) * 4 * 8 and rows.flops("backward") == 2.5 * rows.flops("forward")
+    mixed = replace(rows, tokens=3000, document=50, mixed=True)
+    lengths = attention_cases.lengths_of(mixed)
+    assert sum(lengths) == 3000 and min(lengths) > 0 and 25 < 3000 / len(lengths) < 100
+    want = mixed.make_operands(CPU).tensors
+    plain, reference = attention_cases.one_by_one(**want), document_attention_reference(**want)
+    torch.testing.assert_close(plain, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_transposed_operands_keep_their_strides_and_copies_differ():
