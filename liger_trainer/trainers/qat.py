@@ -84,7 +84,7 @@ class QuantisedWeights(TrainerCallback):
     Raises:
         ConfigError: torchao is missing; adapters, sharded or offloaded weights, or an optimizer that changes weights
             outside of its step; a model without linear layers, or with one of a shape or dtype that the format does
-            not have; a training of a model that `model_init` has made.
+            not have; a training of a model that `model_init` has made, or after `release`.
     """
 
     def __init__(self, trainer: Any, qat: str, group_size: int):
@@ -129,6 +129,8 @@ class QuantisedWeights(TrainerCallback):
     def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
         if quantised_weights(model) is not self:
             raise ConfigError("qat goes with no model_init: the model that it makes is not quantised. Give a model.")
+        if not self._weights:
+            raise ConfigError("qat: the weights have been released. Make a new trainer of this model.")
         inner = getattr(optimizer, "optimizer", optimizer)
         if callable(getattr(inner, "eval", None)):
             raise ConfigError(f"qat does not go with {type(inner).__name__}, which swaps weights for evaluations.")

@@ -210,6 +210,13 @@ def test_an_earlier_trainer_does_not_train_weights_that_a_later_one_has_quantise
             use()
 
 
+def test_a_training_after_the_release_is_refused():
+    trainer = sft(qat="int4", qat_group_size=16)
+    trainer.quantised.release()
+    with pytest.raises(ConfigError, match="the weights have been released"):
+        trainer.train()
+
+
 def test_models_made_when_training_begins_are_refused():
     trainer = sft(qat="int4", qat_group_size=16)
     trainer.model_init = lambda: tiny_model("llama")
