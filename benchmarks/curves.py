@@ -75,7 +75,7 @@ class Plan:
 
     steps: int = 100
     rows: int = 8
-    length: int = 512
+    length: int = 256
     learning_rate: float = 2e-4
 
 
