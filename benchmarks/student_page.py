@@ -43,9 +43,9 @@ def interval(values: Sequence[float], digits: int, sign: str = "") -> str:
 
 
 def paired(runs: Runs, way: str, base: str, metric: str) -> list[float]:
-    """Return `way` minus `base` for each seed that both have."""
+    """Return `way` minus `base` for each seed of both, where they had equally many neighbours."""
     ours, theirs = runs.get(way, {}), runs.get(base, {})
-    both = [seed for seed in ours if seed in theirs]
+    both = [seed for seed in ours if seed in theirs and ours[seed].get("beside") == theirs[seed].get("beside")]
     pairs = [(ours[seed]["held_out"].get(metric), theirs[seed]["held_out"].get(metric)) for seed in both]
     return [a - b for a, b in pairs if a is not None and b is not None]
 

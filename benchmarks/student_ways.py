@@ -245,7 +245,7 @@ def train(way: str, seed: int, setup: Setup, start: Any = None, keep: bool = Fal
     def wait() -> None:
         if start is not None:
             with contextlib.suppress(threading.BrokenBarrierError):
-                start.wait(120)
+                start.wait(600)
 
     from liger_trainer.config.run_config import load_run_config
     from liger_trainer.recipes import distill, in_stages, sft

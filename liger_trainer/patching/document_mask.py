@@ -85,7 +85,8 @@ class Documents:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return document_bounds(self.ends.to(device), tokens)
         if self._bounds is None or self._bounds.device != device:
-            self._bounds = document_bounds(self.ends.to(device), tokens)
+            with torch.inference_mode(False):  # a later pass may keep them for its backward
+                self._bounds = document_bounds(self.ends.to(device), tokens)
         return self._bounds
 
     @cached_property

@@ -10,6 +10,7 @@ plain nn.Linear. Stacked experts are in experts.py.
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,10 @@ LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 PACKED = ("gate first", "up first")
 RULE = "_liger_trainer_mlp"  # the attribute of an MLP that one op may compute: its rule
 REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see remade_mlps.py
+KEPT = (
+    "memory: a {} keeps gate and up, since its layers cannot be computed as one op as they are called: they have "
+    "hooks, or a 4-bit base computes in another dtype than its input's. estimate counts less memory than is taken."
+)
 
 WIDTH, INNER, ROWS = 8, 12, 24
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -132,6 +137,8 @@ def mlp_forward(rule: MLPRule, lora: bool) -> Callable[..., Tensor]:
         fused = mlp_with_lora(x, rule.linear_layers(module), rule.activation, remake) if lora else None
         if fused is None and remake:
             fused = _remade(x, rule.linear_layers(module), rule.activation)
+            if fused is None and torch.is_grad_enabled():
+                warnings.warn(KEPT.format(type(module).__name__), stacklevel=2)
         return rule(module, x) if fused is None else fused
 
     return forward

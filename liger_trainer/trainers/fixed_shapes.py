@@ -63,7 +63,8 @@ class FixedShapes:
         if tensors != {*_TOKENS, *_LENGTHS}:  # such as a teacher's answers to each token
             return batch
         missing = self.tokens - batch["input_ids"].shape[1]
-        if not 0 <= missing <= min(MOST_PADDING * self.tokens, self.longest):
+        too_long = batch["max_length_q"] > self.longest  # a document of rows that the trainer has not prepared
+        if too_long or not 0 <= missing <= min(MOST_PADDING * self.tokens, self.longest):
             return batch
         ends: Tensor = batch["cu_seq_lens_q"].clone()
         last = int(ends[-1] - ends[-2])

@@ -180,6 +180,9 @@ def _check(trainer: Any) -> None:
         "DeepSpeed, which steps by itself": trainer.is_deepspeed_enabled,
         "tensor parallelism": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
         f"optim={optim}, which updates weights in its backward": optim is not None,
+        "bf16_full_eval and fp16_full_eval, which round the weights that are trained": (
+            trainer.args.bf16_full_eval or trainer.args.fp16_full_eval
+        ),
     }
     for reason, applies in reasons.items():
         if applies:

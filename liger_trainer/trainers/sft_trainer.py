@@ -38,7 +38,7 @@ from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
-from .step_config import AUTO, FAST, NEVER
+from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
 from .token_metrics import TokenCount, TokenMetrics, remember_tokens
 
@@ -210,9 +210,8 @@ class LigerTrainer(CheckpointingTrainer):
         or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
-        saves = self.args.save_strategy != "no"
-        without_tower = tower_without_gradients(self.model)
-        with self.folder_locked(trial) if saves else nullcontext(), host_ahead(self), without_tower:
+        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
+        with lock, host_ahead(self), tower_without_gradients(self.model):
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()
@@ -288,10 +287,11 @@ class LigerTrainer(CheckpointingTrainer):
         return norm
 
     def use_own_loss(self) -> None:
-        """Put this trainer's loss back on the model where another trainer of the same model has replaced it."""
+        """Put this trainer's loss, and its MLPs, back on the model where another trainer of it has replaced them."""
         record = patched_record(base_of(self.model))
         if record is not None and record.fused not in (None, self.fused):
             self.patched, self.fused = record, record.fuse(self.loss_options())
+            record.remake_mlps(MEMORY[getattr(self.args, "memory", FAST)])
 
     def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return what the student's forward gets beside the batch."""

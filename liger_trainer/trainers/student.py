@@ -50,7 +50,7 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
         ConfigError: the model's loss cannot be replaced, an earlier patch contradicts `options`, or no MLP can take
             less memory.
     """
-    record = patched_record(model)
+    record = earlier = patched_record(model)
     if record is None:
         record = Patched(model, options or PatchOptions(), loss)
     elif record.options.cross_entropy:
@@ -72,7 +72,8 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
     try:
         record.remake_mlps(MEMORY[memory])
     except ConfigError:
-        record.undo()
+        if earlier is None:
+            record.undo()
         raise
     return record
 

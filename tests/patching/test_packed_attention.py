@@ -344,3 +344,11 @@ def test_the_former_mask_is_the_one_of_transformers(name):
     mask = ALL_MASK_ATTENTION_FUNCTIONS[NAMES[name]](**how)
     assert isinstance(mask, DocumentMask) and mask.window == 3
     assert torch.equal(mask.tensor, ALL_MASK_ATTENTION_FUNCTIONS[name](**how))
+
+
+def test_bounds_of_a_pass_in_inference_mode_serve_a_training():
+    documents, cpu = Documents(torch.tensor([0, 3, 8], dtype=torch.int32)), torch.device("cpu")
+    with torch.inference_mode():
+        bounds = documents.bounds(8, cpu)
+    assert documents.bounds(8, cpu) is bounds and not bounds.is_inference()
+    assert bounds.tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [3, 3, 3, 8, 8, 8, 8, 8]]

@@ -7,6 +7,7 @@ from tiny import FirstGradients, completions, tiny_model, tiny_tokenizer, train_
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.errors import ConfigError
+from liger_trainer.patching.patcher import patch, patched_record
 from liger_trainer.patching.remade_mlps import KIND
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
@@ -54,15 +55,33 @@ def test_the_same_is_learned_with_less_kept(adapters, kernels):
     assert every[0] - every[1] >= gate_and_up[1] <= every[1] - every[2]
 
 
-def test_a_second_trainer_decides_anew():
+def test_a_second_trainer_decides_anew_until_the_first_one_trains():
     model = tiny_model("qwen3")
-    assert trainer_of(model, memory="lean").patched.report.swapped[KIND] == 2
-    assert KIND not in trainer_of(model).patched.report.swapped
+    first = trainer_of(model, memory="lean")
+    assert first.patched.report.swapped[KIND] == 2
+    second = trainer_of(model)
+    assert KIND not in second.patched.report.swapped
+    first.train()
+    assert first.patched.report.swapped[KIND] == 2
+    second.train()
+    assert KIND not in second.patched.report.swapped
+
+
+def test_what_cannot_be_made_again_in_a_call_is_said():
+    trainer = trainer_of(tiny_model("qwen3"), memory="lean")
+    trainer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="memory: a Qwen3MLP keeps gate and up, since its layers"):
+        trainer.train()
 
 
 def test_a_model_without_such_an_mlp():
     with pytest.raises(ConfigError, match=r"No MLP of this GPT2LMHeadModel can .* Set memory to fast\."):
         trainer_of(tiny_model("gpt2"), memory="lean")
+    model = tiny_model("gpt2")
+    record = patch(model)
+    with pytest.raises(ConfigError, match="Set memory to fast"):
+        trainer_of(model, memory="lean")
+    assert patched_record(model) is record
     trainer_of(tiny_model("gpt2"), memory="fast")
 
 

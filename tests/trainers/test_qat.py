@@ -301,6 +301,8 @@ def test_adapters_and_groups_of_other_formats_are_refused():
             tiny_model("llama"), train_args(LigerConfig, **RUN, qat="int8"), train_dataset=completions(),
             processing_class=tiny_tokenizer(), peft_config=LoraConfig(target_modules="all-linear"),
         )  # fmt: skip
+    with pytest.raises(ConfigError, match="bf16_full_eval"):
+        sft(qat="int8", bf16_full_eval=True)
     with pytest.raises(ValueError, match="qat_group_size"):
         train_args(LigerConfig, **RUN, qat="int8", qat_group_size=16)
 
