@@ -13,18 +13,16 @@ import torch.nn.functional as F
 from .op_cases import Op, OpCase
 from .operands import Draw
 from .suite import Provider
+from .trainer_cases import draw_lengths
 
-LONGEST = 2048  # tokens of a document
-SIGMA = 1.0  # of the logarithms of their lengths
 KIND = "document_attention"
 
 
 def lengths_of(case: OpCase) -> list[int]:
-    """Return the lengths of a case's documents: all of one length, or log-normal ones with that mean."""
-    if not case.mixed:
+    """Return the lengths of a case's documents: all of one length, or those of a real mix."""
+    if case.document:
         return [case.document] * (case.tokens // case.document)
-    draws = np.random.default_rng(0).lognormal(np.log(case.document) - SIGMA**2 / 2, SIGMA, case.tokens)
-    ends = np.cumsum(np.clip(draws, 1, LONGEST).astype(int))
+    ends = np.cumsum(draw_lengths(np.random.default_rng(0), case.tokens).astype(int))
     before = ends[ends < case.tokens].tolist()
     return [b - a for a, b in itertools.pairwise([0, *before, case.tokens])]
 
@@ -63,12 +61,12 @@ ATTENTION = Op(
     flops=flops,
 )  # fmt: skip
 CASES = (
-    OpCase("document_attention-16+8", ATTENTION, 128, heads=(16, 8), document=300, mixed=True, host=True),
-    OpCase("document_attention-32+8x64", ATTENTION, 64, heads=(32, 8), document=300, mixed=True),
+    OpCase("document_attention-16+8", ATTENTION, 128, heads=(16, 8), host=True),
+    OpCase("document_attention-32+8x64", ATTENTION, 64, heads=(32, 8)),
     OpCase("document_attention-16+8-rows", ATTENTION, 128, heads=(16, 8), document=1024),
-    OpCase("document_attention-16+8-32768", ATTENTION, 128, 32768, heads=(16, 8), document=300, mixed=True),
+    OpCase("document_attention-16+8-32768", ATTENTION, 128, 32768, heads=(16, 8)),
 )
-SMOKE_CASES = (OpCase("document_attention-40", ATTENTION, 40, 24, torch.float32, heads=(4, 2), document=7, mixed=True),)
+SMOKE_CASES = (OpCase("document_attention-40", ATTENTION, 40, 24, torch.float32, heads=(4, 2), document=6),)
 
 
 def flash_attention(case: OpCase) -> Callable[..., Any]:

@@ -240,14 +240,14 @@ def _measure(options: argparse.Namespace, plan: Plan, content: dict[str, Any]) -
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = Path(folder, "rows.json")
         write_rows(rows, plan, options.tiny)
+        keys = {f"{name}, {way.title}": (name, way) for name in options.cases for way in CASES[name].ways}
         for seed in options.seeds:
-            keys = {f"{name}, {way.title}": (name, way) for name in options.cases for way in CASES[name].ways}
             tasks: dict[str, Task] = {
                 title: (train, (CASES[name], way, seed, plan, options.tiny, rows))
                 for title, (name, way) in keys.items()
             }
 
-            def done(title: str, result: Any, failure: str | None, seed: int = seed, keys: Any = keys) -> None:
+            def done(title: str, result: Any, failure: str | None, seed: int = seed) -> None:
                 print(f"seed {seed}, {title}: {failure or result['losses'][-1]}", file=sys.stderr, flush=True)
                 name, way = keys[title]
                 if failure is None:

@@ -49,8 +49,7 @@ class OpCase:
     heads: tuple[int, int] = (32, 8)  # of the queries, of the keys
     transposed: bool = False  # heads outermost, as a view: what a projection leaves behind
     hidden_size: int = 0
-    document: int = 0  # tokens of a document, or their mean where lengths are mixed
-    mixed: bool = False
+    document: int = 0  # tokens of each document; 0: of a real mix
     grad_output: float = 1.0  # of a loss
     host: bool = False  # also the wall time of a short sequence
     default: bool = True

@@ -121,13 +121,17 @@ def make_rows(case: Case, plan: Plan, tiny: bool, seed: int = 0) -> list[list[in
     return [*rows[:before], *rows[before - repeated : before]]
 
 
+def draw_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Return lengths of a real mix, not yet whole numbers."""
+    return np.clip(rng.lognormal(math.log(MEAN_LENGTH) - SIGMA**2 / 2, SIGMA, count), SHORTEST, LONGEST)
+
+
 def _lengths(case: Case, plan: Plan, tiny: bool, rng: np.random.Generator) -> list[int]:
     longest = length_of(case, tiny)
     if case.layout == "full":
         return [longest] * (case.rows * plan.steps)
     scale = TINY_SCALE if tiny else 1
-    draws = rng.lognormal(math.log(MEAN_LENGTH) - SIGMA**2 / 2, SIGMA, 200 * case.rows * plan.steps)
-    lengths = (np.clip(draws, SHORTEST, LONGEST) / scale).astype(int).clip(2, longest)
+    lengths = (draw_lengths(rng, 200 * case.rows * plan.steps) / scale).astype(int).clip(2, longest)
     if case.layout == "padded":
         return lengths[: case.rows * plan.steps].tolist()
     enough = 1.1 * longest * case.rows * plan.steps  # packs are not quite full

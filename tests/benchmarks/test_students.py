@@ -1,5 +1,6 @@
 """The benchmark of better students: its arithmetic, trainings by time, and what a failure or a time limit leaves."""
 
+import argparse
 import json
 import math
 import os
@@ -83,6 +84,8 @@ def test_differences_are_paired_by_seed():
     assert verdict(differences, -1) == "better" and verdict(differences, 1) == "worse"
     assert verdict([-0.1, 0.1, 0.05], 1) == "not told apart" and verdict([0.1], 1) == ""
     assert paired(runs, "corrected", BASE, "forward_kl") == []
+    runs["two_stages"]["1"]["beside"] = 3  # another share of the device
+    assert len(paired(runs, "two_stages", BASE, "forward_kl")) == 2
 
 
 FOLLOWED = {"share": 0.5, "answers": ["es un\n texto"]}
@@ -274,6 +277,17 @@ def test_trainings_end_by_time_and_a_second_call_goes_on(teacher, tmp_path, monk
     with pytest.raises(SystemExit, match="choose another --output"):
         students.main([*call, "--train-seconds", "5"])
     capsys.readouterr()
+
+
+def test_seeds_train_one_after_the_other_or_together(tmp_path):
+    record = students.Record(tmp_path / "students-cpu.json", {})
+    record.content["runs"] = {BASE: {"1": run_of(1.0)}}
+    options = argparse.Namespace(ways=["corrected", BASE], seeds=[1, 2], together=False, seconds=1.0, logs=tmp_path)
+    benchmark = students.Benchmark(options, Setup(tmp_path, "teacher", 30, 1.0), record)
+    apart = [[("corrected", 1)], [(BASE, 2), ("corrected", 2)]]
+    assert benchmark._waves() == apart
+    options.together = True
+    assert benchmark._waves() == [[*apart[0], *apart[1]]]
 
 
 def test_a_deadline_that_is_over_starts_no_wave(teacher, tmp_path, monkeypatch, capsys):

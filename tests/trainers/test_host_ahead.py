@@ -152,6 +152,11 @@ def test_packed_batches_are_filled_behind_their_documents(lengths, added):
     assert batch["padding_tokens"] == added
 
 
+def test_up_to_128_documents_of_8192_tokens_make_one_shape():
+    _, batch = fixed([80] * 100, tokens=8192, longest=2048)
+    assert batch["padding_tokens"] == 192 and len(batch["cu_seq_lens_q"]) == 129
+
+
 def test_batches_that_lack_much_or_have_more_stay_as_they_are():
     for lengths in ((4, 6), (9, 9, 9), (12, 7)):  # the last: a document that is longer than rows are
         plain, batch = fixed(lengths)

@@ -92,14 +92,16 @@ def test_gradients_are_those_of_torchaos_own_layers(accumulation):
 
 
 class Behind(TrainerCallback):
-    """The weights behind before each step."""
+    """A model's weights before each step, and those behind the quantised ones, as they lie there."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.seen = trainer, []
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        with self.trainer.quantised.lifted():
-            self.seen.append(weights(self.trainer.model))
+        model, behind = self.trainer.model, self.trainer.quantised._behind
+        names = [f"{name}.weight" for name in linear_layers(model)]
+        whole = {name: weight.clone() for name, weight in zip(names, behind, strict=True)}
+        self.seen.append((weights(model), weights(model) | whole))
 
     on_train_end = on_step_begin
 
@@ -116,10 +118,11 @@ def test_steps_are_those_of_a_straight_through_loop():
     trainer.add_callback(behind)
     trainer.train()
     assert len(seen) >= 6 and len(behind.seen) == 4
-    for step, (before, after) in enumerate(itertools.pairwise(behind.seen)):
+    for step, ((used, before), (_, after)) in enumerate(itertools.pairwise(behind.seen)):
         for name, parameter in model.named_parameters():
             parameter.data = quantised(before[name], form) if name in names else before[name].clone()
             parameter.grad = None
+            assert torch.equal(used[name], parameter)
         batches = seen[2 * step : 2 * step + 2]
         items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         for batch in batches:
