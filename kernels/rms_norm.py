@@ -117,7 +117,7 @@ def _forward_launch(
     )  # fmt: skip
 
 
-def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
+def norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_before_weight: bool):
     """Return (y, x's rows, rstd)."""
     H = x.shape[-1]
     N = x.numel() // H
@@ -163,14 +163,15 @@ def rms_norm_backward(
     return dx, None if shares is None or weight is None else sum_programs(shares, H, weight.dtype)[0]
 
 
-def _again(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
-    return _forward(x, weight, eps, offset, cast_before_weight)[0]
+def again(eps: float, offset: float, cast_before_weight: bool, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Compute the norm once more, in a backward: what `can_be_made` keeps instead of it."""
+    return norm_forward(x, weight, eps, offset, cast_before_weight)[0]
 
 
 class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, cast_before_weight):
-        y, rows, rstd = _forward(x, weight, eps, offset, cast_before_weight)
+        y, rows, rstd = norm_forward(x, weight, eps, offset, cast_before_weight)
         ctx.save_for_backward(rows, weight, rstd)
         ctx.offset = offset
         return y
@@ -205,4 +206,4 @@ def rms_norm(
     if torch.compiler.is_compiling() or not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, cast_before_weight=cast_before_weight)
     y = RMSNormFunction.apply(x, weight, eps, offset, cast_before_weight)
-    return can_be_made(y, functools.partial(_again, eps, offset, cast_before_weight), x, weight)
+    return can_be_made(y, functools.partial(again, eps, offset, cast_before_weight), x, weight)

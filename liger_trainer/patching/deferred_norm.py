@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.hooks import is_hooked
 from ..kernels.qk_norm_rope import qk_norm_rope
+from .deferred_tensor import DeferredTensor, is_watched
 from .norms import NormRule
 
 
@@ -54,7 +54,7 @@ class _Pending:
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredNorm:
+class DeferredNorm(DeferredTensor):
     """The result of a norm of queries or keys, not computed yet, viewed as attention views it.
 
     Attributes:
@@ -127,38 +127,6 @@ class DeferredNorm:
             value = getattr(value, name)(*args)
         return value
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.compute(), name)
-
-
-def _operator(name: str) -> Callable:
-    def compute_and_apply(self, *args):
-        return getattr(self.compute(), name)(*args)
-
-    return compute_and_apply
-
-
-# Python looks operators up on the class, not through __getattr__.
-for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
-    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv",
-):  # fmt: skip
-    setattr(DeferredNorm, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def _computed(value: Any) -> Any:
-    if isinstance(value, DeferredNorm):
-        return value.compute()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_computed(item) for item in value)
-    return value
-
 
 def can_wait(rule: NormRule | str) -> bool:
     """Whether `qk_norm_rope` computes a norm of this rule."""
@@ -171,16 +139,11 @@ def deferring_forward(rule: NormRule) -> Callable[[nn.Module, Tensor], Any]:
     """Return a forward for a norm of queries or keys whose attention rotates them right after."""
 
     def forward(module: nn.Module, hidden_states: Tensor):
-        if torch.compiler.is_compiling() or _is_watched(module):
+        if torch.compiler.is_compiling() or is_watched(module):
             return rule(module, hidden_states, widens=False)
         return DeferredNorm.of(hidden_states, module, rule)
 
     return forward
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks see what the norm returns, or offload its weight when it has returned."""
-    return is_hooked(module) or "_hf_hook" in vars(module)
 
 
 def norm_and_rotate(

@@ -7,12 +7,12 @@ this call is checked by the tensor's identity.
 
 import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+from .forward_source import forward_source
 
 GROUP = "_liger_trainer_shared_input"  # the attribute of a layer that is computed together with others
 # Statements and expressions that may not run, or more than once.
@@ -67,12 +67,8 @@ def layers_of_one_input(module: nn.Module) -> list[list[str]]:
 
 @functools.cache
 def _calls_with_one_argument(kind: type) -> tuple[tuple[str, ...], ...]:
-    try:
-        source = inspect.getsource(inspect.unwrap(kind.forward))  # pyright: ignore[reportFunctionMemberAccess]
-        (function,) = ast.parse(textwrap.dedent(source)).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # no source, or not that of one function
-        return ()
-    if not isinstance(function, ast.FunctionDef):
+    function = forward_source(kind)
+    if function is None:
         return ()
     arguments = {a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
     arguments -= {

@@ -1,0 +1,240 @@
+"""residuals: which sums a layer's norm takes along, with the losses, gradients and tensors of the layer itself."""
+
+import copy
+
+import pytest
+import torch
+from families import build_class
+from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
+from torch import nn
+
+from liger_trainer.patching import residuals
+from liger_trainer.patching.patcher import patch
+from liger_trainer.patching.residuals import Branch, NormedSum, ResidualSum, normed_sums
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral")  # a sum and a norm in front of a branch in each layer
+# class: such sums of a layer
+OTHERS = {
+    "Olmo2ForCausalLM": 0, "Glm4ForCausalLM": 1, "ApertusForCausalLM": 1, "Phi3ForCausalLM": 0, "GraniteForCausalLM": 0,
+    "JambaForCausalLM": 1, "Qwen3MoeForCausalLM": 1, "DeepseekV3ForCausalLM": 1,
+}  # fmt: skip
+
+
+class Usual(nn.Module):
+    def forward(self, hidden, mask=None):
+        residual = hidden
+        hidden = self.before(hidden)
+        hidden, _ = self.attention(hidden, mask=mask)
+        hidden = residual + hidden
+        residual = hidden
+        hidden = self.behind(hidden)
+        return residual + self.mlp(hidden)
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        y = self.branch(x)
+        total = y + x
+        z = self.norm(total)
+        return total + z
+
+
+class Scaled(nn.Module):
+    def forward(self, hidden):
+        residual = hidden
+        hidden = self.before(hidden)
+        hidden = self.attention(hidden)
+        hidden = residual + hidden * self.scale
+        hidden = self.behind(hidden)
+        return hidden
+
+
+class Apart(nn.Module):
+    """Nothing, a norm of something else, a sum of two others, and one that may not run."""
+
+    def forward(self, hidden, other, flag):
+        hidden = self.attention(hidden)
+        hidden = hidden + hidden
+        hidden = self.one(hidden)
+        hidden = self.attention(hidden)
+        total = hidden + other
+        hidden = self.two(other)
+        hidden = self.attention(hidden)
+        total = other + total
+        hidden = self.three(total)
+        if flag:
+            hidden = self.attention(hidden)
+            total = hidden + other
+            hidden = self.four(total)
+        hidden = self.attention(hidden)
+        total = hidden + other
+        return self.five(total, flag)
+
+
+def test_what_the_source_says():
+    assert normed_sums(Usual) == (NormedSum("attention", "behind", "before"),)
+    assert normed_sums(Turned) == (NormedSum("branch", "norm", None),)
+    assert normed_sums(Scaled) == normed_sums(Apart) == normed_sums(nn.Linear) == ()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the op, as (whether it adds, whether gradients are recorded)."""
+    made, op = [], residuals.add_rms_norm
+
+    def call(x, residual, *args, **options):
+        made.append((residual is not None, torch.is_grad_enabled()))
+        return op(x, residual, *args, **options)
+
+    monkeypatch.setattr(residuals, "add_rms_norm", call)
+    return made
+
+
+def patch_layers(model):
+    return patch(model, fused_linear_cross_entropy=False)
+
+
+def outputs(model, batch=None):
+    result = model(**(batch or masked_batch()))
+    return result.logits, named_gradients(model, result.loss)
+
+
+def assert_same(model, plain, batch=None):
+    got, want = outputs(model, batch), outputs(plain, batch)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(got[1], want[1], 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients(family, calls):
+    # transformers' hooks for the router's logits would watch attention too
+    model = tiny_model(family, **({"output_router_logits": False} if family == "mixtral" else {}))
+    plain = copy.deepcopy(model)
+    patched = patch_layers(model)
+    assert patched.report.swapped[residuals.KIND] == 2
+    assert_same(model, plain)
+    assert sorted(calls) == [(False, True)] * 2 + [(True, True)] * 2
+    patched.undo()
+    assert not any("forward" in vars(m) or residuals.STREAM in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name, calls):
+    model = build_class(name)
+    plain = copy.deepcopy(model)
+    patched = patch_layers(model)
+    ids = torch.randint(5, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    assert_same(model, plain, {"input_ids": ids, "labels": ids})
+    assert patched.report.swapped[residuals.KIND] == len(calls) // 2 == 2 * OTHERS[name]
+
+
+def test_without_gradients_the_sum_alone(calls):
+    model = tiny_model("qwen3")
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**masked_batch()).loss, plain(**masked_batch()).loss)
+    assert calls == [(True, False)] * 2
+
+
+def test_frozen_embeddings(calls):
+    """The stream that enters the first layer has no gradient."""
+    model = tiny_model("llama")
+    model.get_input_embeddings().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    assert_same(model, plain)
+    assert calls == [(True, True), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(dtype, calls):
+    """In autocast the stream stays as wide as it is, and branches are narrow."""
+    model = tiny_model("llama", dtype=dtype)
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = model(**masked_batch()), plain(**masked_batch())
+    torch.testing.assert_close(got.loss, want.loss, rtol=2e-2, atol=0)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("name", ["self_attn", "post_attention_layernorm", "input_layernorm"])
+def test_hooks_see_tensors(name, calls):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    seen = []
+
+    def hook(module, args, kwargs, output):
+        output = output[0] if isinstance(output, tuple) else output
+        seen.append([type(value) for value in (*args, *kwargs.values(), output) if hasattr(value, "dim")])
+
+    model.model.layers[0].get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    assert_same(model, plain)
+    assert seen and all(kind is torch.Tensor for kinds in seen for kind in kinds)
+    assert len(calls) == 3
+
+
+def test_checkpointing(calls):
+    model = tiny_model("qwen3").train()
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    for each in (model, plain):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+        each.config.use_cache = False
+    assert_same(model, plain)
+    assert len(calls) == 8
+
+
+def test_a_deep_copy_has_streams_of_its_own(calls):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    patch_layers(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight.zero_()
+    assert_same(twin, plain)
+    layer, other = twin.model.layers[0], model.model.layers[0]
+    assert vars(layer.self_attn)[residuals.STREAM].norm is layer.post_attention_layernorm
+    assert vars(layer.self_attn)[residuals.STREAM] is not vars(other.self_attn)[residuals.STREAM]
+
+
+def test_nothing_is_held_behind_a_layer():
+    model = tiny_model("llama")
+    patch_layers(model)
+    model(**masked_batch())
+    assert all(vars(m)[residuals.STREAM].leave() is None for m in model.modules() if residuals.STREAM in vars(m))
+
+
+def test_an_option_leaves_it_out():
+    assert residuals.KIND not in patch(tiny_model("llama"), rms_norm=False).report.swapped
+
+
+def test_a_branch_that_is_used_otherwise():
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    branch = Branch(y, None)
+    for got, want in (
+        (x * branch, x * y), (branch - x, y - x), (torch.add(x, branch, alpha=2), x + 2 * y), (branch.sum(), y.sum()),
+        (torch.cat([branch, x]), torch.cat([y, x])), (branch + 1, y + 1), (1 + branch, y + 1), (branch[0], y[0]),
+    ):  # fmt: skip
+        assert type(got) is torch.Tensor and torch.equal(got, want)
+    for total in (x + branch, branch + x, torch.add(x, branch)):
+        assert type(total) is ResidualSum and torch.equal(total + x, x + y + x) and torch.equal(total.mT, (x + y).mT)
+        assert torch.equal(x + total, x + y + x) and torch.equal(torch.stack([total, x]), torch.stack([x + y, x]))
+
+
+def test_a_sum_that_is_first_needed_without_gradients():
+    x, y = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    total = x + Branch(y, None)
+    with torch.no_grad():
+        assert not (total * 1).requires_grad
+    (total * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+
+
+def test_a_stream_that_is_another_tensor():
+    """What the norm in front has handed on counts for its own input alone."""
+    x, handed_on, other = torch.randn(3), torch.randn(3), torch.randn(3)
+    branch = Branch(torch.zeros(3), (x, handed_on))
+    assert torch.equal((x + branch).compute(), handed_on) and torch.equal((other + branch).compute(), other)
