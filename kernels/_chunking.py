@@ -42,9 +42,13 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
 
     Each chunk reads and writes the weight's gradient once, so few large chunks approach the speed of the bare matrix
     products. Liger-Kernel's rule uses V / H alone: it gives small models chunks whose time goes into that traffic.
+    By default a batch that would fill more than half of WORKSPACE_MB by itself is cut in two: one chunk would save
+    little time, and as little memory as stored logits.
     """
     limit = _whole_tiles(max(1, how.workspace_bytes(vocab) // (vocab * bytes_per_logit)), down=True)
     chunks = max(1, -(-count // limit))
+    if chunks == 1 and how.workspace_mb is None and count * vocab * bytes_per_logit > WORKSPACE_MB * 2**19:
+        chunks = 2
     return ChunkPlan(max(1, min(limit, _whole_tiles(-(-count // chunks)))), vocab)
 
 

@@ -15,11 +15,21 @@ from liger_trainer.kernels._triton import use_triton
 
 @pytest.mark.parametrize(
     ("vocab", "bytes_per_logit", "rows"),
-    [(32000, 2, 8192), (128256, 2, 2048), (151936, 2, 2048), (262144, 2, 2048), (262144, 4, 1024), (524288, 2, 1024)],
-)
+    [
+        (16000, 2, 8192), (32000, 2, 4096), (128256, 2, 2048), (151936, 2, 2048), (262144, 2, 2048), (262144, 4, 1024),
+        (524288, 2, 1024),
+    ],
+)  # fmt: skip
 def test_default_workspace(vocab, bytes_per_logit, rows):
     """512 MiB, and up to 1 GiB for as many rows of a large vocabulary."""
     assert row_plan(8192, vocab, bytes_per_logit, Execution()).rows == rows
+
+
+def test_a_small_batch_is_cut_in_two():
+    """Where its logits take more than half of the workspace; a workspace that is given is filled."""
+    rows = {count: row_plan(count, 128256, 2, Execution()).rows for count in (1000, 1100, 2048)}
+    assert rows == {1000: 1024, 1100: 768, 2048: 1024}
+    assert row_plan(2048, 128256, 2, Execution(workspace_mb=512)).rows == 2048
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 1000, 4096, 5000])
