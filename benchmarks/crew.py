@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import time
 import traceback
@@ -14,16 +16,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["benchmarks.preload"]
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def context_for(device_test: Callable[[], None]) -> Any:
-    """Return the context whose processes start quickest: those of a fork server have imported everything already. If
-    `device_test` fails in one, as where an import has touched the device, each process imports for itself."""
+def _use_device() -> None:
+    """Fail where the device cannot be used in this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
+def start_importing(preload: str) -> None:
+    """Start the fork server of `context_for`, which imports the module meanwhile."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that an import may ask for the device
+    multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
+    multiprocessing.forkserver.ensure_running()
+
+
+@functools.cache
+def context_for(preload: str) -> Any:
+    """Return the context whose processes start quickest: those of a fork server have imported the module `preload`
+    already. If they cannot use the device, as where an import has touched it, each process imports for itself."""
+    start_importing(preload)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=device_test, daemon=True)
+    process = context.Process(target=_use_device, daemon=True)
     process.start()
     process.join()
     if process.exitcode == 0:

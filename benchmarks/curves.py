@@ -15,17 +15,17 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .crew import Task, run_together
+from .crew import Task, context_for, run_together
 from .report import join_versions, provenance, slug, table, without_output, write
 
 MODEL, ROWS = "demo:smollm2-135m-instruct", "python_docstrings"
@@ -237,6 +237,7 @@ def _table(case: Case, runs: dict[str, dict[str, Any]], steps: int) -> list[str]
 
 def _measure(options: argparse.Namespace, plan: Plan, content: dict[str, Any]) -> Iterator[None]:
     """Train in all ways, those of one seed at once; yield when a seed is done."""
+    deadline, context = time.monotonic() + options.time_limit, context_for("benchmarks.preload_trainers")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = Path(folder, "rows.json")
         write_rows(rows, plan, options.tiny)
@@ -255,7 +256,7 @@ def _measure(options: argparse.Namespace, plan: Plan, content: dict[str, Any]) -
                 else:
                     content["failures"][f"{title}, seed {seed}"] = failure
 
-            run_together(tasks, multiprocessing.get_context("spawn"), Path(folder, str(seed)), math.inf, done)
+            run_together(tasks, context, Path(folder, str(seed)), deadline, done)
             yield
 
 
@@ -264,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the trainings of one run at once")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds; what is not done then has failed")
     parser.add_argument("--tiny", action="store_true", help="random weights and few steps: does it still work")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for the .md and the .json")
     options = parser.parse_args(arguments)

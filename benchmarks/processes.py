@@ -41,10 +41,10 @@ def serve(connection: Any, worker_class: Callable[[str, bool], Any], provider: s
 
 
 class Provider:
-    """The parent's end of a worker."""
+    """The parent's end of a worker. `context`: of multiprocessing; by default each process imports for itself."""
 
-    def __init__(self, worker_class: Callable[[str, bool], Any], name: str, tiny: bool):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, worker_class: Callable[[str, bool], Any], name: str, tiny: bool, context: Any = None):
+        context = context or multiprocessing.get_context("spawn")
         self.name, (self._connection, theirs) = name, context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, worker_class, name, tiny), daemon=True)
         self._process.start()

@@ -28,13 +28,15 @@ from typing import Any
 from . import student_preparation as preparation
 from . import student_speeds as speeds
 from . import student_ways as ways
-from .crew import Task, context_for, run_together
+from .crew import Task, context_for, run_together, start_importing
 from .report import provenance, slug, without_output, write
 from .student_page import PACKAGES, page
 from .student_ways import BASE, FORMATS, SIZES, STUDENTS, TEACHER, WAYS, Setup
 
 ROWS = {"drawn": (4, 400), "answers": (1, 1500)}  # processes that sample, and the rows that each is to keep
 PREPARING = 90.0  # seconds; rows that are not sampled by then are done without
+MEASURING = 60.0  # seconds, about, of a wave after its trainings; more with many drafts
+PRELOAD = "benchmarks.preload"
 FAST = (*(f"distilled_{size}" for size in SIZES), "draft_tvd", "draft_forward", "draft_reverse")
 
 
@@ -78,14 +80,6 @@ def _brief(result: dict[str, Any]) -> str:
     )
 
 
-def device_test() -> None:
-    """Fail where the device cannot be used in this process."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
-
-
 class Benchmark:
     """One call: what is prepared first, waves of trainings that share the device, the speeds of their students."""
 
@@ -93,13 +87,13 @@ class Benchmark:
         self.options, self.setup, self.record = options, setup, record
         self.deadline = time.monotonic() + options.seconds
         self.logs = options.logs or setup.folder / "logs"
-        self.context = context_for(device_test)
+        self.context = context_for(PRELOAD)
         self.kept: int | None = None  # the seed whose students are kept for their speeds
 
     def run(self) -> None:
         waves = [wave for wave in self._waves() if wave]
         self._prepare({way for wave in waves for way, _ in wave})
-        seconds, self.kept = self.options.train_seconds, waves[0][0][1] if waves else None
+        seconds, self.kept = self.options.train_seconds + MEASURING, waves[0][0][1] if waves else None
         for number, wave in enumerate(waves, 1):
             if number == len(waves):  # before the wave that may be lost to the deadline
                 self._speeds()
@@ -224,12 +218,13 @@ def main(arguments: list[str] | None = None) -> None:
         record = Record(path, {})
         return record.save()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     conditions = {
         "device": where["device"], "train_seconds": options.train_seconds, "teacher": options.teacher,
         "overrides": overrides,
     }  # fmt: skip
     record = Record(path, conditions)
+    start_importing(PRELOAD)  # beside the demo model, which takes half a minute to build
     with tempfile.TemporaryDirectory(prefix="students-", ignore_cleanup_errors=True) as name:
         sizes = {"rows": 4, "prompts": 2} if options.tiny else {}
         layers = preparation.layers_of(options.teacher)

@@ -47,6 +47,7 @@ class Case:
         teacher: the teacher's shape, of a distillation by forward KL.
         lora_dropout: of adapters of rank 16 on all linear layers; None trains all weights.
         four_bit: whether the adapters' base is quantised by bitsandbytes (nf4).
+        gently: half the rate, reached within the warm-up: the losses of wide models jump at more.
         default: whether it runs without being named.
     """
 
@@ -59,6 +60,7 @@ class Case:
     lora_dropout: float | None = None
     four_bit: bool = False
     checkpointing: bool = False
+    gently: bool = False
     default: bool = True
 
     @property
@@ -67,7 +69,14 @@ class Case:
 
     def learning_rate(self, tiny: bool) -> float:
         """Return one at which bf16 weights move: half of their last digit is about 6e-5."""
-        return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1)
+        return (1e-4 if self.lora_dropout is None else 5e-4) * (50 if tiny else 1) / (2 if self.gently else 1)
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """Return options of the learning rate's course."""
+        if not self.gently:
+            return {"lr_scheduler_type": "constant"}
+        return {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": PLAN.warmup}
 
     def __str__(self) -> str:
         how = "all weights" if self.lora_dropout is None else f"{'Q' * self.four_bit}LoRA r 16"
@@ -75,7 +84,8 @@ class Case:
         what = f"{self.shape} from {self.teacher}" if self.teacher else self.shape
         size = {"full": "{} x {}", "packed": "packed {} x {}", "padded": "padded {} rows of at most {}"}[self.layout]
         size = size.format(self.rows, self.length)
-        return f"{self.kind}, {what}, {how}, {size}{', gradient checkpointing' * self.checkpointing}"
+        more = ", gradient checkpointing" * self.checkpointing + ", half the rate, rising at first" * self.gently
+        return f"{self.kind}, {what}, {how}, {size}{more}"
 
 
 SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.2-1B"
@@ -92,7 +102,8 @@ CASES = (
     Case("sft-qwen3-0.6b-packed-16", SMALL, 16, 2048, "packed", default=False),
     Case("sft-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, default=False),
     Case("sft-gemma-3-1b", "Gemma-3-1B", 4, 2048, default=False),
-    Case("sft-llama-3-8b", "Llama-3-8B, 16 layers", 4, 2048, default=False),  # a half, so that AdamW fits on 80 GB
+    # a half, so that AdamW fits on 80 GB
+    Case("sft-llama-3-8b", "Llama-3-8B, 16 layers", 4, 2048, gently=True, default=False),
     Case("sft-qwen3-1.7b-checkpointing", "Qwen3-1.7B", 4, 2048, checkpointing=True, default=False),
     Case("lora-qwen3-0.6b-packed", SMALL, 4, 2048, "packed", lora_dropout=0.0, default=False),
     Case("lora-qwen3-1.7b", "Qwen3-1.7B", 4, 2048, lora_dropout=0.0, default=False),

@@ -152,7 +152,7 @@ def prepare(
         inputs["peft_config"] = LoraConfig(**lora_options(case), target_modules="all-linear", task_type="CAUSAL_LM")
     options = {
         "output_dir": folder, "per_device_train_batch_size": case.rows, "max_steps": steps, "bf16": not tiny,
-        "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), "lr_scheduler_type": "constant",
+        "use_cpu": device == "cpu", "learning_rate": case.learning_rate(tiny), **case.schedule,
         "optim": "adamw_torch_fused", "gradient_checkpointing": case.checkpointing, "report_to": [],
         "save_strategy": "no", "logging_steps": NEVER, "disable_tqdm": True, "seed": 7, "data_seed": 7,
         **provider.options,

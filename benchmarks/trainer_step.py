@@ -3,6 +3,7 @@
     python -m benchmarks.trainer_step --output DIR           # on a GPU: DIR/trainer-step-<device>.json and .md
     python -m benchmarks.trainer_step --cases 'sft-*,kd-*' --providers 'trl,trl_liger,ours' --time-limit 450
     python -m benchmarks.trainer_step --cases sft-qwen3-0.6b-packed --ours packing_strategy=wrapped
+    python -m benchmarks.trainer_step --rows sft-qwen3-0.6b:ours lora-llama-3.2-1b:trl_liger,ours,ours:memory=balanced
     python -m benchmarks.trainer_step --tiny                 # some of it, small enough for a CPU: does it still work
 
 A provider in a case is a process of its own, since Liger-Kernel and Unsloth patch module globals; the device has one at
@@ -10,8 +11,9 @@ a time. Weights, rows, their order, optimizer and all other options are the same
 times steps, and traces some more. Losses of all steps and the first gradient norm must be those of TRL's plain trainer
 within LOSS_TOLERANCE and NORM_TOLERANCE, on the same rows, else the row has no times.
 
-`--ours` adds a row of ours with further options of its configuration; it may be given several times. What is finished
-is written after every row. Exit code 1: the gate refused a row of ours, or it failed. 2: a name that does not exist.
+`--ours` adds a row of ours with further options of its configuration; it may be given several times. `--rows` names the
+rows one by one, so that one call has just what is wanted. What is finished is written after every row. Exit code 1: the
+gate refused a row of ours, or it failed. 2: a name that does not exist.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .choose import matching
+from .crew import context_for
 from .measure import Spread
 from .processes import Provider as Process
 from .processes import say
@@ -120,8 +123,13 @@ def _largest(gaps: Iterable[float]) -> float:
 
 
 def load(row: Row, options: argparse.Namespace) -> Process:
-    """Return a process that imports what a row needs, and then answers."""
-    process = Process(TrainerWorker, row.provider.name, options.tiny)
+    """Return a process that imports what a row needs, and then answers.
+
+    Unsloth wants to be imported first, and a compiler starts processes of its own: these two import for themselves.
+    """
+    forks = row.provider.trainer != "unsloth" and not row.provider.compiles
+    context = context_for("benchmarks.preload_trainers") if forks else None
+    process = Process(TrainerWorker, row.provider.name, options.tiny, context)
     process.start("load")
     return process
 
@@ -243,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": "fp32" if options.tiny else "bf16", "loss_tolerance": LOSS_TOLERANCE,
         "norm_tolerance": NORM_TOLERANCE,
     }  # fmt: skip
-    rows = [Row(case, provider) for case in options.cases for provider in options.chosen[case.kind]]
+    chosen = options.rows or [(case, options.chosen[case.kind]) for case in options.cases]
+    rows = [Row(case, provider) for case, providers in chosen for provider in providers]
     return report("trainer-step", options, header, rows, measure(rows, options), markdown)
 
 
@@ -286,18 +295,38 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--cases", help="comma-separated names or globs; default: those of the table")
     add("--providers", help=f"comma-separated names or globs; default: all. {REFERENCE} always runs")
     add("--ours", action="append", default=[], metavar="KEY=VALUE,...", help="a further row of ours")
+    add("--rows", nargs="+", metavar="CASE:PROVIDERS", help="these rows; `ours:key=value` is one of ours")
     add("--tiny", action="store_true", help="tiny models and rows, few steps, fp32")
     options = parser.parse_args(argv)
     if options.list:
         print(listing())
         parser.exit()
     options.deadline = time.monotonic() + options.time_limit
-    if options.tiny:
+    if options.tiny and not options.rows:
         options.cases, options.providers = options.cases or TINY_CASES, options.providers or TINY_PROVIDERS
     names = None if options.cases is None else matching(options.cases, [case.name for case in CASES], "case", parser)
     options.cases = [case for case in CASES if (case.default if names is None else case.name in names)]
     options.chosen = _choose_providers(options, parser)
+    if options.rows and (options.ours or names or options.providers):
+        parser.error("--rows names all rows: leave --cases, --providers and --ours out")
+    options.rows = [_choose_rows(words, parser) for words in options.rows or ()]
     return options
+
+
+def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, list[Provider]]:
+    """Return a case and its providers, from CASE:PROVIDER,..."""
+    name, _, given = words.partition(":")
+    case = next((case for case in CASES if case.name == name), None)
+    if case is None or not given:
+        parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
+    known = {provider.name: provider for provider in PROVIDERS[case.kind]}
+    chosen = [known[REFERENCE]]
+    for word in given.split(","):
+        if word.startswith("ours:"):
+            chosen.append(variant(_extra(word.removeprefix("ours:"), parser))[case.kind])
+        elif word != REFERENCE:
+            chosen += [known[each] for each in matching(word, list(known), "provider", parser)]
+    return case, chosen
 
 
 def _choose_providers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:

@@ -257,7 +257,7 @@ def in_this_process(tasks, context, folder, deadline, done: Callable, start=None
 @pytest.mark.slow
 def test_trainings_end_by_time_and_a_second_call_goes_on(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(students, "run_together", in_this_process)
-    monkeypatch.setattr(students, "context_for", lambda test: torch.multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(students, "context_for", lambda preload: torch.multiprocessing.get_context("spawn"))
     call = arguments(teacher, tmp_path, "--train-seconds", "0.4")
     students.main([*call, "--ways", "two_stages", "--seeds", "0"])
     (file,) = tmp_path.glob("students-*.json")
@@ -292,7 +292,7 @@ def test_seeds_train_one_after_the_other_or_together(tmp_path):
 
 def test_a_deadline_that_is_over_starts_no_wave(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(students, "run_together", in_this_process)
-    monkeypatch.setattr(students, "context_for", lambda test: torch.multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(students, "context_for", lambda preload: torch.multiprocessing.get_context("spawn"))
     students.main([*arguments(teacher, tmp_path), "--ways", BASE, "--seeds", "4", "--seconds", "20"])
     assert "seed 4: no time is left" in capsys.readouterr().err  # 0.9 of 60 s do not fit
 

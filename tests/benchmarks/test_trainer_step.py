@@ -175,9 +175,28 @@ def test_variants_of_ours_are_rows_of_both_kinds():
         assert last.options == {"packing_strategy": "wrapped", "fp16": False} and last.trainer == "ours"
 
 
+def test_rows_one_by_one():
+    options = parse(["--rows", "sft-qwen3-0.6b:ours", "lora-llama-3.2-1b:trl,trl_liger,ours:memory=balanced", "--tiny"])
+    chosen = [(case.name, [provider.name for provider in providers]) for case, providers in options.rows]
+    assert chosen == [
+        ("sft-qwen3-0.6b", ["trl", "ours"]), ("lora-llama-3.2-1b", ["trl", "trl_liger", "ours:memory=balanced"]),
+    ]  # fmt: skip
+
+
+def test_wide_models_begin_gently(tmp_path):
+    wide, other = CASE["sft-llama-3-8b"], CASE["sft-llama-3.2-1b"]
+    assert wide.learning_rate(False) == other.learning_rate(False) / 2
+    args = make_ours(prepare(wide, OURS, True, "cpu", str(tmp_path), [[5] * 8], TINY_PLAN.steps)).args
+    assert args.lr_scheduler_type == "constant_with_warmup" and args.warmup_steps == PLAN.warmup
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--rows", "nonsense:ours"], "expected CASE:PROVIDER"),
+        (["--rows", "sft-qwen3-0.6b"], "expected CASE:PROVIDER"),
+        (["--rows", "sft-qwen3-0.6b:nonsense"], "no provider is called 'nonsense'"),
+        (["--rows", "sft-qwen3-0.6b:ours", "--cases", "*"], "leave --cases"),
         (["--cases", "nonsense"], "no case is called 'nonsense'"),
         (["--providers", "nonsense"], "no provider is called 'nonsense'"),
         (["--ours", "nonsense=1"], "expected key=value with a key of LigerConfig"),
