@@ -69,7 +69,7 @@ def page(content: dict[str, Any]) -> str:
     parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_quantised(runs, content)]
     parts += [*_privileged(runs, content), *_drafts(runs, content), *_failures(content)]
     seconds = content["conditions"]["train_seconds"]
-    time = f"{seconds / 60:g} minutes" if seconds > 90 else f"{seconds:g} seconds"
+    time = f"{seconds / 60:g} minutes" if seconds > 90 and seconds % 60 == 0 else f"{seconds:g} seconds"
     return "\n".join([f"# Better students, in the same {time}", "", *parts]).rstrip() + "\n"
 
 
@@ -155,6 +155,8 @@ def _sizes(runs: Runs, content: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     lines = ["## Smaller students: quality and speed", ""]
+    if "chart" in content:
+        lines += [f"![what students lose against how fast they write]({content['chart']})", ""]
     lines += table(["", "parameters", *_titles(), "tokens/s", "steps", "tokens learned from", "seeds"], rows)
     pairs = [(f"distilled_{size}", f"tuned_{size}") for size in SIZES]
     pairs = [(ours, theirs) for ours, theirs in pairs if ours in runs and theirs in runs]

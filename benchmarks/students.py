@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import student_chart as chart
 from . import student_preparation as preparation
 from . import student_speeds as speeds
 from . import student_ways as ways
@@ -71,6 +72,13 @@ class Record:
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write(self.path.with_suffix(""), self.content, page(self.content))
+
+    def finish(self) -> None:
+        """Draw the chart, if there is something to draw, and write the page with it."""
+        path = self.path.with_name(f"{self.path.stem}-sizes.svg")
+        if chart.draw(self.content, path):
+            self.content["chart"] = path.name
+        self.save()
 
 
 def _brief(result: dict[str, Any]) -> str:
@@ -215,8 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     path = options.output / f"{options.name}-{slug(where['device'])}.json"
     if options.page:
         (path,) = options.output.glob(f"{options.name}-[!0-9]*.json")
-        record = Record(path, {})
-        return record.save()
+        return Record(path, {}).finish()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is free for the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     conditions = {
@@ -233,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         record.content.setdefault("calls", []).append(call)
         record.content["setup"] = {k: v for k, v in asdict(setup).items() if k in ("layers", "rows", "prompts")}
         Benchmark(options, setup, record).run()
-    record.save()
+    record.finish()
     print(page(record.content))
 
 

@@ -15,13 +15,14 @@ import torch
 from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl
 
-from benchmarks import student_page, students
+from benchmarks import student_chart, student_page, students
 from benchmarks.crew import run_together
 from benchmarks.student_page import STUDENT_T, half_width, interval, page, paired, verdict
 from benchmarks.student_speeds import is_spanish
 from benchmarks.student_ways import (
     BASE,
     CONFIG,
+    SIZES,
     STUDENTS,
     WARMUP,
     WAYS,
@@ -277,6 +278,20 @@ def test_trainings_end_by_time_and_a_second_call_goes_on(teacher, tmp_path, monk
     with pytest.raises(SystemExit, match="choose another --output"):
         students.main([*call, "--train-seconds", "5"])
     capsys.readouterr()
+
+
+def test_the_chart_has_sizes_whose_speed_is_known(tmp_path):
+    speed = {"teacher": {"tokens_per_second": 40.0}, "distilled_0.8": {"tokens_per_second": 55.0}}
+    runs = {f"{line}_{size}": {"0": run_of(1.0), "1": run_of(2.0)} for line in ("distilled", "tuned") for size in SIZES}
+    content = {"speed": speed, "runs": runs}
+    ((tokens, kl, half, size),) = student_chart.points(content, "tuned", "forward_kl")
+    assert (tokens, kl, size) == (55.0, 1.5, "0.8") and half == half_width([1.0, 2.0])
+    path = tmp_path / "chart.svg"
+    assert not student_chart.draw(content, path) and not path.exists()
+    speed["distilled_0.5"] = {"tokens_per_second": 100.0}
+    assert student_chart.draw(content, path)
+    drawn = path.read_text()
+    assert "fine-tuned" in drawn and "agreement@1" in drawn and drawn.count(">0.5<") >= 4
 
 
 def test_seeds_train_one_after_the_other_or_together(tmp_path):
