@@ -73,6 +73,8 @@ def _print(found: "Estimate") -> None:
         "Highest of each phase, without cuBLAS workspaces: "
         + ", ".join(f"{k} {v:,.0f}" for k, v in found.peaks_mib.items())
     )
+    if found.graphs_mib is not None and "CUDA graphs" not in found.parts_mib:
+        console.print(f"CUDA graphs keep {found.graphs_mib:,.0f} MiB more, where the GPU has them free.")
     _print_amounts(console, found)
     _print_verdict(console, found)
 

@@ -61,8 +61,7 @@ class GraphedLayers:
         self.layers = layers_of(model)
         self.name, self._trained, self._always, self._make_recorder = name, trained, always, recorder
         self._check()
-        largest = max(sum(p.numel() for p in layer.parameters() if p.dim() > 1) for layer in self.layers)
-        self._most_rows = float("inf") if always else HOST_BOUND / (2 * largest)
+        self._most_rows = float("inf") if always else most_rows(self.layers)
         self.report = f"CUDA graphs: none for the {name} yet"
         self._off: str | None = None
         self._is_full = False
@@ -334,6 +333,11 @@ def layers_of(model: Any) -> list[nn.Module]:
         return list(decoder_layers(model)[1])
     except ConfigError as error:
         raise NotCapturable(str(error)) from None
+
+
+def most_rows(layers: Sequence[nn.Module]) -> float:
+    """Return the tokens of a batch up to which `auto` records such layers."""
+    return HOST_BOUND / (2 * max(sum(p.numel() for p in layer.parameters() if p.dim() > 1) for layer in layers))
 
 
 def obstacle(layers: Sequence[nn.Module], device: str) -> str | None:

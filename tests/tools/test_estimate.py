@@ -268,6 +268,50 @@ def test_one_micro_batch_finds_the_peaks_of_two_whole_steps(family, options, acc
             assert found.peaks[phase].parts[part] == pytest.approx(peak.parts[part], abs=2 * BLOCK)
 
 
+def _of_layers(spec: StepSpec) -> int:
+    with torch.device("meta"):
+        layers = transformers.AutoModelForCausalLM.from_config(spec.student.config).model.layers
+    return sum(-(-p.numel() * spec.student.dtype.itemsize // BLOCK) * BLOCK for p in layers.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"peft": LORA}, {"checkpointing": {"use_reentrant": False}}], ids=["full", "lora", "checkpointing"]
+)
+def test_graphs_have_the_memory_of_the_layers_apart(options, monkeypatch):
+    """Their pool has what the layers allocate, gradients too; the rest of the step peaks beside it."""
+    seen = []
+    monkeypatch.setattr(memory_simulation, "MemoryTracker", lambda: seen.append(MemoryTracker()) or seen[-1])
+    spec = step(**options)
+    never, auto, always = (
+        simulate(dataclasses.replace(spec, cuda_graphs=graphs)) for graphs in ("never", "auto", "always")
+    )
+    assert never.graphs_bytes is None and auto.peaks == never.peaks
+    assert auto.graphs_bytes == always.graphs_bytes and auto.graphs_bytes > 0
+    for phase, peak in always.peaks.items():
+        assert peak.bytes == never.peaks[phase].bytes + auto.graphs_bytes == sum(peak.parts.values())
+    without, pooled, _ = seen
+    assert without.pools.keys() == {None} and pooled.pools.keys() == {None, "student"}
+    assert without.pools[None] > pooled.pools[None]
+    if "peft" not in options:  # gradients of the layers' weights lie in the pool until the next step
+        assert pooled.pools["student"] > _of_layers(spec)
+        state = auto.peaks["optimizer"].parts["optimizer state"]
+        rest = auto.peaks["optimizer"].bytes - _of_layers(spec)
+        assert pooled.outside["optimizer"] <= rest and rest - pooled.outside["optimizer"] < 0.1 * state
+
+
+def test_graphs_of_both_models_and_of_small_layers_alone(monkeypatch):
+    model, loss = ModelSpec(config_of(**WIDE), torch.float32), LossOptions(distillation=Distillation({"forward_kl": 1}))
+    taught = step(teacher=model, loss=loss, cuda_graphs="auto")
+    trackers = []
+    monkeypatch.setattr(memory_simulation, "MemoryTracker", lambda: trackers.append(MemoryTracker()) or trackers[-1])
+    assert simulate(taught).graphs_bytes and trackers[0].pools.keys() == {None, "student", "teacher"}
+    monkeypatch.setattr(memory_simulation, "most_rows", lambda layers: 2 * 128 - 1)
+    assert simulate(taught).graphs_bytes is None
+    assert simulate(dataclasses.replace(taught, cuda_graphs="always")).graphs_bytes
+    four_bit = dataclasses.replace(taught.student, bits=4)
+    assert simulate(step(student=four_bit, peft=LORA, cuda_graphs="auto")).graphs_bytes is None
+
+
 def test_moments_of_8_bits_and_paged_ones():
     for options, factor in (({"moments": 2, "bits": 8}, 0.5), ({"moments": 1, "bits": 32}, 1.0)):
         made = functools.partial(MomentsOptimizer, paged=False, **options)
@@ -378,6 +422,13 @@ def test_the_command(project, capsys):
     assert found["steps"] == 10  # 38 rows of 40 are trained on, 4 a step
     assert found["tokens_per_step"] * found["steps"] == found["total_tokens"]
     assert "weights behind the quantised" in _json(capsys, "--gpu", "H100 80GB", "qat=int8")["parts_mib"]
+    assert found["graphs_mib"] and _json(capsys, "cuda_graphs=never")["graphs_mib"] is None
+    always = _json(capsys, "cuda_graphs=always")
+    assert always["parts_mib"]["CUDA graphs"] == pytest.approx(found["graphs_mib"]) == always["graphs_mib"]
+    assert _json(capsys, "accelerate_config=ddp")["graphs_mib"] is None
+    with pytest.raises(SystemExit):
+        main(["estimate", "run.yaml", "--gpu", "H100 80GB"])
+    assert "CUDA graphs keep" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_exit_code_3_with_what_takes_less(project, capsys, monkeypatch):

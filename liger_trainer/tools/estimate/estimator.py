@@ -60,6 +60,8 @@ class Estimate:
         tokens_per_step: of one optimizer step over all processes: the mean if rows are known, else the maximum.
         total_tokens, steps: of the run; None if the number of rows is not known.
         cache_mib: size of a teacher cache of the training rows for `teacher: cache`, if all tokens were supervised.
+        graphs_mib: what CUDA graphs keep beside the peak where they are recorded, which `cuda_graphs: auto` does where
+            that memory is free; None without graphs. With `cuda_graphs: always` the peak has it.
         capture_mib: what capturing it takes on a GPU, if the teacher is named. It is no part of the run's peak.
         fits: None without a GPU to compare with.
         changes: settings that take less, each alone; if none is enough, the last combines several.
@@ -82,6 +84,7 @@ class Estimate:
     total_tokens: int | None
     cache_mib: float | None
     unknown: str
+    graphs_mib: float | None = None
     capture_mib: float | None = None
     gpu: Gpu | None = None
     fits: bool | None = None
@@ -118,6 +121,7 @@ def estimate(config: "RunConfig", gpu: Gpu | None) -> Estimate:
         parts_mib=parts,
         peaks_mib={name: p.bytes / MIB for name, p in sharding.per_process(memory).items()},
         **_tokens(config, spec, lengths, sharding),
+        graphs_mib=None if memory.graphs_bytes is None else memory.graphs_bytes / MIB,
         capture_mib=_capture_mib(config, spec, bf16),
         gpu=gpu,
         fits=fits,

@@ -40,6 +40,9 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         live: part -> bytes, now.
         peaks: phase -> `Peak`.
+        pool: the pool of memory that new storages come from, such as that of CUDA graphs; None: the allocator's own.
+        pools: pool -> the most bytes that were live in it.
+        outside: phase -> the most bytes that were live in no pool.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,11 @@ class MemoryTracker(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peaks: dict[str, Peak] = {}
         self.phase, self.part = "forward", "activations"
-        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}
+        self.pool: str | None = None
+        self.pools: dict[str | None, int] = {}
+        self.outside: dict[str, int] = {}
+        self._live_in: Counter[str | None] = Counter()
+        self._storages: dict[int, tuple[weakref.ref, int, str, str | None]] = {}
 
     @property
     def bytes(self) -> int:
@@ -70,10 +77,10 @@ class MemoryTracker(TorchDispatchMode):
             if entry is None:
                 self._count([tensor], part)
                 continue
-            storage, size, before = entry
+            storage, size, before, pool = entry
             self.live[before] -= size
             self.live[part] += size
-            self._storages[id(tensor.untyped_storage())] = storage, size, part
+            self._storages[id(tensor.untyped_storage())] = storage, size, part, pool
 
     def part_of(self, tensor: Tensor) -> str | None:
         entry = self._storages.get(id(tensor.untyped_storage()))
@@ -102,15 +109,19 @@ class MemoryTracker(TorchDispatchMode):
             if key in self._storages:
                 continue
             size = -(-storage.nbytes() // BLOCK) * BLOCK
-            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size, part
+            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size, part, self.pool
             self.live[part] += size
+            self._live_in[self.pool] += size
         self._note_peak()
 
     def _freed(self, key: int) -> None:
-        _, size, part = self._storages.pop(key)
+        _, size, part, pool = self._storages.pop(key)
         self.live[part] -= size
+        self._live_in[pool] -= size
 
     def _note_peak(self) -> None:
         peak, now = self.peaks.setdefault(self.phase, Peak()), self.bytes
         if now > peak.bytes:
             peak.bytes, peak.parts = now, Counter(self.live)
+        self.outside[self.phase] = max(self.outside.get(self.phase, 0), self._live_in[None])
+        self.pools[self.pool] = max(self.pools.get(self.pool, 0), self._live_in[self.pool])

@@ -9,13 +9,13 @@ memory of FlashAttention's kernels and of the layers and optimizers of bitsandby
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
@@ -23,10 +23,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from ...common.weights import auto_class
 from ...errors import ConfigError
 from ...losses.spec import LossOptions
+from ...patching.call_structure import NotCapturable
+from ...patching.cuda_graphs import layers_of, most_rows
 from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
 from ...trainers.qat import linear_layers
+from ...trainers.step_config import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
@@ -63,6 +66,7 @@ class StepSpec:
         teaches_itself: the teacher is the student without its adapters.
         remake_every: in every n-th decoder layer the MLP makes gate and up again; 0: in none.
         quantises: linear layers hold quantised numbers, and their weights lie beside them.
+        cuda_graphs: `auto`, `always` or `never`.
     """
 
     student: ModelSpec
@@ -78,6 +82,7 @@ class StepSpec:
     teaches_itself: bool = False
     remake_every: int = 0
     quantises: bool = False
+    cuda_graphs: str = NEVER
     peft: Any = None
     patch: PatchOptions = field(default_factory=PatchOptions)
     loss: LossOptions = field(default_factory=LossOptions)
@@ -94,7 +99,11 @@ class StepSpec:
 @dataclass(frozen=True)
 class StepMemory:
     """Peaks by phase, numbers of parameters, and bytes of the trained weights, and of the largest layer and the output
-    head in the format that they compute in; `tied`: the head is the embedding."""
+    head in the format that they compute in; `tied`: the head is the embedding.
+
+    graphs_bytes: what CUDA graphs of the decoder layers keep beside the highest peak, since their memory is apart; None
+        without graphs. Where they are recorded always, the peaks have it too.
+    """
 
     peaks: dict[str, Peak]
     parameters: int
@@ -104,6 +113,7 @@ class StepMemory:
     head_bytes: int
     tied: bool
     teacher_parameters: int
+    graphs_bytes: int | None = None
 
 
 def simulate(spec: StepSpec) -> StepMemory:
@@ -131,6 +141,10 @@ def simulate(spec: StepSpec) -> StepMemory:
                 f"{type(base_of(student)).__name__} computes something that depends on its numbers, so that its memory "
                 f"cannot be told without running it: {str(error).partition(chr(10))[0]}"
             ) from error
+    graphs = step.graphs_bytes()
+    if spec.cuda_graphs == ALWAYS:
+        for peak in tracker.peaks.values():
+            peak.add("CUDA graphs", graphs or 0)
     return StepMemory(
         peaks=tracker.peaks,
         parameters=_numbers(student),
@@ -140,6 +154,7 @@ def simulate(spec: StepSpec) -> StepMemory:
         head_bytes=_computed_bytes(base_of(student).get_output_embeddings(), spec.autocast),
         tied=base_of(student).get_output_embeddings().weight is base_of(student).get_input_embeddings().weight,
         teacher_parameters=0 if teacher is None else _numbers(teacher),
+        graphs_bytes=graphs,
     )
 
 
@@ -198,6 +213,9 @@ class _TrainerSteps:
         self.used: set[Tensor] = set()
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
+        self.graphed = [model for model in (student, teacher) if model is not None and _has_graphs(model, spec)]
+        for model in self.graphed:
+            _Pool("student" if model is student else "teacher", tracker).watch(layers_of(base_of(model)))
         _decoder(student).register_forward_hook(lambda *_: tracker.enter("loss"))
         groups = [[p for p in self.trained if p.ndim > 1], [p for p in self.trained if p.ndim <= 1]]
         self.optimizer = spec.optimizer([{"params": group} for group in groups if group])
@@ -225,6 +243,15 @@ class _TrainerSteps:
             peak.add("gradients", unused)
             peak.add("optimizer state", tracker.live["optimizer state"])
 
+    def graphs_bytes(self) -> int | None:
+        """See `StepMemory`. Pools keep their memory through the whole step, and what is outside of them peaks alone."""
+        if not self.graphed:
+            return None
+        tracker, state = self.tracker, self.tracker.live["optimizer state"]
+        outside = max(size + (0 if phase == "optimizer" else state) for phase, size in tracker.outside.items())
+        pools = sum(size for pool, size in tracker.pools.items() if pool is not None)
+        return max(0, pools + outside - max(peak.bytes for peak in tracker.peaks.values()))
+
     def _drop_unused_gradients(self) -> int:
         """Drop gradients of parameters that the loss does not use; return their bytes."""
         before = self.tracker.live["gradients"]
@@ -239,6 +266,7 @@ class _TrainerSteps:
             loss = self._loss()
             with tracker.during("backward", "in the backward"):
                 loss.backward()
+                tracker.pool = None
 
     def _loss(self) -> Tensor:
         spec = self.spec
@@ -262,6 +290,51 @@ class _TrainerSteps:
         alone = without_adapters(self.student) if spec.teaches_itself else contextlib.nullcontext()
         with self.tracker.during("teacher", "teacher activations"), alone, _autocast(spec.autocast):
             return {"teacher_logits": teacher_logits(teacher, teacher, **inputs, use_cache=False)}
+
+
+def _has_graphs(model: Any, spec: StepSpec) -> bool:
+    """Whether the decoder layers of a model are recorded, where the GPU has the memory for it."""
+    try:
+        layers = layers_of(base_of(model))
+    except NotCapturable:
+        return False
+    if spec.cuda_graphs == NEVER or any(hasattr(p, "quant_state") for layer in layers for p in layer.parameters()):
+        return False
+    return spec.cuda_graphs == ALWAYS or spec.rows * spec.length <= most_rows(layers)
+
+
+class _Pool:
+    """The pool of memory that the graphs of a model's layers have: what the layers allocate, forward and backward."""
+
+    def __init__(self, name: str, tracker: MemoryTracker):
+        self._name, self._tracker = name, tracker
+        self._before: list[str | None] = []
+
+    def watch(self, layers: Sequence[nn.Module]) -> None:
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave)
+        layers[0].register_forward_pre_hook(self._first, with_kwargs=True)
+        layers[-1].register_forward_hook(self._last)
+
+    def _enter(self, *_: Any) -> None:
+        self._before.append(self._tracker.pool)
+        self._tracker.pool = self._name
+
+    def _leave(self, *_: Any) -> None:
+        self._tracker.pool = self._before.pop()
+
+    def _first(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Leave the pool when the backward is through all layers."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: setattr(self._tracker, "pool", None))
+
+    def _last(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        """Come back to it when the backward arrives there."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: setattr(self._tracker, "pool", self._name))
 
 
 def _student(spec: StepSpec) -> Any:

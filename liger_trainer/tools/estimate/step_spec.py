@@ -23,7 +23,8 @@ from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import HiddenSettings, read_index
-from ...trainers.step_config import ALWAYS, AUTO, MEMORY
+from ...trainers.step_config import AUTO, MEMORY, NEVER
+from .sharding import sharding_of
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 
@@ -104,6 +105,7 @@ def step_spec(config: "RunConfig", longest: int, padded: bool, bf16: bool) -> St
         teacher_records=records,
         teaches_itself=distils and args.teacher == "self",
         quantises=args.qat is not None,
+        cuda_graphs=_cuda_graphs(config),
         peft=get_peft_config(config.model_args()),
         patch=PatchOptions.of(config["liger_kernel_config"]),
         remake_every=MEMORY[config["memory"]],
@@ -127,11 +129,15 @@ def _check_known(config: "RunConfig", args: Any) -> None:
         unknown = [term.type for term in args.loss_plan().terms if term.family not in ("divergence", "ce")]
         if unknown:
             raise config.error("losses", f"estimate does not know the memory of {', '.join(unknown)}.")
-    if config["cuda_graphs"] == ALWAYS:
-        raise config.error("cuda_graphs", "estimate does not know what they take. Estimate with cuda_graphs=auto.")
     for key in ("activation_offloading", "torch_compile"):
         if config[key]:
             raise config.error(key, f"estimate does not know what it saves. Estimate without: {key}=false.")
+
+
+def _cuda_graphs(config: "RunConfig") -> str:
+    """Return the setting as it is for this run: `auto` leaves several processes without graphs."""
+    wanted = config["cuda_graphs"]
+    return NEVER if wanted == AUTO and sharding_of(config).processes > 1 else wanted
 
 
 def _training_args(config: "RunConfig") -> Any:
