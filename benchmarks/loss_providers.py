@@ -118,6 +118,15 @@ def cut_cross_entropy(case: Case) -> LossFunction:
     return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels)
 
 
+def quack(case: Case) -> LossFunction:
+    """QuACK's chunked loss, by its scaled-exp kernels where they serve: bf16 on Hopper, V a multiple of 128."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda hidden, weight, labels: chunked_linear_cross_entropy(
+        hidden, weight, labels, ignore_index=IGNORE_INDEX
+    )
+
+
 def torch_native(case: Case) -> LossFunction:
     """Use torch's own op, with the chunking that it chooses; from torch 2.13 on."""
     if not hasattr(F, "linear_cross_entropy"):
@@ -148,5 +157,6 @@ PROVIDERS = (
     Provider("trl", "TRL", trl_cross_entropy, CE, CE),
     Provider("trl", "TRL", trl_divergence, KD, KD),
     Provider("cce", "Cut Cross-Entropy", cut_cross_entropy, CE, ()),
+    Provider("quack", "QuACK", quack, CE, ()),
     Provider("torch", "torch's linear_cross_entropy", torch_native, CE, ()),
 )

@@ -19,7 +19,7 @@ import torch
 
 from .measure import Roofline, Spread
 
-PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "quack-kernels", "transformers")
 
 
 @dataclass(frozen=True)
