@@ -56,6 +56,7 @@ class Stream:
         self._entered = x, handed_on
 
     def leave(self) -> tuple[Tensor, Tensor] | None:
+        """Return what was noted, once: nothing holds it longer than the branch runs."""
         entered, self._entered = self._entered, None
         return entered
 
@@ -186,17 +187,20 @@ def _deferred(value: Any, entered: tuple[Tensor, Tensor] | None) -> Any:
 
 def _forward_of_sum(plain: Any, rule: NormRule) -> Callable:
     @functools.wraps(plain.__func__)
-    def forward(module, x):
-        return x.normed(module, rule) if isinstance(x, ResidualSum) else plain.__func__(module, x)
+    def forward(module, *inputs, **named):
+        if len(inputs) == 1 and isinstance(inputs[0], ResidualSum):
+            return inputs[0].normed(module, rule)
+        return plain.__func__(module, *inputs, **named)
 
     return forward
 
 
 def _forward_of_stream(plain: Any, rule: NormRule) -> Callable:
     @functools.wraps(plain.__func__)
-    def forward(module, x):
-        if torch.compiler.is_compiling() or not _gets_gradient(x) or is_watched(module):
-            return plain.__func__(module, x)
+    def forward(module, *inputs, **named):
+        if torch.compiler.is_compiling() or named or not all(map(_gets_gradient, inputs)) or is_watched(module):
+            return plain.__func__(module, *inputs, **named)
+        (x,) = inputs
         y, handed_on = _add_norm(module, rule, x, None)
         vars(module)[STREAM].enter(x, handed_on)
         return y

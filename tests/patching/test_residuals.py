@@ -207,6 +207,18 @@ def test_nothing_is_held_behind_a_layer():
     assert all(vars(m)[residuals.STREAM].leave() is None for m in model.modules() if residuals.STREAM in vars(m))
 
 
+def test_norms_are_called_by_keyword_too(calls):
+    layer = tiny_model("llama").model.layers[0]
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    want = layer.post_attention_layernorm(x), layer.input_layernorm(x)
+    model = tiny_model("llama")
+    patch(model)
+    layer = model.model.layers[0]
+    got = layer.post_attention_layernorm(hidden_states=x), layer.input_layernorm(hidden_states=x)
+    torch.testing.assert_close(got, want)
+    assert calls == []
+
+
 def test_an_option_leaves_it_out():
     assert residuals.KIND not in patch(tiny_model("llama"), rms_norm=False).report.swapped
 
