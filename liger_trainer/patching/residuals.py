@@ -80,7 +80,7 @@ class ResidualSum(DeferredTensor):
 
     def normed(self, norm: nn.Module, rule: NormRule) -> Tensor:
         """Return the norm of the sum, which is computed with it."""
-        one, other = self.branch, self.stream
+        one, other = self.stream, self.branch  # in plain torch the first one decides the strides
         wide = torch.promote_types(one.dtype, other.dtype)
         if one.dtype != wide:
             one, other = other, one

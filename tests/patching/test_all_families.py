@@ -80,11 +80,11 @@ def outcome(model):
     return "equal" if isinstance(logits, DeferredLogits) else f"warns: {type(logits).__name__} without a word"
 
 
-# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, and one
-# that cuts its padding off the logits.
+# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, one that cuts
+# its padding off the logits, and one whose head is more than a linear map (dory).
 STORE_LOGITS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus",
-    "plbart", "prophetnet", "trocr", "whisper", "xlm", "inkling2_text",
+    "plbart", "prophetnet", "trocr", "whisper", "xlm", "inkling2_text", "dory",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_every_family_that_can_be_built():
 
 
 OPTION_OF = {
-    "gated RMSNorm": "rms_norm",
+    "gated RMSNorm": "rms_norm", "add + RMSNorm": "rms_norm",
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu", "rope": "rope", "QK norm + rope": "rope",
     "tower attention": "towers", "patch embedding": "towers", "placeholders": "towers",

@@ -9,6 +9,7 @@ from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_mode
 from torch import nn
 
 from liger_trainer.patching import residuals
+from liger_trainer.patching.norms import prove_norm
 from liger_trainer.patching.patcher import patch
 from liger_trainer.patching.residuals import Branch, NormedSum, ResidualSum, normed_sums
 
@@ -205,6 +206,14 @@ def test_nothing_is_held_behind_a_layer():
     patch_layers(model)
     model(**masked_batch())
     assert all(vars(m)[residuals.STREAM].leave() is None for m in model.modules() if residuals.STREAM in vars(m))
+
+
+def test_strides_are_those_of_the_stream():
+    """As of a branch that ends in a convolution, behind which a mixture of experts views the norm's output."""
+    layer = tiny_model("llama").model.layers[0]
+    rule = prove_norm(layer.post_attention_layernorm)
+    stream, branch = torch.randn(2, 3, 32), torch.randn(2, 32, 3).mT
+    assert (stream + Branch(branch, None)).normed(layer.post_attention_layernorm, rule).is_contiguous()
 
 
 def test_norms_are_called_by_keyword_too(calls):
