@@ -80,8 +80,8 @@ def outcome(model):
     return "equal" if isinstance(logits, DeferredLogits) else f"warns: {type(logits).__name__} without a word"
 
 
-# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, one that cuts
-# its padding off the logits, and one whose head is more than a linear map (dory).
+# Families that stay exact but store logits, and say so: decoders that compute the cross-entropy themselves, one that
+# cuts its padding off the logits, and one whose head is more than a linear map (dory).
 STORE_LOGITS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus",
     "plbart", "prophetnet", "trocr", "whisper", "xlm", "inkling2_text", "dory",
