@@ -319,14 +319,12 @@ def _choose_rows(words: str, parser: argparse.ArgumentParser) -> tuple[Case, lis
     case = next((case for case in CASES if case.name == name), None)
     if case is None or not given:
         parser.error(f"--rows {words!r}: expected CASE:PROVIDER,... with a case that --list names")
-    known = {provider.name: provider for provider in PROVIDERS[case.kind]}
-    chosen = [known[REFERENCE]]
-    for word in given.split(","):
-        if word.startswith("ours:"):
-            chosen.append(variant(_extra(word.removeprefix("ours:"), parser))[case.kind])
-        elif word != REFERENCE:
-            chosen += [known[each] for each in matching(word, list(known), "provider", parser)]
-    return case, chosen
+    ours = [word for word in given.split(",") if word.startswith("ours:")]
+    others = ",".join(word for word in given.split(",") if word not in ours) or REFERENCE
+    known = PROVIDERS[case.kind]
+    names = {REFERENCE, *matching(others, [provider.name for provider in known], "provider", parser)}
+    variants = [variant(_extra(word.removeprefix("ours:"), parser))[case.kind] for word in ours]
+    return case, [*(provider for provider in known if provider.name in names), *variants]
 
 
 def _choose_providers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, list[Provider]]:

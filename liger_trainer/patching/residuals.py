@@ -23,7 +23,7 @@ from ..kernels.add_rms_norm import add_rms_norm
 from . import structure
 from .deferred_tensor import DeferredTensor, is_watched
 from .forward_source import forward_source
-from .norms import NormRule, once_for_equal_norms
+from .norms import RULE, NormRule
 from .options import PatchOptions, PatchReport
 
 KIND = "add + RMSNorm"
@@ -125,11 +125,10 @@ def patch_residuals(model: nn.Module, options: PatchOptions, replacements: Repla
     """
     if not options.rms_norm:
         return
-    prove = once_for_equal_norms()
     for module in model.modules():
         for names in normed_sums(type(module)):
             branch, norm, entry = (None if name is None else module._modules.get(name) for name in names)
-            forward, rule = _own_forward(branch, replacements), _rule_of(norm, prove, replacements)
+            forward, rule = _own_forward(branch, replacements), _rule_of(norm)
             if branch is None or norm is None or forward is None or rule is None:
                 continue
             stream = Stream(norm)
@@ -137,22 +136,16 @@ def patch_residuals(model: nn.Module, options: PatchOptions, replacements: Repla
             replacements.forward(branch, _branch_forward(forward))
             replacements.forward(norm, _forward_of_sum(forward_of(norm), rule))
             report.swap(KIND)
-            rule = _rule_of(entry, prove, replacements)
+            rule = _rule_of(entry)
             if entry is not None and rule is not None:
                 replacements.set(entry, STREAM, stream)
                 replacements.forward(entry, _forward_of_stream(forward_of(entry), rule))
 
 
-def _rule_of(
-    norm: nn.Module | None, prove: Callable[[nn.Module], NormRule | str], replacements: Replacements
-) -> NormRule | None:
+def _rule_of(norm: nn.Module | None) -> NormRule | None:
     """Return the rule of an RMSNorm that our op computes, None for anything else."""
-    if norm is None or norm not in replacements or STREAM in vars(norm) or not structure.is_replaced(norm):
-        return None
-    if any(tensor.dim() != 1 for tensor in structure.tensors(norm).values()):
-        return None
-    rule = prove(norm)
-    if isinstance(rule, str) or rule.form.kind != "RMSNorm" or rule.bias is not None or rule.autocast != "keep":
+    rule: NormRule | None = None if norm is None or STREAM in vars(norm) else vars(norm).get(RULE)
+    if rule is None or rule.form.kind != "RMSNorm" or rule.bias is not None or rule.autocast != "keep":
         return None
     return rule
 

@@ -176,10 +176,12 @@ def test_variants_of_ours_are_rows_of_both_kinds():
 
 
 def test_rows_one_by_one():
-    options = parse(["--rows", "sft-qwen3-0.6b:ours", "lora-llama-3.2-1b:trl,trl_liger,ours:memory=balanced", "--tiny"])
+    words = ["sft-qwen3-0.6b:ours", "lora-llama-3.2-1b:trl,trl_liger,ours:memory=balanced", "kd-qwen3-0.6b:ours,trl*"]
+    options = parse(["--rows", *words, "--tiny"])
     chosen = [(case.name, [provider.name for provider in providers]) for case, providers in options.rows]
     assert chosen == [
         ("sft-qwen3-0.6b", ["trl", "ours"]), ("lora-llama-3.2-1b", ["trl", "trl_liger", "ours:memory=balanced"]),
+        ("kd-qwen3-0.6b", ["trl", "trl_liger", "ours"]),
     ]  # fmt: skip
 
 

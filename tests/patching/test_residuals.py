@@ -7,6 +7,7 @@ import torch
 from families import build_class
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_trainer.patching import residuals
 from liger_trainer.patching.norms import prove_norm
@@ -226,6 +227,38 @@ def test_norms_are_called_by_keyword_too(calls):
     got = layer.post_attention_layernorm(hidden_states=x), layer.input_layernorm(hidden_states=x)
     torch.testing.assert_close(got, want)
     assert calls == []
+
+
+class Chain(nn.Module):
+    """The norm of the first sum stands in front of the second branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.before, self.between, self.behind = (LlamaRMSNorm(16) for _ in range(3))
+
+    def forward(self, x):
+        r = x
+        h = self.before(x)
+        h = self.one(h)
+        h = r + h
+        r = h
+        h = self.between(h)
+        h = self.two(h)
+        h = r + h
+        h = self.behind(h)
+        return h
+
+
+def test_a_norm_between_two_branches(calls):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Chain()), torch.randn(3, 16, requires_grad=True)
+    plain = copy.deepcopy(model)
+    assert patch(model).report.swapped[residuals.KIND] == 2
+    weights = torch.randn(3, 16)
+    got, want = ((each(x) * weights).sum() for each in (model, plain))
+    assert_same_gradients(named_gradients(model, got), named_gradients(plain, want))
+    assert [adds for adds, _ in calls] == [False, True, True]
 
 
 def test_an_option_leaves_it_out():

@@ -17,6 +17,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -326,15 +327,17 @@ class _Pool:
 
     def _first(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Leave the pool when the backward is through all layers."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: setattr(self._tracker, "pool", None))
+        self._when_its_gradient_comes((args, kwargs), None)
 
     def _last(self, layer: nn.Module, args: tuple, output: Any) -> None:
         """Come back to it when the backward arrives there."""
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: setattr(self._tracker, "pool", self._name))
+        self._when_its_gradient_comes(output, self._name)
+
+    def _when_its_gradient_comes(self, tensors: Any, pool: str | None) -> None:
+        """Set the pool when the gradient of the hidden states does: they are the first of `tensors` that have one."""
+        hidden = next((x for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.requires_grad), None)
+        if hidden is not None:
+            hidden.register_hook(lambda _: setattr(self._tracker, "pool", pool))
 
 
 def _student(spec: StepSpec) -> Any:
