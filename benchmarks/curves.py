@@ -230,8 +230,8 @@ def _table(case: Case, runs: dict[str, dict[str, Any]], steps: int) -> list[str]
         apart = mean(distance(run["losses"], other["losses"]) for run, other in pairs)
         most = max(abs(x - y) for run, other in pairs for x, y in zip(run["losses"], other["losses"], strict=True))
         norm = max(abs(run["norms"][0] / other["norms"][0] - 1) for run, other in pairs)
-        within = "" if math.isnan(wide) else "yes" if apart <= wide else "**no**"
-        rows.append([way.title, losses, f"{apart:.1e}, {most:.1e}", f"{norm:.1e}", f"{wide:.1e}", within])
+        judged = ["", ""] if math.isnan(wide) else [f"{wide:.1e}", "yes" if apart <= wide else "**no**"]
+        rows.append([way.title, losses, f"{apart:.1e}, {most:.1e}", f"{norm:.1e}", *judged])
     return table(["", f"loss, steps {' / '.join(map(str, shown))}", "distance", "norm", "spread", "within"], rows)
 
 
