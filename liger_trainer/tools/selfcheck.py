@@ -130,10 +130,12 @@ def _outputs_and_gradients(
     inputs = {name: x.detach().clone().requires_grad_(name in leaves) for name, x in tensors.items()}
     result = function(**inputs)
     outputs = result if isinstance(result, tuple) else (result,)
+    values = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
+    if not leaves:
+        return values
     draw, trained = Draw(), [x for x in outputs if x.requires_grad]
     upstream = [draw(*x.shape).to(x.device, x.dtype) if x.dim() else torch.ones_like(x) for x in trained]
     gradients = torch.autograd.grad(trained, [inputs[name] for name in leaves], upstream)
-    values = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
     return values | {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 

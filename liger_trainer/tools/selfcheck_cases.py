@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.activation_linear import activation_linear
+from ..kernels.adamw import adamw_, adamw_reference
 from ..kernels.add_rms_norm import add_rms_norm
 from ..kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from ..kernels.cross_entropy import cross_entropy
@@ -19,6 +20,7 @@ from ..kernels.gated_linear import gated_linear
 from ..kernels.gated_mlp import gated_mlp, gated_mlp_reference
 from ..kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ..kernels.geglu import geglu
+from ..kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from ..kernels.jsd import jsd, jsd_reference
 from ..kernels.kl_div import kl_div
 from ..kernels.layer_norm import layer_norm
@@ -253,6 +255,19 @@ def _loss(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]
     return lambda **tensors: function(**tensors, **options).loss
 
 
+def _updated(update: Callable[..., None]) -> Callable[..., Outputs]:
+    """Return a function that makes an optimizer's step, its third, and returns a parameter and its moments."""
+
+    def step(param: Tensor, grad: Tensor, mean: Tensor, root: Tensor) -> Outputs:
+        tensors = param.clone(), grad, mean.clone(), root.square()
+        options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": EPS, "weight_decay": 0.1}
+        coefficient, steps = (torch.tensor(number, device=param.device) for number in (0.5, 3.0))
+        update(*([x] for x in tensors), [steps], **options, coefficient=coefficient)
+        return tensors[0], tensors[2], tensors[3]
+
+    return step
+
+
 HEAD_LEAVES = ("hidden", "weight")
 LORA_EXPERTS_LEAVES = ("x", "weights", "ua", "ub", "da", "db")
 CLAMPS = dict(limit=1.0, alpha=1.702, shift=1.0)
@@ -356,6 +371,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "linear_alm", _loss(linear_alm, ce_weight=0.1), _loss(linear_alm_reference, ce_weight=0.1), _spans, HEAD_LEAVES
+    ),
+    Check("adamw", _updated(adamw_), _updated(adamw_reference), _rows("param", "grad", "mean", "root"), ()),
+    Check(
+        "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
+        lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
     ),
     Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
     Check(

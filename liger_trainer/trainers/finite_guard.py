@@ -115,12 +115,12 @@ class FiniteGuard(TrainerCallback):
         if self._accelerator.mixed_precision == "fp16" or _steps_itself(self._accelerator):
             return  # who scales losses drops such steps
         if drops_on_device(optimizer):
-            _innermost(optimizer).found_inf = self.poisoned.float()
+            innermost(optimizer).found_inf = self.poisoned.float()
         elif self.policy == SKIP and bool(self.poisoned):
             self._in_training().optimizer.zero_grad(set_to_none=True)
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
-        vars(_innermost(optimizer)).pop("found_inf", None)
+        vars(innermost(optimizer)).pop("found_inf", None)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         while len(self._pending) > LATE:
@@ -215,7 +215,7 @@ class FiniteGuard(TrainerCallback):
         return self._report
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's wrapper."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -224,7 +224,7 @@ def _innermost(optimizer: Any) -> Any:
 
 def drops_on_device(optimizer: Any) -> bool:
     """Whether an optimizer leaves its step out if `found_inf`, a tensor, is not 0: the fused ones, for GradScaler."""
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     # a checkpoint brings its groups, fused or not, whatever the optimizer was made as
     fused = all(group.get("fused") for group in getattr(inner, "param_groups", [{}]))
     return fused and getattr(inner, "_step_supports_amp_scaling", False)

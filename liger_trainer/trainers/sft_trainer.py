@@ -25,7 +25,7 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
-from .checkpointing import CheckpointingTrainer
+from .adamw import AdamWTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
@@ -49,7 +49,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(CheckpointingTrainer):
+class LigerTrainer(AdamWTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),

@@ -46,6 +46,7 @@ from liger_trainer.kernels._logits import LogitTransform  # noqa: E402
 from liger_trainer.kernels._low_rank import split  # noqa: E402
 from liger_trainer.kernels._packed_gate import Gate  # noqa: E402
 from liger_trainer.kernels.activation_linear import activation_linear  # noqa: E402
+from liger_trainer.kernels.adamw import adamw_  # noqa: E402
 from liger_trainer.kernels.add_rms_norm import add_rms_norm  # noqa: E402
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu  # noqa: E402
 from liger_trainer.kernels.cross_entropy import cross_entropy  # noqa: E402
@@ -54,6 +55,7 @@ from liger_trainer.kernels.document_attention import document_attention  # noqa:
 from liger_trainer.kernels.gated_linear import gated_linear  # noqa: E402
 from liger_trainer.kernels.gated_rms_norm import gated_rms_norm  # noqa: E402
 from liger_trainer.kernels.geglu import geglu  # noqa: E402
+from liger_trainer.kernels.gradient_norm import gradient_norm  # noqa: E402
 from liger_trainer.kernels.jsd import jsd  # noqa: E402
 from liger_trainer.kernels.kl_div import kl_div  # noqa: E402
 from liger_trainer.kernels.layer_norm import layer_norm  # noqa: E402
@@ -398,6 +400,17 @@ def heads(dtype: torch.dtype) -> None:
         linear_sparse_divergence(hidden, weight, *cache)
 
 
+def optimizer(dtype: torch.dtype) -> None:
+    """A step over tensors of any address, with and without clipping and the drop of steps that are not finite."""
+    buffer, one = torch.zeros(4 * N + 1, dtype=dtype), torch.ones(())
+    options = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for start in range(2):  # aligned or not
+        tensors = [[x] for x in buffer[start : start + 4 * N].view(4, N)]
+        adamw_(*tensors, [one], **options, coefficient=one, found_inf=one)
+        adamw_(*tensors, [one], **options)
+        gradient_norm(tensors[1])
+
+
 class OneRank:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -425,7 +438,9 @@ def loss_of(op: Callable) -> Callable:
     return lambda *args, **options: op(*args, **options).loss
 
 
-GROUPS = (norms, rotary, packed_rows, gated, low_rank, experts, distributions, cross_entropies, heads, shards)
+GROUPS = (
+    norms, rotary, packed_rows, gated, low_rank, experts, distributions, cross_entropies, heads, optimizer, shards,
+)  # fmt: skip
 
 
 def main() -> None:

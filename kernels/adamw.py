@@ -1,0 +1,154 @@
+"""AdamW over all tensors of a model in one launch, with the gradients clipped on their way in.
+
+    g = coefficient g        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+    p = (1 - lr decay) p - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
+
+Shapes    p, g, m, v: any, in the same memory layout; t: () fp32, the steps of p with this one
+Method    A table holds the tensors' addresses; each program finds its tensor there, and updates CHUNK numbers of it.
+          The coefficient of clipping is a number on the device, so that gradients need not be written to be clipped.
+Numerics  fp32 inside; p, m and v are rounded once when stored. As torch's fused AdamW, whose clipping rounds g as well
+Traffic   read p, g, m, v; write p, m, v. Clipping apart from it: another read and write of g
+Source    Loshchilov and Hutter 2019, arXiv:1711.05101; many tensors a launch: apex's multi_tensor_apply
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ._tensor_lists import are_aligned, chunks_of, in_one_order, table_of
+from ._triton import Launch, tl, triton, use_triton
+
+CHUNK, WARPS = 2048, 8
+
+
+def adamw_reference(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    coefficient: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute `adamw_` in plain torch."""
+    if found_inf is not None and bool(found_inf):
+        return
+    for p, g, m, v, t in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        wide = torch.promote_types(p.dtype, torch.float32)
+        old, grad = p.to(wide), g.to(wide)
+        grad = grad if coefficient is None else grad * coefficient
+        mean = betas[0] * m.to(wide) + (1 - betas[0]) * grad
+        square = betas[1] * v.to(wide) + (1 - betas[1]) * grad * grad
+        corrections = [1 - beta ** float(t) for beta in betas]
+        update = mean / ((square / corrections[1]).sqrt() + eps)
+        p.copy_((1 - lr * weight_decay) * old - lr / corrections[0] * update)
+        m.copy_(mean)
+        v.copy_(square)
+
+
+@triton.jit
+def _kernel(
+    table_ptr, chunks_ptr, coefficient_ptr, found_inf_ptr, lr, keep, log_beta1, log_beta2, rest1, rest2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Update one chunk.
+
+    table_ptr: int64, for each tensor the addresses of p, g, m, v and t, and its numel. chunks_ptr: int32, for each
+    program its tensor and the chunk's number in it. keep: 1 - lr decay. rest1, rest2: 1 - beta.
+    """
+    if found_inf_ptr is not None:
+        if tl.load(found_inf_ptr) != 0.0:
+            return
+    chunk = tl.program_id(0).to(tl.int64)
+    row = table_ptr + tl.load(chunks_ptr + 2 * chunk).to(tl.int64) * 6
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    numel = tl.load(row + 5)
+    p_ptr = tl.load(row).to(tl.pointer_type(PARAM))
+    g_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD))
+    m_ptr = tl.load(row + 2).to(tl.pointer_type(MOMENT))
+    v_ptr = tl.load(row + 3).to(tl.pointer_type(MOMENT))
+    if ALIGNED:
+        p_ptr = tl.multiple_of(p_ptr, 16)
+        g_ptr = tl.multiple_of(g_ptr, 16)
+        m_ptr = tl.multiple_of(m_ptr, 16)
+        v_ptr = tl.multiple_of(v_ptr, 16)
+    step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    rate = lr / (1.0 - tl.exp(step * log_beta1)).to(tl.float32)  # fp64: at first these are small differences
+    unbias = tl.rsqrt((1.0 - tl.exp(step * log_beta2)).to(tl.float32))
+    coefficient = 1.0
+    if coefficient_ptr is not None:
+        coefficient = tl.load(coefficient_ptr)
+    pointers = p_ptr, g_ptr, m_ptr, v_ptr
+    numbers = coefficient, keep, rest1, rest2, rate, unbias, eps
+    if start + CHUNK <= numel:  # a mask would keep loads from being 16 bytes wide
+        _update(pointers, start, numel, numbers, True, CHUNK)
+    else:
+        _update(pointers, start, numel, numbers, False, CHUNK)
+
+
+@triton.jit
+def _update(pointers, start, numel, numbers, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
+    p_ptr, g_ptr, m_ptr, v_ptr = pointers
+    coefficient, keep, rest1, rest2, rate, unbias, eps = numbers
+    at = start + tl.arange(0, CHUNK)
+    mask = None if WHOLE else at < numel
+    g = tl.load(g_ptr + at, mask=mask).to(tl.float32) * coefficient
+    m = tl.load(m_ptr + at, mask=mask).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=mask).to(tl.float32)
+    p = tl.load(p_ptr + at, mask=mask).to(tl.float32)
+    m += rest1 * (g - m)
+    v += rest2 * (g * g - v)
+    p = p * keep - rate * m / (tl.sqrt(v) * unbias + eps)
+    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=mask)
+    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=mask)
+
+
+def adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    coefficient: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Update params, exp_avgs and exp_avg_sqs in place by AdamW, in one launch for each combination of dtypes.
+
+    A parameter with gaps in memory, or whose gradient or moments are in another order there, is updated in torch.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: as many tensors each, on one device; fp32, fp16 or bf16 (fp64: torch),
+            both moments of a parameter in one dtype.
+        steps: () fp32 tensors on the parameters' device, the steps of each parameter with this one.
+        lr, betas, eps, weight_decay: those of `torch.optim.AdamW`.
+        coefficient: () fp32 on the device, by which gradients are multiplied, to clip them. None: 1.
+        found_inf: () fp32 on the device. If it is not 0, nothing is updated. None: 0.
+    """
+    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    numbers |= {"coefficient": coefficient, "found_inf": found_inf}
+    kinds: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
+    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        if use_triton(tensors[0]) and in_one_order(tensors[:4]):
+            kinds.setdefault(tuple(x.dtype for x in tensors[:3]), []).append(tensors)
+        else:
+            adamw_reference(*([x] for x in tensors), **numbers)
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)
+    scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
+    for dtypes, rows in kinds.items():
+        _launch(dtypes, rows, scalars, coefficient, found_inf)
+
+
+def _launch(
+    dtypes: tuple[torch.dtype, ...], rows: list[tuple[Tensor, ...]], scalars: tuple[float, ...],
+    coefficient: Tensor | None, found_inf: Tensor | None,
+) -> None:  # fmt: skip
+    """Update parameters whose dtypes, gradients' and moments' are these. rows: their `adamw_` tensors."""
+    device = rows[0][0].device
+    numels = tuple(tensors[0].numel() for tensors in rows)
+    chunks = chunks_of(numels, CHUNK, device)
+    if not len(chunks):
+        return
+    addresses = [[x.data_ptr() for x in tensors] for tensors in rows]
+    aligned = are_aligned(address for row in addresses for address in row[:4])
+    table = table_of((number for row, n in zip(addresses, numels, strict=True) for number in (*row, n)), device)
+    kinds = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    constants = dict(zip(("PARAM", "GRAD", "MOMENT"), kinds, strict=True))
+    launch = Launch(_kernel, (len(chunks),), *scalars, **constants, ALIGNED=aligned, CHUNK=CHUNK, num_warps=WARPS)
+    launch(table, chunks, coefficient, found_inf)
+    increment_version([x for tensors in rows for x in (tensors[0], *tensors[2:4])])  # a kernel doesn't tell autograd

@@ -1,0 +1,132 @@
+"""The optimizer of a training whose weights are whole on each GPU: AdamW in one launch, which clips gradients too.
+
+Trainer clips by writing each gradient anew, and torch's fused AdamW reads it again. Here the step gets the coefficient
+of clipping, a number on the device, and multiplies by it on the way.
+"""
+
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..kernels.adamw import adamw_
+from ..kernels.gradient_norm import gradient_norm
+from .checkpointing import CheckpointingTrainer
+from .finite_guard import innermost
+
+CLIPPED_BY = 1e-6  # torch's clip_grad_norm_ divides by norm + this
+
+
+class OneLaunchAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` with the same state and options, updated by our kernel.
+
+    Attributes:
+        coefficient: what the next step multiplies gradients by, () fp32 on the device; None: 1. A step takes it away.
+    """
+
+    coefficient: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        coefficient, self.coefficient = self.coefficient, None
+        if getattr(self, "grad_scale", None) is not None or any(_is_unusual(group) for group in self.param_groups):
+            if coefficient is not None:
+                torch._foreach_mul_([p.grad for p in _params(self) if p.grad is not None], coefficient)
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update(group, coefficient)
+        return loss
+
+    def _update(self, group: dict[str, Any], coefficient: Tensor | None) -> None:
+        params, grads, means, squares, steps = [], [], [], [], []
+        self._init_group(group, params, grads, means, squares, [], steps)
+        if not params:
+            return
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        adamw_(
+            params, grads, means, squares, steps, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
+            weight_decay=group["weight_decay"], coefficient=coefficient, found_inf=found_inf,
+        )  # fmt: skip
+
+
+def _is_unusual(group: dict[str, Any]) -> bool:
+    """Return whether a group, of a checkpoint perhaps, has options that only torch's own step knows."""
+    rare = any(group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
+    return rare or not group.get("fused") or isinstance(group["lr"], Tensor)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def in_one_launch(optimizer: Any, trainer: Any) -> Any:
+    """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
+
+    It can where a fused AdamW of torch has plain parameters on one GPU, whole on each rank.
+    """
+    if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
+        return optimizer
+    whole = trainer.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    params = _params(optimizer)
+    if not whole or trainer.get_tp_size() > 1 or not _are_plain(params):
+        return optimizer
+    defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+    return OneLaunchAdamW(optimizer.param_groups, **defaults)
+
+
+def _are_plain(params: list[nn.Parameter]) -> bool:
+    one_gpu = len({p.device for p in params}) == 1 and params[0].is_cuda
+    return one_gpu and all(type(p) is nn.Parameter and p.is_floating_point() for p in params)
+
+
+def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
+    """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
+
+    Return None, having done nothing, where gradients must be clipped before the step, or their norm is not torch's to
+    take: the optimizer is another, or has further parameters; a scale of fp16 is in the gradients; a callback or hook
+    that is not ours may look at them before the step.
+    """
+    optimizer, params = innermost(trainer.optimizer), list(model.parameters())
+    if not isinstance(optimizer, OneLaunchAdamW) or trainer.accelerator.scaler is not None or _is_watched(trainer):
+        return None
+    grads = [p.grad for p in params if p.grad is not None]
+    if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
+        return None
+    norm, most = gradient_norm(grads), trainer.args.max_grad_norm
+    if most > 0:
+        optimizer.coefficient = (most / (norm + CLIPPED_BY)).clamp(max=1.0)
+    return norm
+
+
+def _is_watched(trainer: Any) -> bool:
+    """Return whether somebody else's callback or hook runs between clipping and the update."""
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    looking = (kind for kind in kinds if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step)
+    hooks = innermost(trainer.optimizer)._optimizer_step_pre_hooks
+    return bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
+
+
+class AdamWTrainer(CheckpointingTrainer):
+    """A trainer that makes `OneLaunchAdamW` of torch's fused AdamW where it can, and clips in its step."""
+
+    def create_optimizer(self, *args, **kwargs):
+        given = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer = optimizer if given is not None else in_one_launch(optimizer, self)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model):
+        norm = norm_before_step(self, model)
+        return super()._clip_grad_norm(model) if norm is None else norm
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None:  # nothing is clipped
+            grad_norm = norm_before_step(self, model)
+        return super()._get_grad_norm(model, grad_norm)
