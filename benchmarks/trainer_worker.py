@@ -153,20 +153,20 @@ class Watch:
 
     def _listen(self) -> None:
         """Keep what each step returns. Nothing here reads a tensor of the device."""
-        step, clip = self.trainer.training_step, self.trainer.accelerator.clip_grad_norm_
+        step, get = self.trainer.training_step, self.trainer._get_grad_norm
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             loss = step(*args, **kwargs)
             self.losses.append(loss.detach())
             return loss
 
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            norm = clip(*args, **kwargs)
+        def get_grad_norm(*args: Any, **kwargs: Any) -> Any:
+            norm = get(*args, **kwargs)
             self.norms.append(norm.detach())
             return norm
 
         self.trainer.training_step = training_step
-        self.trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+        self.trainer._get_grad_norm = get_grad_norm
         self.trainer.data_collator = CountingCollator(self.trainer.data_collator, self.batches)
 
     def end_step(self) -> None:

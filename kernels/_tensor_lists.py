@@ -37,9 +37,13 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 def in_one_order(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors have one shape, no gaps in memory, and their numbers in one order there."""
     first = tensors[0]
-    if any(x.shape != first.shape for x in tensors):
-        return False
-    if all(x.is_contiguous() for x in tensors):
+    for x in tensors:
+        if x.shape != first.shape:
+            return False
+    for x in tensors:
+        if not x.is_contiguous():
+            break
+    else:
         return True
     strides = torch.empty_like(first, device="meta").stride()  # those of first, if it has no gaps
     return all(x.stride() == strides for x in tensors)

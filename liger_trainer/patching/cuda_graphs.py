@@ -87,6 +87,11 @@ class GraphedLayers:
             announce(f"{self.report}.")
         self._forget()
 
+    @property
+    def are_recorded(self) -> bool:
+        """Whether there are graphs of some shape."""
+        return bool(self._graphs)
+
     def call(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a layer, or replay it."""
         plain = functools.partial(type(layer).forward, layer)

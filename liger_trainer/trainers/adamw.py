@@ -49,11 +49,13 @@ class OneLaunchAdamW(torch.optim.AdamW):
         if not params:
             return
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        torch._foreach_add_(steps, 1)
         adamw_(
             params, grads, means, squares, steps, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
             weight_decay=group["weight_decay"], coefficient=coefficient, found_inf=found_inf,
         )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))  # one tensor for all would be read by the host
 
 
 def _is_unusual(group: dict[str, Any]) -> bool:
@@ -106,11 +108,12 @@ def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
 
 
 def _is_watched(trainer: Any) -> bool:
-    """Return whether somebody else's callback or hook runs between clipping and the update."""
+    """Return whether somebody else clips, or has a callback or hook between clipping and the update."""
     kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
     looking = (kind for kind in kinds if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step)
     hooks = innermost(trainer.optimizer)._optimizer_step_pre_hooks
-    return bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
+    replaced = "clip_grad_norm_" in vars(trainer.accelerator)
+    return replaced or bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
 
 
 class AdamWTrainer(CheckpointingTrainer):

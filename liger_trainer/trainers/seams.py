@@ -69,6 +69,7 @@ SEAMS = (
          ("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")),
     Seam("torch.optim", "AdamW._optimizer_step_pre_hooks", "a hook before the step gets clipped gradients"),
     Seam("torch", "_foreach_add_", "counts the steps of all parameters"),
+    Seam("torch", "_foreach_sub_", "a step that is left out is not counted"),
     Seam("torch", "_foreach_mul_", "clips before a step of torch's own"),
     Seam(_TRAINER, "Trainer._tr_loss", "the sum of losses stays NaN once it was, as NaN - NaN is: it is set to 0"),
     Seam("torch.optim", "AdamW._step_supports_amp_scaling", "fused optimizers drop a step on the device"),

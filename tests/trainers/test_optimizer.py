@@ -187,3 +187,28 @@ def test_a_given_optimizer_stays():
     )  # fmt: skip
     trainer.train()
     assert innermost(trainer.optimizer) is given
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_a_step():
+    params = [torch.nn.Parameter(torch.randn(40, 30, device="cuda")) for _ in range(20)]
+    optimizer = OneLaunchAdamW(params, lr=0.1, fused=True)
+    for step in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        if step:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            norm = adamw.gradient_norm([param.grad for param in params])
+            optimizer.coefficient, optimizer.found_inf = (1.0 / norm).clamp(max=1.0), torch.zeros((), device="cuda")
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_training_on_a_gpu_has_it(monkeypatch):
+    monkeypatch.undo()
+    trainer = sft(use_cpu=False, max_steps=1)
+    trainer.train()
+    assert type(innermost(trainer.optimizer)) is OneLaunchAdamW
