@@ -5,8 +5,9 @@ sets the curve, with each seed; ours trains in each way that is quicker or takes
 same order. How far rounding alone carries a training apart is shown by TRL's trainer with eager attention. How far it
 lies from another order of the rows is the spread: the mean distance of TRL's curves with two seeds.
 
-    python -m benchmarks.curves                          # on a GPU: docs/results/curves-<device>.md and .json
-    python -m benchmarks.curves --cases packed --tiny    # small enough for a CPU
+    python -m benchmarks.curves                              # on a GPU: docs/results/curves-<device>.md and .json
+    python -m benchmarks.curves --ways ours --seeds 0 1 2    # ours and TRL's alone
+    python -m benchmarks.curves --cases packed --tiny        # small enough for a CPU
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ CASES = {
     "lora": Case("All layers, LoRA r 16 on all linear ones", (PLAIN, EAGER, OURS, LEAN), lora=True),
     "kd": Case("Half of the layers from all, forward KL", (PLAIN, EAGER, OURS, LEAN), distils=True),
 }
+WAYS = list(dict.fromkeys(way.title for case in CASES.values() for way in case.ways))
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,10 @@ def _measure(options: argparse.Namespace, plan: Plan, content: dict[str, Any]) -
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = Path(folder, "rows.json")
         write_rows(rows, plan, options.tiny)
-        keys = {f"{name}, {way.title}": (name, way) for name in options.cases for way in CASES[name].ways}
+        keys = {
+            f"{name}, {way.title}": (name, way)
+            for name in options.cases for way in CASES[name].ways if way.title in (BASE, *options.ways)
+        }  # fmt: skip
         for seed in options.seeds:
             tasks: dict[str, Task] = {
                 title: (train, (CASES[name], way, seed, plan, options.tiny, rows))
@@ -264,6 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"beside {BASE}: {WAYS[1:]}"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the trainings of one run at once")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds; what is not done then has failed")
     parser.add_argument("--tiny", action="store_true", help="random weights and few steps: does it still work")
