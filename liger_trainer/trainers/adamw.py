@@ -17,6 +17,7 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import innermost
 
 CLIPPED_BY = 1e-6  # torch's clip_grad_norm_ divides by norm + this
+WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each rank has all weights
 
 
 class OneLaunchAdamW(torch.optim.AdamW):
@@ -75,7 +76,7 @@ def in_one_launch(optimizer: Any, trainer: Any) -> Any:
     """
     if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
         return optimizer
-    whole = trainer.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    whole = trainer.accelerator.distributed_type in WHOLE
     params = _params(optimizer)
     if not whole or trainer.get_tp_size() > 1 or not _are_plain(params):
         return optimizer
