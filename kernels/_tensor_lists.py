@@ -5,6 +5,7 @@ Source    many tensors a launch: apex's multi_tensor_apply
 
 import array
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -26,24 +27,30 @@ def chunks_of(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tens
     return torch.stack([owners, torch.arange(len(owners)) - firsts], 1).to(device, torch.int32)
 
 
-def are_aligned(addresses: Iterable[int]) -> bool:
-    """Return whether loads from these may be 16 bytes wide."""
+def are_aligned(columns: Iterable[Iterable[int]]) -> bool:
+    """Return whether loads from these addresses may be 16 bytes wide."""
     bits = 0
-    for address in addresses:
-        bits |= address
+    for addresses in columns:
+        bits = functools.reduce(operator.or_, addresses, bits)
     return not bits % 16
+
+
+def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the tensors of each list have one dtype, those of a place one shape, and all are contiguous."""
+    shapes = [x.shape for x in columns[0]]
+    return (
+        all(all(map(Tensor.is_contiguous, column)) for column in columns)
+        and all(len({x.dtype for x in column}) == 1 for column in columns)
+        and all([x.shape for x in column] == shapes for column in columns[1:])
+    )
 
 
 def in_one_order(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors have one shape, no gaps in memory, and their numbers in one order there."""
     first = tensors[0]
-    for x in tensors:
-        if x.shape != first.shape:
-            return False
-    for x in tensors:
-        if not x.is_contiguous():
-            break
-    else:
+    if any(x.shape != first.shape for x in tensors):
+        return False
+    if all(x.is_contiguous() for x in tensors):
         return True
     strides = torch.empty_like(first, device="meta").stride()  # those of first, if it has no gaps
     return all(x.stride() == strides for x in tensors)

@@ -11,6 +11,7 @@ Traffic   read p, g, m, v; write p, m, v. Clipping apart from it: another read a
 Source    Loshchilov and Hutter 2019, arXiv:1711.05101; many tensors a launch: apex's multi_tensor_apply
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ._tensor_lists import are_aligned, chunks_of, in_one_order, table_of
+from ._tensor_lists import are_aligned, are_alike, chunks_of, in_one_order, table_of
 from ._triton import Launch, tl, triton, use_triton
 
 CHUNK, WARPS = 2048, 8
@@ -122,33 +123,40 @@ def adamw_(
     """
     numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     numbers |= {"coefficient": coefficient, "found_inf": found_inf}
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)
+    scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
+    columns = params, grads, exp_avgs, exp_avg_sqs
+    if params and use_triton(params[0]) and are_alike(columns):  # what a model's are, found in a third of the time
+        return _launch(columns, steps, scalars, coefficient, found_inf)
     kinds: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+    for tensors in zip(*columns, steps, strict=True):
         if use_triton(tensors[0]) and in_one_order(tensors[:4]):
             kinds.setdefault(tuple(x.dtype for x in tensors[:3]), []).append(tensors)
         else:
             adamw_reference(*([x] for x in tensors), **numbers)
-    logs = (math.log(beta) if beta else -math.inf for beta in betas)
-    scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
-    for dtypes, rows in kinds.items():
-        _launch(dtypes, rows, scalars, coefficient, found_inf)
+    for rows in kinds.values():
+        *columns, of_kind = zip(*rows, strict=True)
+        _launch(columns, of_kind, scalars, coefficient, found_inf)
 
 
 def _launch(
-    dtypes: tuple[torch.dtype, ...], rows: list[tuple[Tensor, ...]], scalars: tuple[float, ...],
+    columns: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], scalars: tuple[float, ...],
     coefficient: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update parameters whose dtypes, gradients' and moments' are these. rows: their `adamw_` tensors."""
-    device = rows[0][0].device
-    numels = tuple(tensors[0].numel() for tensors in rows)
+    """Update parameters. columns: they, gradients and both moments, each of one dtype."""
+    device = columns[0][0].device
+    numels = tuple(map(Tensor.numel, columns[0]))
     chunks = chunks_of(numels, CHUNK, device)
     if not len(chunks):
         return
-    addresses = [[x.data_ptr() for x in tensors] for tensors in rows]
-    aligned = are_aligned(address for row in addresses for address in row[:4])
-    table = table_of((number for row, n in zip(addresses, numels, strict=True) for number in (*row, n)), device)
-    kinds = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    addresses = [list(map(Tensor.data_ptr, column)) for column in (*columns, steps)]
+    table = table_of(itertools.chain.from_iterable(zip(*addresses, numels, strict=True)), device)
+    kinds = (getattr(tl, str(column[0].dtype).removeprefix("torch.")) for column in columns[:3])
     constants = dict(zip(("PARAM", "GRAD", "MOMENT"), kinds, strict=True))
-    launch = Launch(_kernel, (len(chunks),), *scalars, **constants, ALIGNED=aligned, CHUNK=CHUNK, num_warps=WARPS)
+    launch = Launch(
+        _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK,
+        num_warps=WARPS,
+    )  # fmt: skip
     launch(table, chunks, coefficient, found_inf)
-    increment_version([x for tensors in rows for x in (tensors[0], *tensors[2:4])])  # a kernel doesn't tell autograd
+    for column in (columns[0], *columns[2:]):
+        increment_version(column)  # a kernel doesn't tell autograd

@@ -7,6 +7,7 @@ Numerics  fp32 from the first square to the root. torch rounds the norm of each 
 Traffic   read every gradient once
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -74,15 +75,15 @@ def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
 def _squares(dtype: torch.dtype, grads: list[Tensor]) -> Tensor:
     """Return the sums of squares of each program."""
     device = grads[0].device
-    dense = [g if in_one_order([g]) else g.contiguous() for g in grads]
+    dense = [g if g.is_contiguous() or in_one_order([g]) else g.contiguous() for g in grads]
     numels, addresses = tuple(g.numel() for g in dense), [g.data_ptr() for g in dense]
     chunks = chunks_of(numels, CHUNK, device)
     out = torch.empty(len(chunks), device=device)
     if len(chunks):
-        table = table_of((number for row in zip(addresses, numels, strict=True) for number in row), device)
+        table = table_of(itertools.chain.from_iterable(zip(addresses, numels, strict=True)), device)
         kind = getattr(tl, str(dtype).removeprefix("torch."))
         launch = Launch(
-            _kernel, (len(chunks),), GRAD=kind, ALIGNED=are_aligned(addresses), CHUNK=CHUNK, BLOCK=BLOCK,
+            _kernel, (len(chunks),), GRAD=kind, ALIGNED=are_aligned([addresses]), CHUNK=CHUNK, BLOCK=BLOCK,
             num_warps=WARPS,
         )  # fmt: skip
         launch(table, chunks, out)
