@@ -33,8 +33,9 @@ class OneLaunchAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         coefficient, self.coefficient = self.coefficient, None
         if getattr(self, "grad_scale", None) is not None or any(_is_unusual(group) for group in self.param_groups):
-            if coefficient is not None:
-                torch._foreach_mul_([p.grad for p in _params(self) if p.grad is not None], coefficient)
+            grads = [p.grad for p in _params(self) if p.grad is not None]
+            if coefficient is not None and grads:  # none are left of a step that is left out
+                torch._foreach_mul_(grads, coefficient)
             return super().step(closure)
         loss = None
         if closure is not None:

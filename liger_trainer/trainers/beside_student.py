@@ -14,6 +14,7 @@ from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
 from ..patching.cuda_graphs import GraphedLayers
 from ..teachers.model import ModelTeacher
+from ..teachers.placement import stays
 
 
 class AnswersBeside:
@@ -37,9 +38,9 @@ class AnswersBeside:
 
 
 def can_answer_beside(trainer: Any) -> bool:
-    """Return whether the teacher of a trainer is one model that reads the student's batch, and its logits are all that
-    the loss is made of."""
+    """Return whether the teacher of a trainer is one model on the student's GPU that reads its batch, and its logits
+    are all that the loss is made of."""
     teaching = getattr(trainer, "teaching", None)
-    if type(teaching) is not ModelTeacher or teaching.draws_by is not None or trainer.shards_sequences():
+    if type(teaching) is not ModelTeacher or teaching.draws_by is not None:
         return False
-    return trainer.progress.hidden is None
+    return trainer.progress.hidden is None and not stays(trainer.args) and not trainer.shards_sequences()

@@ -79,6 +79,9 @@ def test_who_may():
     assert can_answer_beside(distill())
     hidden = [{"type": "forward_kl"}, {"type": "hidden_mse", "layers": "last"}]
     assert not can_answer_beside(distill(losses=hidden))  # these read more of the teacher than its logits
+    elsewhere = distill()
+    elsewhere.args.teacher_device = "cuda:1"
+    assert not can_answer_beside(elsewhere)
     own_images = distill()
     own_images.teaching.draws_by = object()  # nobody keeps its images until the loss
     assert not can_answer_beside(own_images)

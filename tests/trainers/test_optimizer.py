@@ -154,6 +154,16 @@ def test_rare_options_are_torchs(option):
     assert torch.equal(ours, theirs) and one.coefficient is None
 
 
+def test_a_step_without_gradients_of_a_state_that_is_not_fused_does_nothing():
+    """As after a checkpoint of `optim: adamw_torch`, where a step that is not finite has its gradients dropped."""
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = OneLaunchAdamW([param], lr=0.1, fused=True)
+    optimizer.param_groups[0]["fused"] = False
+    optimizer.coefficient = torch.tensor(0.5)
+    optimizer.step()
+    assert torch.equal(param, torch.ones(5)) and optimizer.coefficient is None
+
+
 def test_a_scale_of_fp16_is_torchs():
     ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
     one, other = OneLaunchAdamW([ours], lr=0.1, fused=True), AdamW([theirs], lr=0.1, fused=True)
