@@ -18,7 +18,7 @@ def table_of(numbers: Iterable[int], device: torch.device) -> Tensor:
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)  # of a training: the norm, and each group of parameters; some MiB each
 def chunks_of(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     """Return (programs, 2) int32: each program's tensor, and the number of its chunk in it."""
     counts = torch.tensor([-(-n // chunk) for n in numels])

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from ..kernels.adamw import adamw_
 from ..kernels.gradient_norm import gradient_norm
+from ..kernels.runtime import use_triton
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import innermost
 
@@ -73,7 +74,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def in_one_launch(optimizer: Any, trainer: Any) -> Any:
     """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
 
-    It can where a fused AdamW of torch has plain parameters on one GPU, whole on each rank.
+    It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank.
     """
     if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
         return optimizer
@@ -87,7 +88,7 @@ def in_one_launch(optimizer: Any, trainer: Any) -> Any:
 
 def _are_plain(params: list[nn.Parameter]) -> bool:
     one_gpu = len({p.device for p in params}) == 1 and params[0].is_cuda
-    return one_gpu and all(type(p) is nn.Parameter and p.is_floating_point() for p in params)
+    return one_gpu and all(type(p) is nn.Parameter and use_triton(p) for p in params)
 
 
 def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:

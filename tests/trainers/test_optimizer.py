@@ -188,6 +188,17 @@ def test_others_stay():
     assert in_one_launch(fused, trainer) is fused
 
 
+def test_where_no_kernel_runs_torchs_stays(monkeypatch):
+    """Without a compiler for Triton, say, or in fp64: our op would take its time in torch, parameter by parameter."""
+    monkeypatch.undo()
+    on_gpu: Any = type("P", (), {"device": torch.device("cuda:0"), "is_cuda": True})
+    monkeypatch.setattr(adamw, "nn", SimpleNamespace(Parameter=on_gpu))
+    for runs in (False, True):
+        monkeypatch.setattr(adamw, "use_triton", lambda p, runs=runs: runs)
+        assert adamw._are_plain([on_gpu(), on_gpu()]) is runs
+    assert not adamw._are_plain([])
+
+
 def test_a_given_optimizer_stays():
     model = tiny_model("llama")
     given = AdamW(model.parameters(), lr=1e-2, fused=True)
