@@ -99,6 +99,8 @@ def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
     that is not ours may look at them before the step.
     """
     optimizer, params = innermost(trainer.optimizer), list(model.parameters())
+    if isinstance(optimizer, OneLaunchAdamW):
+        optimizer.coefficient = None  # of a step that was interrupted
     if not isinstance(optimizer, OneLaunchAdamW) or trainer.accelerator.scaler is not None or _is_watched(trainer):
         return None
     grads = [p.grad for p in params if p.grad is not None]
@@ -111,10 +113,16 @@ def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
 
 
 def _is_watched(trainer: Any) -> bool:
-    """Return whether somebody else clips, or has a callback or hook between clipping and the update."""
+    """Return whether somebody else clips, or has a callback or hook that may look at gradients."""
     kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
-    looking = (kind for kind in kinds if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step)
-    hooks = innermost(trainer.optimizer)._optimizer_step_pre_hooks
+    looking = (
+        kind
+        for kind in kinds
+        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+        or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
+    )
+    inner = innermost(trainer.optimizer)
+    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     replaced = "clip_grad_norm_" in vars(trainer.accelerator)
     return replaced or bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
 

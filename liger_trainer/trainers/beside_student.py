@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..losses.deferred_logits import DeferredLogits
 from ..losses.dense import DenseAnswer
 from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
@@ -20,8 +21,11 @@ from ..teachers.placement import stays
 class AnswersBeside:
     """Takes the place of `ModelTeacher.answer`. What it returns makes the stream of the loss wait for the teacher.
 
-    Memory stays sound without a word to the allocator. What the teacher reads lives until the loss is computed, which
-    waits for it. What it makes is freed and used again by its own stream alone, which waits for the student's first.
+    What the teacher reads lives until the loss is computed, which waits for it. What it makes is used again by its own
+    stream alone, which waits for the student's first, or once the student's has read it.
+
+    Packed rows are answered before the student begins: both models read one table of their documents, which the first
+    of them makes.
     """
 
     def __init__(self, teaching: ModelTeacher, layers: GraphedLayers):
@@ -29,11 +33,15 @@ class AnswersBeside:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
-        if not self._layers.are_recorded:
+        if not self._layers.are_recorded or "cu_seq_lens_q" in inputs:
             return self._answer(inputs)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             logits = self._answer(inputs)
+        read_by_loss = logits.hidden if isinstance(logits, DeferredLogits) else logits
+        if read_by_loss.is_cuda:
+            read_by_loss.record_stream(main)  # expandable segments would be unmapped when their own stream is done
         return DenseAnswer(logits, ready=self._stream.record_event())
 
 

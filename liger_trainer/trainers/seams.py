@@ -68,6 +68,7 @@ SEAMS = (
     Seam("torch.optim", "AdamW._init_group", "the optimizer's state is made and named as torch's",
          ("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")),
     Seam("torch.optim", "AdamW._optimizer_step_pre_hooks", "a hook before the step gets clipped gradients"),
+    Seam("torch.optim", "AdamW._optimizer_step_post_hooks", "and so does one behind it"),
     Seam("torch", "_foreach_add_", "counts the steps of all parameters"),
     Seam("torch", "_foreach_sub_", "a step that is left out is not counted"),
     Seam("torch", "_foreach_mul_", "clips before a step of torch's own"),

@@ -56,6 +56,9 @@ def test_the_loss_waits_for_a_teacher_on_a_stream_of_its_own(done):
     assert answers({}) is logits and done == ["answers"]
     done.clear()
     layers.are_recorded = True
+    packed = {"cu_seq_lens_q": labels}  # of which both models read one table
+    assert answers(packed) is logits and done == ["answers"]
+    done.clear()
     answer = answers({})
     assert done == [
         "the teacher waits for the student", "on its stream", "answers", "off its stream", "the teacher is done",
