@@ -37,7 +37,7 @@ class OneLaunchAdamW(torch.optim.AdamW):
             grads = [p.grad for p in _params(self) if p.grad is not None]
             if coefficient is not None and grads:  # none are left of a step that is left out
                 torch._foreach_mul_(grads, coefficient)
-            return super().step(closure)
+            return _unhooked(torch.optim.AdamW.step)(self, closure)  # hooks run around this method already
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,6 +59,11 @@ class OneLaunchAdamW(torch.optim.AdamW):
         )  # fmt: skip
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))  # one tensor for all would be read by the host
+
+
+def _unhooked(step: Any) -> Any:
+    """Return an optimizer's step as it was before torch has put the calls of hooks around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _is_unusual(group: dict[str, Any]) -> bool:

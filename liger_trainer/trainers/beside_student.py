@@ -33,7 +33,8 @@ class AnswersBeside:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
-        if not self._layers.are_recorded or "cu_seq_lens_q" in inputs:
+        trains = torch.is_grad_enabled()  # evaluations run the student's layers as they are
+        if not trains or not self._layers.are_recorded or "cu_seq_lens_q" in inputs:
             return self._answer(inputs)
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)

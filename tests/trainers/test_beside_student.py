@@ -43,7 +43,7 @@ def done(monkeypatch) -> list[str]:
         done.append("off its stream")
 
     cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=lambda: "student")
-    monkeypatch.setattr(beside_student, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(beside_student, "torch", SimpleNamespace(cuda=cuda, is_grad_enabled=torch.is_grad_enabled))
     return done
 
 
@@ -58,6 +58,8 @@ def test_the_loss_waits_for_a_teacher_on_a_stream_of_its_own(done):
     layers.are_recorded = True
     packed = {"cu_seq_lens_q": labels}  # of which both models read one table
     assert answers(packed) is logits and done == ["answers"]
+    with torch.no_grad():
+        assert answers({}) is logits and done == ["answers"] * 2
     done.clear()
     answer = answers({})
     assert done == [

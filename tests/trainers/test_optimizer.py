@@ -20,8 +20,7 @@ RUN: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch):
     """Without a GPU, too: there the op runs in torch, or in Triton's interpreter."""
-    keep = adamw._are_plain
-    monkeypatch.setattr(adamw, "_are_plain", lambda params: keep(params) or all(type(p) is not None for p in params))
+    monkeypatch.setattr(adamw, "_are_plain", lambda params: True)
 
 
 def sft(callbacks=None, **options) -> LigerTrainer:
@@ -162,6 +161,19 @@ def test_a_step_without_gradients_of_a_state_that_is_not_fused_does_nothing():
     optimizer.coefficient = torch.tensor(0.5)
     optimizer.step()
     assert torch.equal(param, torch.ones(5)) and optimizer.coefficient is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_run_once_a_step(fused):
+    AdamW([torch.nn.Parameter(torch.ones(5))])  # of which torch hooks the class's step
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer, calls = OneLaunchAdamW([param], lr=0.1, fused=True), []
+    optimizer.param_groups[0]["fused"] = fused
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    param.grad = torch.ones(5)
+    optimizer.step()
+    assert calls == ["before", "after"] and not torch.equal(param, torch.ones(5))
 
 
 def test_a_scale_of_fp16_is_torchs():
