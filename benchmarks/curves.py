@@ -237,16 +237,21 @@ def _table(case: Case, runs: dict[str, dict[str, Any]], steps: int) -> list[str]
     return table(["", f"loss, steps {' / '.join(map(str, shown))}", "distance", "norm", "spread", "within"], rows)
 
 
+def trainings(cases: Sequence[str], ways: Sequence[str]) -> dict[str, tuple[str, Way]]:
+    """Return case and way of each training of a seed, by title: TRL's, and those that are named."""
+    return {
+        f"{name}, {way.title}": (name, way)
+        for name in cases for way in CASES[name].ways if way.title in (BASE, *ways)
+    }  # fmt: skip
+
+
 def _measure(options: argparse.Namespace, plan: Plan, content: dict[str, Any]) -> Iterator[None]:
     """Train in all ways, those of one seed at once; yield when a seed is done."""
     deadline, context = time.monotonic() + options.time_limit, context_for("benchmarks.preload_trainers")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = Path(folder, "rows.json")
         write_rows(rows, plan, options.tiny)
-        keys = {
-            f"{name}, {way.title}": (name, way)
-            for name in options.cases for way in CASES[name].ways if way.title in (BASE, *options.ways)
-        }  # fmt: skip
+        keys = trainings(options.cases, options.ways)
         for seed in options.seeds:
             tasks: dict[str, Task] = {
                 title: (train, (CASES[name], way, seed, plan, options.tiny, rows))

@@ -28,20 +28,6 @@ ASLEEP = 20_000_000  # cycles: longer than any of these takes to launch
 BYTES = {"norm": 2, "step": 14, "both": 16}  # a weight, where each number is read and written once
 
 
-class Ahead(Stopwatch):
-    """Times what the GPU does in a call whose launches it has from the start."""
-
-    def _time_on_device(self, call: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.fill_(1)
-        torch.cuda._sleep(ASLEEP)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
 def random_weights(shape: str, device: torch.device, tiny: bool) -> list[nn.Parameter]:
     """Return the weights of a model, random, with random gradients."""
     from transformers import AutoModelForCausalLM
@@ -51,7 +37,7 @@ def random_weights(shape: str, device: torch.device, tiny: bool) -> list[nn.Para
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     params = [nn.Parameter(torch.randn(x, device=device, dtype=dtype) * 0.02) for x in shapes]
     for p in params:
-        p.grad = torch.randn_like(p)  # so large that clipping clips
+        p.grad = torch.randn_like(p)
     return params
 
 
@@ -62,7 +48,7 @@ def calls_of(params: list[nn.Parameter]) -> dict[str, Callable[[], object]]:
     grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
 
     def step_of_ours() -> None:
-        ours.coefficient = (MOST / (gradient_norm(grads) + 1e-6)).clamp(max=1.0)
+        ours.clip(gradient_norm(grads), MOST)
         ours.step()
 
     def step_of_torch() -> None:
@@ -80,7 +66,7 @@ def measure(shape: str, rounds: int, tiny: bool) -> tuple[int, dict[str, list[fl
     """Return the number of weights, and milliseconds of each call."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     params = random_weights(shape, device, tiny)
-    calls, stopwatch = calls_of(params), Ahead(device)
+    calls, stopwatch = calls_of(params), Stopwatch(device, ASLEEP)
     interleave(calls, stopwatch, 2)
     times = interleave(calls, stopwatch, rounds)
     return sum(p.numel() for p in params), times
@@ -104,8 +90,8 @@ def page(results: dict[str, tuple[int, dict[str, list[float]]]], limits: Rooflin
         f"- `{command}`",
         f"- Measured limit: copy {limits.copy_gbs:.0f} GB/s",
         "",
-        "All weights of a model in bf16, random, with gradients so large that clipping clips. norm: that of all",
-        "gradients, `get_total_norm` and `gradient_norm`. step: AdamW alone, torch's fused one and",
+        "All weights of a model in bf16, random, with random gradients. norm: that of all gradients,",
+        "`get_total_norm` and `gradient_norm`. step: AdamW alone, torch's fused one and",
         "[ours](../how-it-works.md#the-optimizers-step). both: a step with clipping, torch's `clip_grad_norm_` and its",
         "fused AdamW, and ours, which clips on the way. ms: median (quartiles). Roofline: of the time in which a copy",
         "moves the numbers that must be read and written.",

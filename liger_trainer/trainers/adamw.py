@@ -17,7 +17,7 @@ from ..kernels.runtime import use_triton
 from .checkpointing import CheckpointingTrainer
 from .finite_guard import innermost
 
-CLIPPED_BY = 1e-6  # torch's clip_grad_norm_ divides by norm + this
+EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
 WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each rank has all weights
 
 
@@ -29,6 +29,10 @@ class OneLaunchAdamW(torch.optim.AdamW):
     """
 
     coefficient: Tensor | None = None
+
+    def clip(self, norm: Tensor, most: float) -> None:
+        """Have the next step clip gradients of this norm to `most`, as torch's clip_grad_norm_ does."""
+        self.coefficient = (most / (norm + EPSILON)).clamp(max=1.0)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -99,25 +103,26 @@ def _are_plain(params: list[nn.Parameter]) -> bool:
 def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
     """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
 
-    Return None, having done nothing, where gradients must be clipped before the step, or their norm is not torch's to
-    take: the optimizer is another, or has further parameters; a scale of fp16 is in the gradients; a callback or hook
-    that is not ours may look at them before the step.
+    Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, or has further
+    parameters; a scale of fp16 is in the gradients; a callback or hook that is not ours may look at them.
     """
-    optimizer, params = innermost(trainer.optimizer), list(model.parameters())
-    if isinstance(optimizer, OneLaunchAdamW):
-        optimizer.coefficient = None  # of a step that was interrupted
-    if not isinstance(optimizer, OneLaunchAdamW) or trainer.accelerator.scaler is not None or _is_watched(trainer):
+    optimizer = innermost(trainer.optimizer)
+    if not isinstance(optimizer, OneLaunchAdamW):
         return None
+    optimizer.coefficient = None  # of a step that was interrupted
+    if trainer.accelerator.scaler is not None or _is_watched(trainer, optimizer):
+        return None
+    params = list(model.parameters())
     grads = [p.grad for p in params if p.grad is not None]
     if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
         return None
     norm, most = gradient_norm(grads), trainer.args.max_grad_norm
     if most > 0:
-        optimizer.coefficient = (most / (norm + CLIPPED_BY)).clamp(max=1.0)
+        optimizer.clip(norm, most)
     return norm
 
 
-def _is_watched(trainer: Any) -> bool:
+def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
     """Return whether somebody else clips, or has a callback or hook that may look at gradients."""
     kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
     looking = (
@@ -126,8 +131,7 @@ def _is_watched(trainer: Any) -> bool:
         if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
         or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
     )
-    inner = innermost(trainer.optimizer)
-    hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     replaced = "clip_grad_norm_" in vars(trainer.accelerator)
     return replaced or bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
 

@@ -1,8 +1,8 @@
 """The teacher's forward beside the student's: on a stream of its own, until the loss needs both.
 
 Layers of small models leave part of a GPU idle, as a product's last wave of tiles does. Kernels of the other model fill
-it. Only layers in CUDA graphs run so: their memory is apart anyway, and the host has both models' launches sent before
-the first is done.
+it. It begins once the teacher's layers are in CUDA graphs: their memory is apart anyway, and the host has both models'
+launches sent before the first is done.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.curves import CASES, distance, page, spread
+from benchmarks.curves import CASES, WAYS, distance, page, spread, trainings
 
 
 def run(*losses: float, norm: float = 2.0):
@@ -15,6 +15,11 @@ def test_distances_are_means_over_steps_and_pairs():
     assert distance([1.0, 2.0], [1.5, 1.0]) == 0.75
     assert spread([[0.0, 0.0], [1.0, 1.0], [3.0, 3.0]]) == pytest.approx(2.0)
     assert math.isnan(spread([[1.0]]))
+
+
+def test_ways_are_named_beside_trls():
+    assert list(trainings(["kd", "lora"], ["ours"])) == ["kd, TRL", "kd, ours", "lora, TRL", "lora, ours"]
+    assert [way for _, way in trainings(["full"], WAYS).values()] == list(CASES["full"].ways)
 
 
 def test_a_curve_outside_of_the_spread_is_said():

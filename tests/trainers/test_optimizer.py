@@ -105,6 +105,37 @@ def test_somebody_else_sees_clipped_gradients(monkeypatch):
     assert_same(got, trained(sft(max_grad_norm=0.05), AdamW))
 
 
+class Monitors(TrainerCallback):
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        pass
+
+
+def watch(trainer, who: str) -> None:
+    optimizer = innermost(trainer.optimizer)
+    if who == "callback":
+        trainer.add_callback(Monitors())
+    elif who == "pre-hook":
+        optimizer.register_step_pre_hook(lambda *_: None)
+    elif who == "post-hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    elif who == "clipping":
+        trainer.accelerator.clip_grad_norm_ = lambda *_: None
+    elif who == "fp16":
+        trainer.accelerator.scaler = object()
+
+
+@pytest.mark.parametrize("who", ["callback", "pre-hook", "post-hook", "clipping", "fp16", ""])
+def test_clipping_is_trainers_where_somebody_watches(who):
+    trainer = sft(max_grad_norm=0.05)
+    optimizer = innermost(trainer.create_optimizer())
+    for param in trainer.model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.coefficient = torch.tensor(0.5)  # of a step that was interrupted
+    watch(trainer, who)
+    norm = adamw.norm_before_step(trainer, trainer.model)
+    assert (norm is None) is (optimizer.coefficient is None) is bool(who)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["ours first", "torch's first"])
 def test_checkpoints_are_torchs(monkeypatch, tmp_path, first):
     options = {
