@@ -87,10 +87,9 @@ class GraphedLayers:
             announce(f"{self.report}.")
         self._forget()
 
-    @property
-    def are_recorded(self) -> bool:
-        """Whether there are graphs of some shape."""
-        return bool(self._graphs)
+    def have_graphs_of(self, shape: torch.Size) -> bool:
+        """Whether there are graphs for token ids of a shape (batch, length)."""
+        return any(graphs[0].inputs[0].shape[:2] == shape for graphs in self._graphs.values())
 
     def call(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a layer, or replay it."""
@@ -191,6 +190,8 @@ class GraphedLayers:
 
     def _replaying(self, graphs: list[LayerGraph]) -> "_Replaying":
         """Begin a replay. Gradients in the pool's memory, which it overwrites, move out of it."""
+        assert self._recorder is not None
+        self._recorder.take_turn()
         ours = self._gradient_addresses
         for parameter in self._parameters():
             if parameter.grad is not None and parameter.grad.data_ptr() in ours:

@@ -29,6 +29,10 @@ class Recorder(Protocol):
         """Return the tensors that `function` made, and what computes them anew in the same memory."""
         ...
 
+    def take_turn(self) -> None:
+        """Have what is launched next wait for the replays before it, on whatever stream: all use one memory."""
+        ...
+
     def unowned(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the same memory that does not keep later recordings from using it."""
         ...
@@ -44,6 +48,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._replays_on: torch.cuda.Stream | None = None
 
     def has_room(self) -> bool:
         # steps so far have needed `step` beside weights and optimizer; graphs took up to 1.3 times that, and 3 GiB more
@@ -78,6 +83,12 @@ class CudaRecorder:
                 graph.capture_end()
         self._graphs.append(graph)
         return tensors, graph.replay
+
+    def take_turn(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._replays_on is not None and self._replays_on != stream:
+            stream.wait_stream(self._replays_on)
+        self._replays_on = stream
 
     def unowned(self, tensor: Tensor) -> Tensor:
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -33,5 +33,8 @@ class RunsAgain:
 
         return tensors, replay
 
+    def take_turn(self):
+        pass
+
     def unowned(self, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
