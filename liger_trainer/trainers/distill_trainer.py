@@ -249,14 +249,9 @@ class LigerDistillTrainer(LigerTrainer):
         self.teaching.check(prompts, dataset_name, tokenizer)
         return prompts.remove_columns(column)
 
-    @property
-    def writes_completions(self) -> bool:
-        """Whether student or teacher writes completions of the next micro-batches."""
-        return self.lmbda > 0 or self.args.seq_kd or self._on_policy is not None
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""
-        if not self.writes_completions:
+        if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = self._sampling().replace(list(islice(epoch_iterator, num_batches)))
         return super().get_batch_samples(iter(batches), num_batches, device)

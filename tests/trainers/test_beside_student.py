@@ -9,16 +9,13 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
-from transformers import TrainerCallback
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.losses.dense import DenseAnswer
 from liger_trainer.losses.spec import BatchTargets, Distillation, LossOptions
 from liger_trainer.teachers.model import ModelTeacher
-from liger_trainer.trainers import beside_student
-from liger_trainer.trainers.beside_student import AnswersBeside, can_answer_beside, leaves_teacher_alone
-
-FORK = ["on its stream", "answers", "off its stream", "the teacher is done"]
+from liger_trainer.trainers import beside_student, host_ahead
+from liger_trainer.trainers.beside_student import AnswersBeside, can_answer_beside
 
 
 class Event:
@@ -42,31 +39,21 @@ def done(monkeypatch) -> list[str]:
             done.append("the teacher is done")
             return Event(done)
 
-    class Student:
-        def wait_stream(self, other: Any) -> None:
-            done.append("the student waits")
-
-        def __str__(self) -> str:
-            return "student"
-
     @contextlib.contextmanager
     def on(stream: Stream):
         done.append("on its stream")
         yield
         done.append("off its stream")
 
-    cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=Student)
+    cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=lambda: "student")
     monkeypatch.setattr(beside_student, "torch", SimpleNamespace(cuda=cuda, is_grad_enabled=torch.is_grad_enabled))
     return done
 
 
-def answers_of(done: list[str], logits: Any, batches: list[Any] | None = None, recorded: bool = True) -> Any:
+def answers_of(done: list[str], logits: Any, recorded: bool = True) -> AnswersBeside:
     layers: Any = [SimpleNamespace(have_graphs_of=lambda shape: recorded and shape == (1, 3)) for _ in range(2)]
-    trainer = SimpleNamespace(
-        teaching=SimpleNamespace(answer=lambda inputs: done.append("answers") or logits), writes_completions=False,
-        get_batch_samples=lambda *args: done.append("fetches") or (batches, torch.tensor(3)),
-    )  # fmt: skip
-    return AnswersBeside(trainer, layers)
+    teaching: Any = SimpleNamespace(answer=lambda inputs: done.append("answers") or logits)
+    return AnswersBeside(teaching, layers)
 
 
 def test_the_loss_waits_for_a_teacher_on_a_stream_of_its_own(done):
@@ -85,7 +72,9 @@ def test_the_loss_waits_for_a_teacher_on_a_stream_of_its_own(done):
     assert done == ["answers"] * 4
     done.clear()
     answer = answers_of(done, logits)(inputs)
-    assert done == ["the teacher waits for the student", *FORK]
+    assert done == [
+        "the teacher waits for the student", "on its stream", "answers", "off its stream", "the teacher is done",
+    ]  # fmt: skip
     assert isinstance(answer, DenseAnswer) and answer.shape == (1, 3, 9)
     options = LossOptions(distillation=Distillation({"forward_kl": 1.0}))
     targets = BatchTargets.of(labels, None, None)
@@ -94,36 +83,10 @@ def test_the_loss_waits_for_a_teacher_on_a_stream_of_its_own(done):
     assert torch.equal(loss, DenseAnswer(logits).loss(student, targets, options).loss)
 
 
-def test_the_teacher_waits_for_who_made_its_inputs(done):
-    ids, logits = torch.tensor([[1, 2, 3]]), torch.randn(1, 3, 9)
-    batch = {"input_ids": ids, "nested": [{"mask": torch.ones(1, 3)}]}
-    answers = answers_of(done, logits, [batch])
-    assert answers.get_batch_samples()[0] == [batch]
-    assert done == ["on its stream", "fetches", "off its stream", "the student waits"]
-    done.clear()
-    answers({"input_ids": ids, "use_cache": False})  # as fetched
-    assert done == FORK
-    with torch.inference_mode():
-        unversioned = ids.clone()
-    for inputs in ({"input_ids": ids.clone()}, {"input_ids": ids, "labels": ids + 1}, {"input_ids": unversioned}):
-        done.clear()
-        answers(inputs)
-        assert done == ["the teacher waits for the student", *FORK]
-    ids.add_(1)  # on the student's stream
-    done.clear()
-    answers(batch)
-    assert done == ["the teacher waits for the student", *FORK]
-    done.clear()
-    answers._trainer.writes_completions = True
-    answers.get_batch_samples()
-    answers(batch)
-    assert done == ["fetches", "the teacher waits for the student", *FORK]
-
-
-def distill(rows=None, cls=LigerDistillTrainer, callbacks=None, **options) -> LigerDistillTrainer:
+def distill(rows=None, cls=LigerDistillTrainer, **options) -> LigerDistillTrainer:
     return cls(
         tiny_model("qwen3"), tiny_model("qwen3", seed=1), train_args(LigerDistillConfig, **options),
-        train_dataset=rows or completions(), eval_dataset=rows, processing_class=tiny_tokenizer(), callbacks=callbacks,
+        train_dataset=rows or completions(), eval_dataset=rows, processing_class=tiny_tokenizer(),
     )  # fmt: skip
 
 
@@ -146,35 +109,6 @@ def test_who_may():
     assert not can_answer_beside(plain)
 
 
-class MovesTeacher(TrainerCallback):
-    """Changes the teacher after each step, late on the GPU, in a way that no version counts."""
-
-    def __init__(self):
-        self.teacher: Any = None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda._sleep(LATE)
-        for parameter in self.teacher.parameters():
-            parameter.data.mul_(0.9)
-
-
-class Reversing(LigerDistillTrainer):
-    """Trains on reversed rows, made late."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if inputs["input_ids"].is_cuda:
-            torch.cuda._sleep(LATE)
-        reversed_rows = {name: inputs[name].flip(1) for name in ("input_ids", "labels")}
-        return super().compute_loss(model, {**inputs, **reversed_rows}, *args, **kwargs)
-
-
-def test_who_may_begin_within_the_step_before():
-    assert leaves_teacher_alone(distill())
-    assert not leaves_teacher_alone(distill(callbacks=[MovesTeacher()]))
-    assert not leaves_teacher_alone(distill(cls=Reversing))
-
-
 # on a GPU
 
 LENGTH, LATE = 16, 20_000_000  # cycles, some 10 ms
@@ -187,37 +121,32 @@ def rows(n: int = 40) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
+class Reversing(LigerDistillTrainer):
+    """Trains on reversed rows."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        reversed_rows = {name: inputs[name].flip(1) for name in ("input_ids", "labels")}
+        return super().compute_loss(model, {**inputs, **reversed_rows}, *args, **kwargs)
+
+
 class Forks(AnswersBeside):
-    """Counts the answers on the teacher's stream, and those which waited for the student's."""
+    """Counts the answers on the teacher's stream."""
 
-    made: list["Forks"] = []
+    forks = 0
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.forks = self.waits = 0
-        type(self).made.append(self)
-
-    def _are_as_fetched(self, inputs):
-        self.forks += 1
-        as_fetched = super()._are_as_fetched(inputs)
-        self.waits += not as_fetched
-        return as_fetched
+    def __call__(self, inputs):
+        answer = super().__call__(inputs)
+        Forks.forks += isinstance(answer, DenseAnswer)
+        return answer
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 3},
     "evaluation in between": {"eval_strategy": "steps", "eval_steps": 4},
-    "callback": {"callbacks": [MovesTeacher]},
     "inputs made anew": {"cls": Reversing},
 }
-
-
-LATE_METHODS = {
-    "teacher": (ModelTeacher, "answer"),
-    "student": (LigerTrainer, "training_step"),
-    "batches": (LigerDistillTrainer, "get_batch_samples"),
-}
+LATE_METHODS = {"teacher": (ModelTeacher, "answer"), "student": (LigerDistillTrainer, "training_step")}
 
 
 def begins_late(function):
@@ -231,17 +160,14 @@ def begins_late(function):
     return late
 
 
-def losses_of(cuda_graphs: str, cls=LigerDistillTrainer, callbacks=(), **options) -> list[float]:
+def losses_of(cuda_graphs: str, cls=LigerDistillTrainer, **options) -> list[float]:
     """Return the losses of all micro-batches of a training and its evaluations."""
-    made = [callback() for callback in callbacks]
     trainer = distill(
-        rows(), cls, made, losses=[{"type": "forward_kl"}], cuda_graphs=cuda_graphs, max_steps=12, logging_steps=12,
+        rows(), cls, losses=[{"type": "forward_kl"}], cuda_graphs=cuda_graphs, max_steps=12, logging_steps=12,
         learning_rate=3e-3, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_length=LENGTH,
         pad_to_multiple_of=LENGTH, dataset_kwargs={"skip_prepare_dataset": True}, use_cpu=False,
         dataloader_pin_memory=True, **options,
     )  # fmt: skip
-    for callback in made:
-        callback.teacher = trainer.teacher
     losses: list[torch.Tensor] = []
     compute = trainer.compute_loss
 
@@ -263,7 +189,7 @@ def test_late_streams_change_no_loss(monkeypatch, late, options):
     want = losses_of("never", **options)
     owner, name = LATE_METHODS[late]
     monkeypatch.setattr(owner, name, begins_late(getattr(owner, name)))
-    monkeypatch.setattr(beside_student, "AnswersBeside", Forks)
+    monkeypatch.setattr(host_ahead, "AnswersBeside", Forks)
+    Forks.forks = 0
     assert losses_of("always", **options) == pytest.approx(want, rel=1e-3)
-    forks = Forks.made.pop()
-    assert forks.forks >= 9 and forks.waits == (forks.forks if {"cls", "callbacks"} & options.keys() else 0)
+    assert Forks.forks >= 9
