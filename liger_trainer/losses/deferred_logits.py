@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
+from ..kernels.tied_embedding import TiedWeight
 from .model_parts import Head, gather, output_module, reader_of
 from .sharded_heads import ShardedHead
 
@@ -243,8 +244,9 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 @contextlib.contextmanager
 def deferred_logits(
-    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits
-) -> Iterator[Forward]:
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits,
+    tied: TiedWeight | None = None,
+) -> Iterator[Forward]:  # fmt: skip
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
@@ -253,6 +255,7 @@ def deferred_logits(
         outlive: the logits are used after the pass, when FSDP2 or ZeRO-3 may have freed the weights that it gathered.
             The head then keeps whole weights of its own, without gradient. FSDP2's are read before the pass.
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
+        tied: the head's weight, if it is the embedding's too.
     """
     module = output_module(model)
     state, shards = Forward(type(model).__name__), ShardedHead.of(module)
@@ -281,6 +284,8 @@ def deferred_logits(
         if isinstance(head, str):
             state.obstacle = head
             return project(hidden, **kwargs)
+        if tied is not None and head.weight is tied.weight:
+            head = dataclasses.replace(head, weight=tied.head)
         if not kwargs:
             return make(hidden, head, project, state)
         with_kwargs = functools.partial(project, **kwargs)

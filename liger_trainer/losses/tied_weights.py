@@ -1,0 +1,79 @@
+"""A model whose output head is its embedding: both gradients of that weight are made in one buffer.
+
+Autograd would make a gradient of the whole vocabulary for the embedded tokens, and add it to the head's. Within
+`tied_weight` the embedding adds its rows to the head's gradient instead: kernels/tied_embedding.py.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from ..common.zero3 import is_partitioned
+from ..kernels.tied_embedding import TiedWeight
+from .model_parts import output_module
+
+
+@contextlib.contextmanager
+def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
+    """Within the context, which is one forward of `model`, its embedding reads one of two aliases of the tied weight.
+
+    Yields them, for the head; None where the weight is not tied, not trained, or not whole in this process.
+    """
+    embedding = _tied_embedding(model)
+    if embedding is None:
+        yield None
+        return
+    tied = TiedWeight(embedding.weight)
+    vars(embedding)["weight"] = _EmbeddingWeight(tied)  # found before the parameter of this name
+    try:
+        yield tied
+    finally:
+        del vars(embedding)["weight"]
+
+
+class _EmbeddingWeight:
+    """Stands in for the weight of an embedding. For all but `torch.nn.functional.embedding` it is that weight."""
+
+    def __init__(self, tied: TiedWeight):
+        self._tied = tied
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tied.weight, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        options = dict(kwargs or {})
+        if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
+            padding = options.pop("padding_idx", None)
+            if not any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+                return args[1]._tied.embed(args[0], padding)
+        return func(*tree_map(_weight_of, args), **tree_map(_weight_of, kwargs or {}))
+
+
+def _weight_of(value: Any) -> Any:
+    return value._tied.weight if isinstance(value, _EmbeddingWeight) else value
+
+
+def _tied_embedding(model: Any) -> nn.Embedding | None:
+    """Return the embedding of a model if `tied_weight` applies to it."""
+    head, embedding = output_module(model), _embedding(model)
+    weight = None if embedding is None else embedding._parameters.get("weight")
+    if weight is None or head is None or head._parameters.get("weight") is not weight:
+        return None
+    trained = weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    whole = type(weight) is nn.Parameter and not isinstance(weight, DTensor) and not is_partitioned(weight)
+    return embedding if trained and whole else None
+
+
+def _embedding(model: Any) -> nn.Embedding | None:
+    try:
+        module = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # a model that embeds no tokens
+        return None
+    return module if isinstance(module, nn.Embedding) and "forward" not in vars(module) else None
