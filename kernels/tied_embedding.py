@@ -21,7 +21,7 @@ from torch import Tensor
 from ._autograd import first_order
 from ._triton import Launch, remembered, tl, triton, use_triton
 
-SPAN, ROWS, BLOCK, WARPS = 256, 16, 512, 4
+SPAN, ROWS, BLOCK, WARPS = 128, 16, 512, 4
 NO_PADDING = -1
 
 Uses = list[tuple[Tensor, Tensor, int]]  # of an embedding, whose backward has run: ids, gradient of the rows, padding

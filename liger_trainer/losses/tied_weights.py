@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -30,30 +30,31 @@ def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
         yield None
         return
     tied = TiedWeight(embedding.weight)
-    vars(embedding)["weight"] = _EmbeddingWeight(tied)  # found before the parameter of this name
+    vars(embedding)["weight"] = _EmbeddingWeight.of(tied)  # found before the parameter of this name
     try:
         yield tied
     finally:
         del vars(embedding)["weight"]
 
 
-class _EmbeddingWeight:
+class _EmbeddingWeight(Tensor):
     """Stands in for the weight of an embedding. For all but `torch.nn.functional.embedding` it is that weight."""
 
-    def __init__(self, tied: TiedWeight):
-        self._tied = tied
+    _tied: TiedWeight
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tied.weight, name)
+    @staticmethod
+    def of(tied: TiedWeight) -> "_EmbeddingWeight":
+        weight = tied.weight.detach().as_subclass(_EmbeddingWeight)
+        weight._tied = tied
+        return weight
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        options = dict(kwargs or {})
+        options = kwargs or {}
         if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
-            padding = options.pop("padding_idx", None)
             if not any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
-                return args[1]._tied.embed(args[0], padding)
-        return func(*tree_map(_weight_of, args), **tree_map(_weight_of, kwargs or {}))
+                return args[1]._tied.embed(args[0], options.get("padding_idx"))
+        return func(*tree_map(_weight_of, args), **tree_map(_weight_of, options))
 
 
 def _weight_of(value: Any) -> Any:

@@ -127,5 +127,6 @@ def test_the_weight_is_itself_for_everything_else():
         weight = embedding.weight
         assert (weight.dtype, weight.shape) == (torch.float32, embedding._parameters["weight"].shape)
         assert torch.equal(torch.nn.functional.linear(torch.eye(32), weight), model.lm_head.weight.t())
+        assert torch.equal(weight[3], model.lm_head.weight[3]) and weight[3].requires_grad and len(weight) == 64
         assert [name for name, _ in embedding.named_parameters()] == ["weight"]
     assert embedding.weight is model.lm_head.weight
