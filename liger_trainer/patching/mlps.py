@@ -89,16 +89,19 @@ class MLPRule:
         down = getattr(module, self.down)
         if self.layout == "ungated" and self.activation != "relu2" and not plain:
             return project_ungated(down, linear(getattr(module, self.first[0]), x), self.activation)
-        projections = [getattr(module, name)(x) for name in self.first]
         if self.layout == "ungated":
-            (up,) = projections
+            up = getattr(module, self.first[0])(x)
             return down(activation_reference(up, self.activation) if plain else relu2(up))
-        gate, up = LAYOUTS[self.layout](*projections)
+        gate, up = self.gate_and_up(module, x)
         if self.clamp is not None:
             return down(self.clamp(module, gate, up, plain))
         if plain:
             return down(gated_reference(gate, up, self.activation))
         return project(down, gate, up, self.activation)
+
+    def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return gate(x) and up(x), or both packed and None."""
+        return LAYOUTS[self.layout](*(getattr(module, name)(x) for name in self.first))
 
     def __str__(self) -> str:
         if self.layout == "ungated":

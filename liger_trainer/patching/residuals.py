@@ -11,6 +11,7 @@ added by its own backward.
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from ..kernels.add_rms_norm import add_rms_norm
 from . import structure
 from .deferred_tensor import DeferredTensor, is_watched
 from .forward_source import forward_source
+from .mlps import RULE as RULE_OF_MLP
 from .norms import RULE, NormRule
 from .options import PatchOptions, PatchReport
+from .residual_products import Product, product_forward
 
 KIND = "add + RMSNorm"
 STREAM = "_liger_trainer_stream"  # the attribute of a branch's module, and of the norm in front of it: their `Stream`
@@ -69,8 +72,10 @@ class ResidualSum(DeferredTensor):
     branch: Tensor
     _grad: bool = field(default_factory=torch.is_grad_enabled)
     _value: Tensor | None = None
+    _is_ours: bool = False  # nobody else has the value
 
     def compute(self) -> Tensor:
+        self._is_ours = False
         if self._value is None:
             value = self.stream + self.branch
             if torch.is_grad_enabled() is not self._grad:  # another use may need the gradients that this one has not
@@ -88,7 +93,19 @@ class ResidualSum(DeferredTensor):
         if not alike or self._value is not None or torch.is_grad_enabled() is not self._grad:
             return rule(norm, self.compute(), widens=False)
         y, self._value = _add_norm(norm, rule, one, other)
+        self._is_ours = True
         return y
+
+    def __add__(self, other: Any):
+        if not isinstance(other, Product):
+            return self.compute() + other
+        value = self._value
+        if value is None or not self._is_ours or torch.is_grad_enabled() or self._grad or not other.add_to(value):
+            return self.compute() + other.compute()
+        self._value = None  # whoever asks for this sum later has it computed again
+        return value
+
+    __radd__ = __add__
 
 
 @dataclass(eq=False)
@@ -140,6 +157,11 @@ def patch_residuals(model: nn.Module, options: PatchOptions, replacements: Repla
             if entry is not None and rule is not None:
                 replacements.set(entry, STREAM, stream)
                 replacements.forward(entry, _forward_of_stream(forward_of(entry), rule))
+        for name in added_outputs(type(module)):
+            mlp = module._modules.get(name)
+            forward = _own_forward(mlp, replacements)
+            if mlp is not None and forward is not None and RULE_OF_MLP in vars(mlp):
+                replacements.forward(mlp, product_forward(forward))
 
 
 def _rule_of(norm: nn.Module | None) -> NormRule | None:
@@ -220,6 +242,16 @@ def normed_sums(kind: type) -> tuple[NormedSum, ...]:
     """
     function = forward_source(kind)
     return () if function is None else tuple(_normed_sums(function.body))
+
+
+@functools.cache
+def added_outputs(kind: type) -> tuple[str, ...]:
+    """Return the children whose output the forward of a class adds to something at once: `h = self.child(...)`, then
+    `s = r + h`."""
+    function = forward_source(kind)
+    statements = [] if function is None else function.body
+    calls = ((_assigned_call(one), _assigned_sum(other)) for one, other in itertools.pairwise(statements))
+    return tuple(call[1] for call, added in calls if call is not None and added is not None and call[0] in added[1])
 
 
 def _normed_sums(statements: list[ast.stmt]) -> Iterator[NormedSum]:

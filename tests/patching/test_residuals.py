@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from liger_trainer.patching import residuals
 from liger_trainer.patching.norms import prove_norm
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.residuals import Branch, NormedSum, ResidualSum, normed_sums
+from liger_trainer.patching.residual_products import Product
+from liger_trainer.patching.residuals import Branch, NormedSum, ResidualSum, added_outputs, normed_sums
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral")  # a sum and a norm in front of a branch in each layer
 # class: such sums of a layer
@@ -292,3 +293,109 @@ def test_a_stream_that_is_another_tensor():
     x, handed_on, other = torch.randn(3), torch.randn(3), torch.randn(3)
     branch = Branch(torch.zeros(3), (x, handed_on))
     assert torch.equal((x + branch).compute(), handed_on) and torch.equal((other + branch).compute(), other)
+
+
+# without gradients: the last product of an MLP is added by itself
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Whether each product of an MLP was added to the residual stream in place."""
+    made, add_to = [], Product.add_to
+
+    def spy(self, stream):
+        made.append(add_to(self, stream))
+        return made[-1]
+
+    monkeypatch.setattr(Product, "add_to", spy)
+    return made
+
+
+def logits_of(model, **how):
+    with torch.no_grad():
+        return model(**{k: x for k, x in masked_batch().items() if k != "labels"}, **how).logits
+
+
+ADDED = {"llama": 2, "qwen3": 2, "gemma2": 0, "gemma3": 0, "mixtral": 0, "granite": 0, "phi": 0, "gpt2": 0}
+
+
+@pytest.mark.parametrize("family", ADDED)
+def test_without_gradients(family, products):
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    patched = patch_layers(model)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-5, atol=1e-5)
+    assert products == [True] * ADDED[family]
+    got, want = (logits_of(each, output_hidden_states=True) for each in (model, plain))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    outputs(model)
+    assert len(products) <= 2 * ADDED[family]  # none with gradients
+    patched.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_the_source_adds():
+    assert added_outputs(Usual) == ("attention",) and added_outputs(Scaled) == added_outputs(nn.Linear) == ()
+    assert added_outputs(type(tiny_model("llama").model.layers[0])) == ("self_attn", "mlp")
+
+
+def test_one_rounding_in_bf16(products):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    plain = copy.deepcopy(model)
+    want, rounded = logits_of(copy.deepcopy(model).double()), logits_of(plain)
+    patch_layers(model)
+    assert (logits_of(model) - want).norm() <= 1.2 * (rounded - want).norm() and products == [True] * 2
+
+
+def biased(model):
+    return tiny_model("llama", mlp_bias=True)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1)
+    return model
+
+
+def norm_hooked(model):
+    model.model.layers[1].post_attention_layernorm.register_forward_pre_hook(lambda module, args: (args[0] * 1,))
+    return model
+
+
+def in_autocast(model):
+    forward = model.forward
+
+    def within(**batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(**batch)
+
+    model.forward = within
+    return model
+
+
+@pytest.mark.parametrize("change, added", [(biased, 0), (hooked, 1), (norm_hooked, 1), (in_autocast, 0)])
+def test_products_that_are_not_added_in_place(products, change, added):
+    model = change(tiny_model("llama"))
+    plain = copy.deepcopy(model)
+    if change is in_autocast:
+        plain = in_autocast(tiny_model("llama"))
+    patch_layers(model)
+    tolerance = 5e-2 if change is in_autocast else 1e-5
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=tolerance, atol=tolerance)
+    assert products.count(True) == added
+
+
+def test_a_sum_that_is_needed_after_a_product_was_added():
+    norm = LlamaRMSNorm(16)
+    x, y, h, down = torch.randn(3, 16), torch.randn(3, 16), torch.randn(3, 8), nn.Linear(8, 16, bias=False)
+    with torch.no_grad():
+        total = x + Branch(y, None)
+        total.normed(norm, prove_norm(norm))
+        before = total._value
+        torch.testing.assert_close(total + Product(h, down), x + y + down(h))
+        assert before is not None and not torch.equal(before, x + y)  # it was written over
+        torch.testing.assert_close(total.compute(), x + y)
+        kept = total.compute()
+        torch.testing.assert_close(total + Product(h, down), x + y + down(h))
+        assert torch.equal(kept, x + y)
+        for got in (x + Product(h, down), Product(h, down) + x, Product(h, down) + total - y):
+            torch.testing.assert_close(got, x + down(h))
