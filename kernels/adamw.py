@@ -123,11 +123,9 @@ def adamw_(
     """
     numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     numbers |= {"coefficient": coefficient, "found_inf": found_inf}
-    logs = (math.log(beta) if beta else -math.inf for beta in betas)
-    scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
     columns = params, grads, exp_avgs, exp_avg_sqs
     if params and use_triton(params[0]) and are_alike(columns):  # what a model's are, found in a third of the time
-        return _launch(columns, steps, scalars, coefficient, found_inf)
+        return _launch(columns, steps, **numbers)
     kinds: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
     for tensors in zip(*columns, steps, strict=True):
         if use_triton(tensors[0]) and in_one_order(tensors[:4]):
@@ -136,12 +134,12 @@ def adamw_(
             adamw_reference(*([x] for x in tensors), **numbers)
     for rows in kinds.values():
         *columns, of_kind = zip(*rows, strict=True)
-        _launch(columns, of_kind, scalars, coefficient, found_inf)
+        _launch(columns, of_kind, **numbers)
 
 
 def _launch(
-    columns: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], scalars: tuple[float, ...],
-    coefficient: Tensor | None, found_inf: Tensor | None,
+    columns: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, coefficient: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
     """Update parameters. columns: they, gradients and both moments, each of one dtype."""
     device = columns[0][0].device
@@ -153,10 +151,16 @@ def _launch(
     table = table_of(itertools.chain.from_iterable(zip(*addresses, numels, strict=True)), device)
     kinds = (getattr(tl, str(column[0].dtype).removeprefix("torch.")) for column in columns[:3])
     constants = dict(zip(("PARAM", "GRAD", "MOMENT"), kinds, strict=True))
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)
+    scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
     launch = Launch(
         _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK,
         num_warps=WARPS,
     )  # fmt: skip
-    launch(table, chunks, coefficient, found_inf)
+    if not launch(table, chunks, coefficient, found_inf, has_twin=True):
+        return adamw_reference(
+            *columns, steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, coefficient=coefficient,
+            found_inf=found_inf,
+        )  # fmt: skip
     for column in (columns[0], *columns[2:]):
         increment_version(column)  # a kernel doesn't tell autograd

@@ -5,6 +5,7 @@ import torch
 from kernel_checks import assert_within_plain_error
 
 from liger_trainer.kernels import adamw, gradient_norm
+from liger_trainer.kernels._triton import Launch
 from liger_trainer.kernels.adamw import adamw_, adamw_reference
 
 SHAPES = [(3, 5), (16,), (33,), (), (7, 20), (0, 3), (64,)]
@@ -177,6 +178,18 @@ def test_norm_against_fp64(place):
     assert not gradient_norm.gradient_norm(broken).isfinite()
     with pytest.raises(ValueError, match="at least one"):
         gradient_norm.gradient_norm([])
+
+
+def test_torch_takes_over_where_triton_cannot_compile(fp32, monkeypatch):
+    start = [normal(*shape, seed=i, place=fp32) for i, shape in enumerate(SHAPES)]
+    ours, plain = State(p.clone() for p in start), State(start)
+    grads = gradients(fp32, 0)
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors, has_twin=False: not has_twin)
+    ours.step(adamw_, grads)
+    plain.step(adamw_reference, grads)
+    assert all(torch.equal(x, plain.named()[name]) for name, x in ours.named().items())
+    want = torch.cat([g.flatten() for g in grads]).norm()
+    torch.testing.assert_close(gradient_norm.gradient_norm(grads), want)
 
 
 @pytest.mark.gpu
