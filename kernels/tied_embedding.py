@@ -39,7 +39,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """Add the rows of one token, from a position on that begins its run or a span. ids_ptr: sorted."""
     first = tl.program_id(0).to(tl.int64)
-    token = tl.load(ids_ptr + first)
+    token = tl.load(ids_ptr + first).to(tl.int64)  # token * H passes 2^31
     goes_on = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == token
     if (token != padding) & ((first % SPAN == 0) | (goes_on == 0)):
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def _tokens_kernel(
 def _sums_kernel(ids_ptr, sums_ptr, dweight_ptr, N, H, padding, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """Add what spans have of a token whose run began before: the first of them adds for all."""
     span = tl.program_id(0).to(tl.int64) + 1
-    token = tl.load(ids_ptr + span * SPAN)
+    token = tl.load(ids_ptr + span * SPAN).to(tl.int64)
     before = tl.load(ids_ptr + span * SPAN - 1)
     one_before = tl.load(ids_ptr + (span - 1) * SPAN - 1, mask=span > 1, other=-1)
     if (token != padding) & (before == token) & (one_before != token):
@@ -77,7 +77,7 @@ def _sums_kernel(ids_ptr, sums_ptr, dweight_ptr, N, H, padding, SPAN: tl.constex
         while same == token:
             total += tl.load(sums_ptr + span * H + cols, mask=cols < H, other=0.0)
             span += 1
-            same = tl.load(ids_ptr + span * SPAN, mask=span * SPAN < N, other=-1)
+            same = tl.load(ids_ptr + span * SPAN, mask=span * SPAN < N, other=-1).to(tl.int64)
         out = dweight_ptr + token * H + cols
         total += tl.load(out, mask=cols < H).to(tl.float32)
         tl.store(out, total, mask=cols < H)

@@ -23,7 +23,8 @@ from .model_parts import output_module
 def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
     """Within the context, which is one forward of `model`, its embedding reads one of two aliases of the tied weight.
 
-    Yields them, for the head; None where the weight is not tied, not trained, or not whole in this process.
+    Yields them, for the head; None where the weight is not tied, not trained, not whole in this process, or replaced by
+    somebody else. Within another forward of the model the embedding goes on with the aliases of that one.
     """
     embedding = _tied_embedding(model)
     if embedding is None:
@@ -77,4 +78,4 @@ def _embedding(model: Any) -> nn.Embedding | None:
         module = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # a model that embeds no tokens
         return None
-    return module if isinstance(module, nn.Embedding) and "forward" not in vars(module) else None
+    return module if isinstance(module, nn.Embedding) and not {"forward", "weight"} & vars(module).keys() else None

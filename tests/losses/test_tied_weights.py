@@ -69,6 +69,25 @@ def test_the_rows_in_each_backward_are_those_of_its_forward():
         assert_same_gradients(named_gradients(model, loss), want)
 
 
+def test_a_forward_within_another():
+    """As of a hook that computes a loss of its own, whose gradient is added."""
+    model, batch, other = tiny_model("llama_tied"), masked_batch(), masked_batch(1)
+    wants = [untied(model, each) for each in (batch, other)]
+    FusedLoss(model)
+    losses = []
+
+    def inside(layer, args):
+        if not losses:
+            losses.append(None)
+            losses.append(model(**other).loss)
+
+    hook = model.model.layers[0].register_forward_pre_hook(inside)
+    loss = model(**batch).loss + losses[1]
+    hook.remove()
+    assert_same_gradients(named_gradients(model, loss), {name: wants[0][name] + wants[1][name] for name in wants[0]})
+    assert "weight" not in vars(model.get_input_embeddings())
+
+
 def test_embeddings_that_are_given_or_called_alone(embedded):
     model, batch = tiny_model("llama_tied"), masked_batch()
     want = untied(model, batch)
