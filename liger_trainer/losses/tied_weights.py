@@ -24,7 +24,7 @@ def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
     """Within the context, which is one forward of `model`, its embedding reads one of two aliases of the tied weight.
 
     Yields them, for the head; None where the weight is not tied, not trained, not whole in this process, or replaced by
-    somebody else. Within another forward of the model the embedding goes on with the aliases of that one.
+    somebody else.
     """
     embedding = _tied_embedding(model)
     if embedding is None:

@@ -69,23 +69,20 @@ def test_the_rows_in_each_backward_are_those_of_its_forward():
         assert_same_gradients(named_gradients(model, loss), want)
 
 
-def test_a_forward_within_another():
-    """As of a hook that computes a loss of its own, whose gradient is added."""
-    model, batch, other = tiny_model("llama_tied"), masked_batch(), masked_batch(1)
-    wants = [untied(model, each) for each in (batch, other)]
+def test_embeddings_that_are_read_more_than_once_in_a_forward(embedded):
+    """As by a hook that adds a loss on other tokens."""
+    model, batch, ids = tiny_model("llama_tied"), masked_batch(), masked_batch(1)["input_ids"]
+    truth = double_copy(model)
+    more: list[torch.Tensor] = []
+
+    def read(embedding) -> torch.Tensor:
+        return (embedding(ids) ** 2).sum() + embedding.weight.sum()
+
+    want = named_gradients(truth, truth(**batch).loss + read(truth.get_input_embeddings()))
     FusedLoss(model)
-    losses = []
-
-    def inside(layer, args):
-        if not losses:
-            losses.append(None)
-            losses.append(model(**other).loss)
-
-    hook = model.model.layers[0].register_forward_pre_hook(inside)
-    loss = model(**batch).loss + losses[1]
-    hook.remove()
-    assert_same_gradients(named_gradients(model, loss), {name: wants[0][name] + wants[1][name] for name in wants[0]})
-    assert "weight" not in vars(model.get_input_embeddings())
+    model.model.norm.register_forward_hook(lambda *_: more.append(read(model.get_input_embeddings())))
+    assert_same_gradients(named_gradients(model, model(**batch).loss + more[0]), want)
+    assert len(embedded) == 2
 
 
 def test_embeddings_that_are_given_or_called_alone(embedded):
