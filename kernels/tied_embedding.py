@@ -112,7 +112,7 @@ def add_rows_(dweight: Tensor, ids: Tensor, rows: Tensor, padding: int = NO_PADD
     tokens, several = _launches(*rows.shape, padding)
     if not tokens(in_order, order, rows.contiguous(), dweight, sums, has_twin=True):
         return add_rows_reference(dweight, ids, rows, padding)
-    if several is not None:
+    if several is not None:  # which has no twin: a part is added already, and it compiles where the first does
         several(in_order, sums, dweight)
 
 
@@ -128,9 +128,11 @@ class TiedWeightFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, _, dhead):
         """Add to the head's gradient, which nothing else holds. (The losses return another if the graph is kept.)"""
+        uses = ctx.uses.copy()
+        ctx.uses.clear()
         dweight = torch.zeros_like(ctx.like) if dhead is None else dhead.contiguous()
-        while ctx.uses:
-            add_rows_(dweight, *ctx.uses.pop())
+        for use in uses:
+            add_rows_(dweight, *use)
         return dweight, None
 
 

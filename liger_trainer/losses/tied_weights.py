@@ -39,7 +39,7 @@ def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
 
 
 class _EmbeddingWeight(Tensor):
-    """Stands in for the weight of an embedding. For all but `torch.nn.functional.embedding` it is that weight."""
+    """Stands in for the weight of an embedding. All functions of torch but F.embedding get that weight itself."""
 
     _tied: TiedWeight
 

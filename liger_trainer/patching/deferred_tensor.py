@@ -36,7 +36,8 @@ def _operator(name: str) -> Callable:
 # Python looks operators up on the class, not through __getattr__.
 for _name in (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul", "rmatmul", "getitem",
-    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv",
+    "setitem", "lt", "le", "gt", "ge", "eq", "ne", "len", "iter", "iadd", "isub", "imul", "itruediv", "abs", "pos",
+    "floordiv", "rfloordiv", "mod", "rmod", "rpow", "and", "or", "xor", "invert", "bool", "float", "contains",
 ):  # fmt: skip
     setattr(DeferredTensor, f"__{_name}__", _operator(f"__{_name}__"))
 

@@ -1,8 +1,9 @@
 """The last product of an MLP, added to the residual stream by the product itself: s += h @ down.weight.T.
 
-Without gradients nobody needs the MLP's own output, or the sum in front of it once the norm has read that. So in a
-teacher and in evaluations the MLP returns a `Product`, and the `ResidualSum` (residuals.py) that it is added to takes
-it in, in place: two passes over the hidden states less, and one rounding.
+Without gradients nobody needs the MLP's own output, or the sum in front of it once the norm has read that. So in eval
+mode, which a teacher is always in, the MLP returns a `Product`, and the `ResidualSum` (residuals.py) that it is added
+to takes it in, in place: two passes over the hidden states less, and one rounding. In training mode a forward without
+gradients is one of checkpointing, which computes the same again with gradients and must find the same numbers.
 """
 
 import functools
@@ -19,7 +20,7 @@ from .mlps import RULE, MLPRule, calls_other_children
 
 @dataclass(eq=False)
 class Product(DeferredTensor):
-    """down(h), not computed yet."""
+    """down(h), not computed yet. Whoever calls such an MLP by itself gets one, too."""
 
     h: Tensor
     down: nn.Linear
@@ -39,7 +40,7 @@ class Product(DeferredTensor):
 
 
 def product_forward(inner: Callable) -> Callable:
-    """Return a forward of an MLP that leaves its last product to the sum, where there are no gradients."""
+    """Return a forward of an MLP that leaves its last product to the sum, in eval mode and without gradients."""
 
     @functools.wraps(inner)
     def forward(module, *inputs, **named):
@@ -47,7 +48,7 @@ def product_forward(inner: Callable) -> Callable:
         down = getattr(module, rule.down)
         watched = is_watched(module) or calls_other_children(module, {*rule.first, rule.down})
         plain = is_plain(down) and down.bias is None and not watched
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
+        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
             return inner(module, *inputs, **named)
         (x,) = (*inputs, *named.values())
         gate, up = rule.gate_and_up(module, x)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
-from liger_trainer.patching import cuda_graphs
+from liger_trainer.patching import cuda_graphs, graph_recorder
 from liger_trainer.patching.call_structure import NotCapturable, fill, flatten
 from liger_trainer.patching.cuda_graphs import GraphedLayers
 from liger_trainer.patching.patcher import base_of, patched_record
@@ -449,3 +450,31 @@ def test_distributed_data_parallel(change, as_views):
         assert RunsAgain.replays == 60
     finally:
         dist.destroy_process_group()
+
+
+def test_checkpointed_layers_in_graphs_lose_no_bit():
+    losses = []
+    for _ in range(4):
+        plain, graphed, layers = pair(lambda model: checkpointed(model.bfloat16()), "llama", always=True)
+        ids = random_ids()
+        losses.append((backward(plain, ids).item(), [backward(graphed, ids).item() for _ in range(4)]))
+        assert layers.have_graphs_of(ids.shape) and not layers.have_graphs_of(ids[:, 1:].shape)
+    assert all(graphed == [one] * 4 for one, graphed in losses)
+
+
+def test_replays_on_another_stream_wait_for_those_before(monkeypatch):
+    waits: list[tuple[str, str]] = []
+
+    class Stream(str):
+        def wait_stream(self, other):
+            waits.append((str(self), str(other)))
+
+    streams = iter(map(Stream, "aabbac"))
+    cuda = SimpleNamespace(
+        Stream=lambda device: None, graph_pool_handle=lambda: None, current_stream=lambda device: next(streams)
+    )
+    monkeypatch.setattr(graph_recorder, "torch", SimpleNamespace(cuda=cuda))
+    recorder = graph_recorder.CudaRecorder(torch.device("cpu"))
+    for _ in range(6):
+        recorder.take_turn()
+    assert waits == [("b", "a"), ("a", "b"), ("c", "a")]
