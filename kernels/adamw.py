@@ -158,8 +158,9 @@ def _launch(
         num_warps=WARPS,
     )  # fmt: skip
     if not launch(table, chunks, coefficient, found_inf, has_twin=True):
+        params, grads, exp_avgs, exp_avg_sqs = columns
         return adamw_reference(
-            *columns, steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, coefficient=coefficient,
+            params, grads, exp_avgs, exp_avg_sqs, steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, coefficient=coefficient,
             found_inf=found_inf,
         )  # fmt: skip
     for column in (columns[0], *columns[2:]):
