@@ -160,8 +160,8 @@ def _launch(
     if not launch(table, chunks, coefficient, found_inf, has_twin=True):
         params, grads, exp_avgs, exp_avg_sqs = columns
         return adamw_reference(
-            params, grads, exp_avgs, exp_avg_sqs, steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, coefficient=coefficient,
-            found_inf=found_inf,
+            params, grads, exp_avgs, exp_avg_sqs, steps, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            coefficient=coefficient, found_inf=found_inf,
         )  # fmt: skip
     for column in (columns[0], *columns[2:]):
         increment_version(column)  # a kernel doesn't tell autograd
