@@ -262,6 +262,8 @@ def report(
 ) -> int:  # fmt: skip
     """Write what is finished after every row that is measured, print all rows, and return the exit code."""
     finished: set[AnyRow] = set()
+    if not options.output:
+        say(name, "without --output the table is printed, and no step is kept")
     for row in measured:
         finished.add(row)
         if options.output:

@@ -13,8 +13,12 @@ from torch import Tensor
 
 
 def table_of(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """Return addresses and sizes as int64 on the device. The host doesn't wait."""
-    table = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
+    """Return addresses and sizes as int64 on the device."""
+    return _sent(torch.frombuffer(array.array("q", numbers), dtype=torch.int64), device)
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """Return the table on the device, without waiting for it."""
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
 
@@ -24,7 +28,7 @@ def chunks_of(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tens
     counts = torch.tensor([-(-n // chunk) for n in numels])
     owners = torch.repeat_interleave(torch.arange(len(numels)), counts)
     firsts = (counts.cumsum(0) - counts)[owners]
-    return torch.stack([owners, torch.arange(len(owners)) - firsts], 1).to(device, torch.int32)
+    return _sent(torch.stack([owners, torch.arange(len(owners)) - firsts], 1).to(torch.int32), device)
 
 
 def are_aligned(columns: Iterable[Iterable[int]]) -> bool:
