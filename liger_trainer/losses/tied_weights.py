@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ..common.zero3 import is_partitioned
@@ -69,7 +68,7 @@ def _tied_embedding(model: Any) -> nn.Embedding | None:
     if weight is None or head is None or head._parameters.get("weight") is not weight:
         return None
     trained = weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    whole = type(weight) is nn.Parameter and not isinstance(weight, DTensor) and not is_partitioned(weight)
+    whole = type(weight) is nn.Parameter and not is_partitioned(weight)  # a DTensor is of its own type
     return embedding if trained and whole else None
 
 

@@ -44,11 +44,12 @@ def product_forward(inner: Callable) -> Callable:
 
     @functools.wraps(inner)
     def forward(module, *inputs, **named):
+        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return inner(module, *inputs, **named)
         rule: MLPRule = vars(module)[RULE]
         down = getattr(module, rule.down)
         watched = is_watched(module) or calls_other_children(module, {*rule.first, rule.down})
-        plain = is_plain(down) and down.bias is None and not watched
-        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
+        if watched or not is_plain(down) or down.bias is not None:
             return inner(module, *inputs, **named)
         (x,) = (*inputs, *named.values())
         gate, up = rule.gate_and_up(module, x)

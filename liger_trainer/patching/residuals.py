@@ -105,8 +105,6 @@ class ResidualSum(DeferredTensor):
         self._value = None  # whoever asks for this sum later has it computed again
         return value
 
-    __radd__ = __add__
-
 
 @dataclass(eq=False)
 class Branch(DeferredTensor):
@@ -136,7 +134,7 @@ class Branch(DeferredTensor):
 
 
 def patch_residuals(model: nn.Module, options: PatchOptions, replacements: Replacements, report: PatchReport) -> None:
-    """Have RMSNorms that our op computes take the residual sum in front of them along.
+    """Have RMSNorms that our op computes take the residual sum in front of them along, and MLPs add to it themselves.
 
     Call it last: it stands above what other parts have put in place of the modules' forwards.
     """

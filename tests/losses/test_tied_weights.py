@@ -136,6 +136,38 @@ def test_who_keeps_torchs_own_gradients(embedded):
         assert tied is None
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 0.1}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_options_of_embeddings_that_only_torch_knows(embedded, option):
+    model, ids = tiny_model("llama_tied"), masked_batch()["input_ids"]
+    embedding = model.get_input_embeddings()
+    for name, value in option.items():
+        setattr(embedding, name, value)
+    with tied_weight(model):
+        embedding(ids)
+    assert not embedded
+
+
+def test_weights_that_are_not_whole_or_replaced(monkeypatch):
+    class OfAnother(torch.nn.Parameter):
+        pass
+
+    def is_tied(model) -> bool:
+        with tied_weight(model) as tied:
+            return tied is not None
+
+    model = tiny_model("llama_tied")
+    embedding = model.get_input_embeddings()
+    assert is_tied(model)
+    vars(embedding)["weight"] = embedding.weight.detach()
+    assert not is_tied(model) and "weight" in vars(embedding)
+    del vars(embedding)["weight"]
+    monkeypatch.setattr(tied_weights, "is_partitioned", lambda weight: True)
+    assert not is_tied(model)
+    monkeypatch.undo()
+    embedding._parameters["weight"] = model.lm_head._parameters["weight"] = OfAnother(embedding.weight.detach())
+    assert not is_tied(model)
+
+
 def test_the_weight_is_itself_for_everything_else():
     model = tiny_model("llama_tied")
     embedding = model.get_input_embeddings()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from families import build_class
+from peft import LoraConfig, get_peft_model
 from tiny import assert_same_gradients, masked_batch, named_gradients, tiny_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -328,8 +329,9 @@ def test_without_gradients(family, products):
     assert products == [True] * ADDED[family]
     got, want = (logits_of(each, output_hidden_states=True) for each in (model, plain))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    added = len(products)
     outputs(model)
-    assert len(products) <= 2 * ADDED[family]  # none with gradients
+    assert len(products) == added  # none with gradients
     patched.undo()
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -372,8 +374,18 @@ def biased(model):
 
 
 def hooked(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1)
+    def hook(module, args, output):
+        assert type(output) is torch.Tensor
+        return output * 1
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
     return model
+
+
+def with_adapters(model):
+    """On the last product alone."""
+    config = LoraConfig(target_modules=["down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, config).eval()
 
 
 def norm_hooked(model):
@@ -392,7 +404,9 @@ def in_autocast(model):
     return model
 
 
-@pytest.mark.parametrize("change, added", [(biased, 0), (hooked, 1), (norm_hooked, 1), (in_autocast, 0)])
+@pytest.mark.parametrize(
+    "change, added", [(biased, 0), (hooked, 1), (with_adapters, 0), (norm_hooked, 1), (in_autocast, 0)]
+)
 def test_products_that_are_not_added_in_place(products, change, added):
     model = change(tiny_model("llama"))
     plain = copy.deepcopy(model)
@@ -402,6 +416,31 @@ def test_products_that_are_not_added_in_place(products, change, added):
     tolerance = 5e-2 if change is in_autocast else 1e-5
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=tolerance, atol=tolerance)
     assert products.count(True) == added
+
+
+def test_what_a_product_is_not_added_to_in_place():
+    h, down, stream = torch.randn(3, 8), nn.Linear(8, 16, bias=False), torch.randn(3, 16)
+    others = (stream.double(), stream[:1], torch.randn(16, 3).t(), torch.randn(2, 3, 16))
+    with torch.no_grad():
+        for other in others:
+            before = other.clone()
+            assert not Product(h, down).add_to(other) and torch.equal(other, before)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not Product(h, down).add_to(stream)
+        assert Product(h, down).add_to(stream)
+
+
+def test_a_product_in_a_sum_with_gradients():
+    norm, down, h = LlamaRMSNorm(16), nn.Linear(8, 16, bias=False), torch.randn(3, 8)
+    x, y = torch.randn(3, 16, requires_grad=True), torch.randn(3, 16)
+    total = x + Branch(y, None)
+    total.normed(norm, prove_norm(norm))
+    with torch.no_grad():
+        assert not (total + Product(h, down)).requires_grad
+        assert torch.equal(total.compute(), x + y)
+        frozen = x.detach() + Branch(y, None)
+        frozen.normed(norm, prove_norm(norm))
+    assert (frozen + Product(h, down)).requires_grad  # of the weight
 
 
 def test_a_sum_that_is_needed_after_a_product_was_added():
