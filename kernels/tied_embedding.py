@@ -152,7 +152,7 @@ class TiedEmbeddingFunction(torch.autograd.Function):
 
 
 class TiedWeight:
-    """A weight for one forward, whose backward makes one gradient of its use as an embedding and as a head.
+    """A weight for forwards whose backward makes one gradient of its use as an embedding and as a head.
 
     Args:
         weight: (V, H), fp32, fp16, bf16 or fp64, which requires a gradient.

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map
 
 from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
-from ..kernels.tied_embedding import TiedWeight
 from .model_parts import Head, gather, output_module, reader_of
 from .sharded_heads import ShardedHead
+from .tied_weights import tied_weight
 
 
 class Forward:
@@ -244,10 +244,11 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 @contextlib.contextmanager
 def deferred_logits(
-    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits,
-    tied: TiedWeight | None = None,
-) -> Iterator[Forward]:  # fmt: skip
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits
+) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
+
+    A head that is the embedding too shares one gradient with it: tied_weights.py.
 
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
 
@@ -255,7 +256,6 @@ def deferred_logits(
         outlive: the logits are used after the pass, when FSDP2 or ZeRO-3 may have freed the weights that it gathered.
             The head then keeps whole weights of its own, without gradient. FSDP2's are read before the pass.
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
-        tied: the head's weight, if it is the embedding's too.
     """
     module = output_module(model)
     state, shards = Forward(type(model).__name__), ShardedHead.of(module)
@@ -295,7 +295,8 @@ def deferred_logits(
 
     module.forward = forward  # type: ignore[method-assign]
     try:
-        yield state
+        with tied_weight(model) as tied:
+            yield state
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False

@@ -26,7 +26,6 @@ from .model_parts import need_head
 from .sharded_heads import share_rows
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
 from .teacher_answer import BatchLoss, TeacherAnswer
-from .tied_weights import tied_weight
 from .token_output import TokenLossOutput, token_output
 
 
@@ -114,9 +113,8 @@ class FusedLoss:
         loss = LossOfOneForward(type(model).__name__, targets, options, teacher_logits, hidden_pass)
         kwargs.update(self._loss_arguments(labels, shift_labels, num_items_in_batch))
         recording = contextlib.nullcontext() if hidden_pass is None else hidden_pass.recording()
-        with _as_loss_function(model, loss), recording, tied_weight(model) as tied:
-            with deferred_logits(model, tied=tied) as deferred:
-                outputs = own_forward(*args, **kwargs)
+        with _as_loss_function(model, loss), recording, deferred_logits(model) as deferred:
+            outputs = own_forward(*args, **kwargs)
         if deferred.obstacle is not None:
             _report_stored_logits(type(model).__name__, deferred.obstacle)
         self.seen(model, outputs, loss)

@@ -20,7 +20,7 @@ from .model_parts import output_module
 
 @contextlib.contextmanager
 def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
-    """Within the context, which is one forward of `model`, its embedding reads one of two aliases of the tied weight.
+    """Within the context, where `model` runs once or more, its embedding reads one of two aliases of the tied weight.
 
     Yields them, for the head; None where the weight is not tied, not trained, not whole in this process, or replaced by
     somebody else.

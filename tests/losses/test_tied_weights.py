@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import assert_same_gradients, double_copy, masked_batch, named_gradients, tiny_model
 from torch.nn.parallel import DistributedDataParallel
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_trainer.kernels.tied_embedding import TiedWeight
 from liger_trainer.losses import tied_weights
 from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.scored_logits import scored_logits
 from liger_trainer.losses.tied_weights import tied_weight
 
 TIED = ("llama_tied", "gemma2", "gemma3", "cohere", "gpt2")
@@ -67,6 +69,28 @@ def test_the_rows_in_each_backward_are_those_of_its_forward():
     losses = [model(**batch).loss for batch in batches]
     for loss, want in reversed(list(zip(losses, wants, strict=True))):
         assert_same_gradients(named_gradients(model, loss), want)
+
+
+def test_losses_outside_of_the_forward_too(embedded):
+    """As TRL's preference trainers compute them, of forwards within one context."""
+    model, batches = tiny_model("gemma2"), [masked_batch(seed) for seed in range(2)]
+    flat = [batch["labels"].reshape(-1) for batch in batches]
+
+    def losses(model) -> list[torch.Tensor]:
+        inputs = [{name: x for name, x in batch.items() if name != "labels"} for batch in batches]
+        logits = [model(**given).logits for given in inputs]
+        return [F.cross_entropy(x.view(-1, x.shape[-1]), labels) for x, labels in zip(logits, flat, strict=True)]
+
+    truth = double_copy(model)
+    want = named_gradients(truth, sum(losses(truth)))
+    with scored_logits(model):
+        apart = losses(model)
+    for backward in ([sum(apart)], apart[::-1]):  # of both at once, and of each
+        model.zero_grad()
+        for loss in backward:
+            loss.backward(retain_graph=True)
+        assert_same_gradients({name: parameter.grad for name, parameter in model.named_parameters()}, want)
+    assert len(embedded) == 2
 
 
 def test_embeddings_that_are_read_more_than_once_in_a_forward(embedded):
