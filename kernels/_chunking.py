@@ -17,6 +17,7 @@ WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it co
 ROUNDINGS = 16  # more chunks than this, summed in the weight's dtype, have twice the error of a single product
 BYTES_A_WORD = 4096  # workspace per word of the vocabulary (see `workspace_bytes`): 2,048 rows of bf16 logits
 TILE_ROWS = 256
+WIDE_TILE = 2048  # a multiple of this many columns fills an H100's last wave of the products better
 LAUNCH_BYTES = 3e8  # bytes that an H100 moves while the host launches the kernels of one tile
 LEAST_ROWS = 32  # of a chunk, where memory is short: fewer would save little and take very long
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # sizes that `tile_plan` tries
@@ -52,15 +53,18 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
     return ChunkPlan(max(1, min(limit, _whole_tiles(-(-count // chunks)))), vocab)
 
 
-def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "Needs", how: "Execution") -> ChunkPlan:
+def tile_plan(
+    count: int, vocab: int, hidden_size: int, itemsize: int, needs: "Needs", how: "Execution", spare: int = 0
+) -> ChunkPlan:
     """Return the cheapest chunks and tiles that fit the workspace, for losses that compute logits twice.
 
     A chunk reads the weight three times, and reads and writes its gradient. A tile reads and writes an fp32 sum of the
-    hidden states' gradient, which lies in the workspace too, and costs the host its launches. The default workspace is
-    slightly smaller than the hidden states; the rest is left for other per-row memory.
+    hidden states' gradient, which lies in the workspace too, and costs the host its launches. The default workspace has
+    the size of the hidden states, or of what the call takes at another time (`spare`, bytes), up to `workspace_bytes`.
     """
-    budget = max(16, 0.97 * count * hidden_size * itemsize / 2**20) * 2**20
-    budget = int(budget if how.workspace_mb is None else how.workspace_bytes(vocab))
+    budget = how.workspace_bytes(vocab)
+    if how.workspace_mb is None:
+        budget = max(16 * 2**20, count * hidden_size * itemsize, min(spare, budget))
     plans = []
     for rows in CHUNK_ROWS:
         left = budget - 4 * rows * hidden_size * needs.hidden
@@ -70,6 +74,27 @@ def tile_plan(count: int, vocab: int, hidden_size: int, itemsize: int, needs: "N
             moved = (6 + 4 * needs.weight) / rows + 8 * needs.hidden / columns  # bytes for each count * vocab * hidden
             plans.append((moved + LAUNCH_BYTES / (rows * columns * hidden_size), ChunkPlan(rows, columns)))
     return min(plans)[1] if plans else ChunkPlan(TILE_ROWS, min(TILE_ROWS, vocab))
+
+
+def tiles_beside_gradient(count: int, vocab: int, logit_bytes: int, row_bytes: int) -> Iterator[slice]:
+    """Yield tiles of the vocabulary whose logits fit where the weight's gradient will have the rows after them.
+
+    What a tile adds to the gradient are its rows alone, so until the next tile the rest is free. The first tiles are
+    the widest; the last, of TILE_ROWS columns, find no place and take other memory.
+
+    Args:
+        count: rows of logits.
+        logit_bytes: of one logit.
+        row_bytes: of a row of the weight's gradient.
+    """
+    start = 0
+    while start < vocab:
+        left = vocab - start
+        columns = left * row_bytes // (row_bytes + count * logit_bytes)
+        columns = columns // WIDE_TILE * WIDE_TILE or _whole_tiles(columns, down=True)
+        columns = min(max(columns, TILE_ROWS), left)
+        yield slice(start, start + columns)
+        start += columns
 
 
 def _whole_tiles(rows: int, down: bool = False) -> int:

@@ -23,6 +23,7 @@ from ._logits import LOWEST, LogitTransform, check_scalars, load_label_logit, lo
 from ._triton import kept_launch, tl, triton, use_triton
 
 BLOCK = 16384  # with 32 warps a multiprocessor holds one row at a time, so that L2 still has it for the second pass
+TILE_BLOCK = 2048  # a tile is read once: with 4 warps a row many rows are on their way at a time
 FIELDS = ("loss", "log_prob", "entropy", "is_top1", "lse")
 CARRY = ("top", "total", "weighted", "plain", "x_label")  # see `_statistics`
 
@@ -338,13 +339,15 @@ def _tile_gradient_kernel(
         _write_zeros(grad_ptr, used, columns, BLOCK)
 
 
-def _launch(logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntropyOptions) -> dict:
-    """Return the constants that every kernel of this file takes."""
+def _launch(
+    logits: Tensor, bias: Tensor | None, targets: Targets, o: CrossEntropyOptions, most: int, warps: int
+) -> dict:
+    """Return the constants that every kernel of this file takes. At most so many columns of a row at a time."""
     plain = bias is None and targets.class_weight is None and o.transform.softcap is None and not o.label_smoothing
-    block = min(BLOCK if plain else BLOCK // 2, 1 << (logits.shape[1] - 1).bit_length())  # half: no spilling
+    block = min(most if plain else most // 2, 1 << (logits.shape[1] - 1).bit_length())  # half: no spilling
     return {
         "BLOCK": block,
-        "num_warps": min(32, max(4, block // 256)),
+        "num_warps": min(warps, max(4, block // 256)),
         "HAS_BIAS": bias is not None,
         "HAS_SOFTCAP": o.transform.softcap is not None,
         "HAS_SMOOTHING": o.label_smoothing > 0,
@@ -366,7 +369,7 @@ def whole_rows(logits: Tensor, bias: Tensor | None, targets: Targets, out: Tenso
         _whole_rows_kernel, (logits.shape[0],),
         logits.stride(0), logits.stride(0) if grad is None else grad.stride(0), out.stride(0), logits.shape[1],
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, bias, targets, o), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
+        **_launch(logits, bias, targets, o, BLOCK, 32), HAS_TOKEN_WEIGHT=targets.token_weight is not None,
         HAS_IGNORED=targets.ignore_index is not None, DFT=o.dft, WRITE_GRAD=grad is not None,
     )(
         logits, logits if grad is None else grad, logits if bias is None else bias, targets.labels,
@@ -422,7 +425,7 @@ def tile_statistics(tile: Tile, targets: Targets, carry: Tensor, o: CrossEntropy
     logits = tile.logits
     launched = kept_launch(
         _tile_statistics_kernel, (logits.shape[0],), logits.stride(0), carry.stride(0), logits.shape[1], tile.first,
-        *_scalars(o), **_launch(logits, tile.bias, targets, o),
+        *_scalars(o), **_launch(logits, tile.bias, targets, o, TILE_BLOCK, 4),
     )(
         logits, logits if tile.bias is None else tile.bias, targets.labels,
         logits if class_weight is None else class_weight, carry,
@@ -466,7 +469,7 @@ def tile_gradient(
         _tile_gradient_kernel, (logits.shape[0],),
         logits.stride(0), grad.stride(0), logits.shape[1], tile.first, tile.vocab,
         *_scalars(o), float(o.label_smoothing), float(o.z_loss), targets.ignore_index or 0,
-        **_launch(logits, tile.bias, targets, o), HAS_IGNORED=targets.ignore_index is not None,
+        **_launch(logits, tile.bias, targets, o, TILE_BLOCK, 4), HAS_IGNORED=targets.ignore_index is not None,
         HAS_ENTROPY=entropy is not None,
     )(
         logits, grad, logits if tile.bias is None else tile.bias, targets.labels, factor, class_weight,

@@ -81,11 +81,13 @@ class LinearLoss:
         return row_plan(self.rows.count, self.vocab, self.bytes_per_logit(dtype), self.how)
 
     def gradients(
-        self, head: LinearHead, needs: Needs, plan: ChunkPlan, alpha: float, factor: Tensor | None = None
-    ) -> HeadGradients:
+        self, head: LinearHead, needs: Needs, plan: ChunkPlan, alpha: float, factor: Tensor | None = None,
+        rounded_in_place: bool = False,
+    ) -> HeadGradients:  # fmt: skip
         """Return empty gradients for the chunks of `plan` to fill."""
         wide = self.how.sum_dtype(-(-self.rows.count // plan.rows)) if factor is None else torch.float32
-        return HeadGradients(head, needs, self.rows, self.vocab, wide, self.how.overwrite_hidden, alpha, factor)
+        over = self.how.overwrite_hidden
+        return HeadGradients(head, needs, self.rows, self.vocab, wide, over, alpha, factor, rounded_in_place)
 
     def new_values(self, head: LinearHead) -> Tensor:
         """Return memory for the per-token values (fields, rows.count).
@@ -121,8 +123,8 @@ class LinearLoss:
         ws = workspace(rows, self.vocab, self.logits_dtype(head.dtype), head.hidden.device)
         return ws, self.other_side(rows)
 
-    def statistics(self, head: LinearHead) -> Tensor:
-        """Return per-token values (fields, rows.count), for a backward that recomputes."""
+    def statistics(self, head: LinearHead, needs: Needs) -> Tensor:
+        """Return per-token values (fields, rows.count), for a backward that recomputes. needs: what that will be."""
         values = self.new_values(head)
         for chunk in self.chunks(head, values, None):
             self.write_rows(chunk)
@@ -171,7 +173,7 @@ class Recomputed(torch.autograd.Function):
     def forward(ctx, loss: LinearLoss, needs: Needs, reduction: str, dtype: torch.dtype, *tensors):
         ctx.loss, ctx.needs, ctx.reduction, ctx.dtype = loss, needs, reduction, dtype
         with torch.autocast(tensors[0].device.type, enabled=False):
-            values = loss.statistics(LinearHead(*tensors, dtype=dtype))
+            values = loss.statistics(LinearHead(*tensors, dtype=dtype), needs)
         ctx.save_for_backward(values if loss.keeps_values else None, *tensors)
         per_token = put(values.t(), loss.rows, tensors[0].shape[0]).t()
         ctx.mark_non_differentiable(per_token)

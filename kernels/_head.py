@@ -129,11 +129,11 @@ class TermGradients:
 
     def __init__(
         self, x: Tensor, w: Tensor, needs: tuple[bool, bool], rows: Rows, vocab: int, alpha: float,
-        wide: torch.dtype | None, overwrite: bool,
+        wide: torch.dtype | None, overwrite: bool, rounded_in_place: bool = False,
     ):  # fmt: skip
-        self._vocab, self._alpha = vocab, alpha
+        self._vocab, self._alpha, self._needs_x, self._x_dtype = vocab, alpha, needs[0], x.dtype
         self._x_sum = self.x = self.w = None
-        if needs[0]:
+        if needs[0] and not rounded_in_place:
             over = overwrite and rows.index is None
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=x.dtype, device=x.device)
         if needs[1]:
@@ -145,20 +145,30 @@ class TermGradients:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
-        if self.x is not None:  # last: self.x may share x's memory
-            self._add_x(dlogits, w, self.x[rows], columns)
+        if self._needs_x:  # last: self.x may share x's memory
+            self._add_x(dlogits, w, rows, columns)
 
-    def _add_x(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
+    def _add_x(self, dlogits: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
         """Compute the rows of dx. Several tiles are summed in fp32: rounding after each would double the error."""
-        if columns == slice(0, self._vocab):
-            return addmm_into(out, dlogits, w, beta=0, alpha=self._alpha)
+        if self.x is not None and columns == slice(0, self._vocab):
+            return addmm_into(self.x[rows], dlogits, w, beta=0, alpha=self._alpha)
         if columns.start == 0:
-            self._x_sum = torch.empty(out.shape, dtype=stats_dtype(out.dtype), device=out.device)
+            shape = dlogits.shape[0], w.shape[1]
+            self._x_sum = torch.empty(shape, dtype=stats_dtype(self._x_dtype), device=dlogits.device)
         assert self._x_sum is not None
         addmm_into(self._x_sum, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
         if columns.stop == self._vocab:
-            out.copy_(self._x_sum)
+            if self.x is None:
+                self.x = _rounded_in_place(self._x_sum, self._x_dtype)
+            else:
+                self.x[rows].copy_(self._x_sum)
             self._x_sum = None
+
+    def without_gradient(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Return memory for `shape` in the rows of dw from `first` on, or None if it is too small."""
+        assert self.w is not None
+        rest = self.w[first : self._vocab].view(-1).view(dtype)
+        return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
         dx = self.x
@@ -168,22 +178,38 @@ class TermGradients:
         return dx, None if self.w is None else self.w.to(w.dtype)
 
 
+def _rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round (n, H) to a dtype of half the size, or of the same, in the front of its own memory."""
+    if dtype == sums.dtype:
+        return sums
+    out = sums.view(-1).view(dtype)[: sums.numel()].view(sums.shape)
+    start = min(len(sums), 64)
+    out[:start] = sums[:start].to(dtype)
+    while start < len(sums):  # rows [start, 2 * start) go where sums before `start` were
+        stop = min(2 * start, len(sums))
+        out[start:stop] = sums[start:stop]
+        start = stop
+    return out
+
+
 class HeadGradients:
     """d loss / d (hidden, weight, bias, low, low_weight), built from d loss / d logits by chunks and tiles.
 
     The products apply the factor 1 / num_items as their alpha, to fp32 accumulators. In the low-precision gradient of
     the logits it would round every entry again; as a pass of its own it would move the whole weight gradient again.
+    With `rounded_in_place`, which takes all rows at a time, the hidden states' gradient lies in the memory of its sums.
     `factor`, a scalar that only the device knows (see `upstream_rows`), multiplies the gradients at the end. Until then
     the weight's sum over all tokens may exceed fp16's range, so it is kept in fp32.
     """
 
     def __init__(
         self, head: LinearHead, needs: Needs, rows: Rows, vocab: int, wide: torch.dtype | None,
-        overwrite_hidden: bool, alpha: float, factor: Tensor | None,
+        overwrite_hidden: bool, alpha: float, factor: Tensor | None, rounded_in_place: bool = False,
     ):  # fmt: skip
         self._head, self._rows, self._overwrite, self._alpha, self._factor = head, rows, overwrite_hidden, alpha, factor
         common = rows, vocab, alpha, wide
-        self._terms = [TermGradients(head.hidden, head.weight, (needs.hidden, needs.weight), *common, overwrite_hidden)]
+        first = head.hidden, head.weight, (needs.hidden, needs.weight)
+        self._terms = [TermGradients(*first, *common, overwrite_hidden, rounded_in_place)]
         if head.low is not None and head.low_weight is not None:
             low = TermGradients(head.low, head.low_weight, (needs.low, needs.low_weight), *common, False)
             self._terms.append(low)
@@ -198,6 +224,10 @@ class HeadGradients:
             self._bias[columns].add_(dlogits.sum(0, dtype=self._bias.dtype), alpha=self._alpha)
         for gradients, (x, w) in zip(self._terms, operands.terms, strict=True):
             gradients.add(dlogits, x, w, rows, columns)
+
+    def without_gradient(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Return memory for `shape` where the weight's gradient will have its rows from `first` on, if they suffice."""
+        return self._terms[0].without_gradient(first, shape, dtype)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of `LinearHead.tensors`, each in its tensor's shape and dtype; None where not needed."""

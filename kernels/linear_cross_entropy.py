@@ -11,8 +11,10 @@ Method    The loss is the last thing a model computes, so the forward can comput
           a frozen weight, one without gradients. The backward only multiplies by the gradient of the loss, and moves
           nothing if that is 1.
           With recompute, the forward only takes each row's statistics, tile by tile of the vocabulary, and the backward
-          computes the tiles again: four products, a workspace no larger than the hidden states, nothing held in
-          between, and an upstream gradient for each token's loss.
+          computes the tiles again: four products, nothing held in between, and an upstream gradient for each token's
+          loss. A tile's logits lie in the memory of the weight's gradient: in the rows after the tile's, which get
+          their gradient later. The sums of the hidden states' gradient are rounded in place. A frozen weight takes a
+          workspace the size of the hidden states.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
           dtype. The weight's gradient is rounded once a chunk up to 16 chunks; beyond, it is summed in fp32.
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
@@ -21,6 +23,7 @@ Source    gradients in the forward: M. Wijmans' efficient_cross_entropy and Lige
           softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; DFT: Wu et al. 2025, arXiv:2508.05629
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import Needs, stats_dtype
-from ._chunking import Execution, fitted, tile_plan, workspace
+from ._chunking import ChunkPlan, Execution, fitted, tile_plan, tiles_beside_gradient, workspace
 from ._compile import check_traceable, opaque_loss
 from ._cross_entropy_rows import (
     FIELDS,
@@ -44,11 +47,13 @@ from ._cross_entropy_rows import (
     whole_rows,
 )
 from ._fused_linear import GradientsInForward, LinearLoss, LogitChunk, Recomputed, check_execution, check_labels
-from ._head import Adapters, LinearHead, Lora, check_head, check_overwritten, linear_reference
+from ._head import Adapters, HeadGradients, LinearHead, Lora, check_head, check_overwritten, linear_reference
 from ._labelled_rows import Rows, RowSelection, labelled_weight, selected_rows, take
 from ._logits import LogitTransform, transform
 from ._vocab_parallel import ShardChunk, VocabParallel, check_parallel, parallel_loss
 from .cross_entropy import CrossEntropy, cross_entropy_reference
+
+NOTHING = Needs(False, False, False)
 
 __all__ = ["CrossEntropy", "Lora", "VocabParallel", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
@@ -86,12 +91,13 @@ class LinearCrossEntropy(LinearLoss):
         weight = factor if token_weight is None else factor * token_weight
         return replace(self, targets=replace(self.targets, token_weight=weight))
 
-    def statistics(self, head: LinearHead) -> Tensor:
+    def statistics(self, head: LinearHead, needs: Needs) -> Tensor:
         """Return per-token values, computed tile by tile of the vocabulary."""
         rows, dtype, o = self.rows, head.dtype, self.options
         operands = head.operands(rows, self.vocab)
         out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=head.hidden.device)
-        plan, ws = self._tiles(head, Needs(False, False, False))
+        weight = head.weight
+        plan, ws = self._tiles(head, NOTHING, weight.numel() * weight.itemsize if needs.weight else 0)
         for chunk in plan.chunks(rows.count):
             targets, carry = self.targets.rows(chunk), new_carry(chunk.stop - chunk.start, ws)
             for columns in plan.tiles(self.vocab):
@@ -105,24 +111,39 @@ class LinearCrossEntropy(LinearLoss):
     ) -> tuple[Tensor | None, ...]:
         """Return the head's gradients, computed tile by tile of the vocabulary."""
         assert values is not None
-        rows, o, operands = self.rows, self.options, head.operands(self.rows, self.vocab)
+        o, operands = self.options, head.operands(self.rows, self.vocab)
         factor = gradient_factor(upstream, values[1], self.targets, o)
-        plan, ws = self._tiles(head, needs)
-        gradients = self.gradients(head, needs, plan, 1.0, largest)
-        for chunk in plan.chunks(rows.count):
-            targets, lse, chunk_factor = self.targets.rows(chunk), values[4, chunk], factor[chunk]
-            for columns in plan.tiles(self.vocab):
-                part = operands.part(chunk, columns)
-                tile = Tile(part.logits(ws), part.bias, columns.start, self.vocab)
-                tile_gradient(tile, targets, lse, chunk_factor, tile.logits, o)
-                gradients.add(tile.logits, part, chunk, columns)
+        if needs.weight and head.low is None and self.how.workspace_mb is None and self.rows.count:
+            plan = ChunkPlan(self.rows.count, self.vocab)
+            gradients = self.gradients(head, needs, plan, 1.0, largest, rounded_in_place=True)
+            tiles = self._tiles_in_gradient(head, gradients)
+        else:
+            plan, ws = self._tiles(head, needs)
+            gradients = self.gradients(head, needs, plan, 1.0, largest)
+            tiles = ((rows, columns, ws) for rows in plan.chunks(self.rows.count) for columns in plan.tiles(self.vocab))
+        for rows, columns, memory in tiles:
+            part = operands.part(rows, columns)
+            tile = Tile(part.logits(memory), part.bias, columns.start, self.vocab)
+            tile_gradient(tile, self.targets.rows(rows), values[4, rows], factor[rows], tile.logits, o)
+            gradients.add(tile.logits, part, rows, columns)
         return gradients.finish()
 
-    def _tiles(self, head: LinearHead, needs: Needs):
-        """Return (ChunkPlan, workspace of a tile)."""
+    def _tiles(self, head: LinearHead, needs: Needs, spare: int = 0) -> tuple[ChunkPlan, Tensor]:
+        """Return (plan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
-        plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how)
+        plan = tile_plan(count, self.vocab, head.hidden.shape[1], dtype.itemsize, needs, self.how, spare)
         return fitted(plan, lambda plan: workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device))
+
+    def _tiles_in_gradient(self, head: LinearHead, gradients: HeadGradients) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield (all rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
+        count, dtype, ws = self.rows.count, head.dtype, None
+        row_bytes = head.hidden.shape[1] * head.weight.itemsize
+        for columns in tiles_beside_gradient(count, self.vocab, dtype.itemsize, row_bytes):
+            shape = count, columns.stop - columns.start
+            memory = gradients.without_gradient(columns.stop, shape, dtype)
+            if memory is None:
+                memory = ws = workspace(*shape, dtype, head.hidden.device) if ws is None else ws
+            yield slice(0, count), columns, memory
 
 
 def _loss(
@@ -173,7 +194,8 @@ def linear_cross_entropy(
         recompute: compute the logits again in the backward instead of the gradients in the forward. Takes the least
             memory, for a third more arithmetic.
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default:
-            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute the size of the hidden states.
+            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute next to none for a trained
+            weight, and the size of the hidden states for a frozen one.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
             Default: the weight's dtype up to 16 chunks; beyond, fp32, since roundings would double the error.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from kernel_checks import check_cross_entropy, evaluate, random_inputs, set_path
 
-from liger_trainer.kernels import _cross_entropy_rows
+from liger_trainer.kernels import _chunking, _cross_entropy_rows, _head
 from liger_trainer.kernels import linear_cross_entropy as linear_cross_entropy_file
 from liger_trainer.kernels._labelled_rows import RowSelection
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -124,6 +124,42 @@ def test_logits_far_from_zero(fp32, monkeypatch):
         for op in (linear_cross_entropy, linear_cross_entropy_reference)
     ]
     assert errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize("n, v", [(6, 61), (100, 203), (7, 3)])
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("options", [{"reduction": "none"}, OPTIONS["all"]], ids=["each token", "all"])
+def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monkeypatch, n, v, ignored, options):
+    tiled(place.path)
+    monkeypatch.setattr(_chunking, "WIDE_TILE", 8)
+    memories, of_tile = [], _head.HeadGradients.without_gradient
+
+    def spy(*args):
+        memories.append(of_tile(*args))
+        return memories[-1]
+
+    monkeypatch.setattr(_head.HeadGradients, "without_gradient", spy)
+    inputs = random_inputs(n, 8, v, dtype=place.dtype, device=place.device, bias=True, ignored=ignored)
+    for frozen in (), ("hidden",), ("bias",):
+        check_cross_entropy(inputs, 3.0, recompute=True, frozen=frozen, **options)
+        inside = [memory is not None for memory in memories]
+        assert inside[-1] is False and any(inside) == (v > 3)
+        memories.clear()
+    check_cross_entropy(inputs, 3.0, recompute=True, frozen=("weight",), **options)
+    assert not memories
+
+
+@pytest.mark.gpu
+def test_recomputed_logits_take_no_memory():
+    """Beside the gradients, and as much again as that of the hidden states, whose sums are in fp32."""
+    inputs = random_inputs(4096, 1024, 65536, dtype=torch.bfloat16, device="cuda")
+    leaves = {name: inputs[name].requires_grad_() for name in ("hidden", "weight")}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(**inputs, recompute=True).loss.backward()
+    taken = torch.cuda.max_memory_allocated() - before
+    gradients = 2 * (leaves["weight"].numel() + 2 * leaves["hidden"].numel())
+    assert gradients <= taken < gradients + 4 * 2**20
 
 
 @pytest.mark.parametrize("recompute", [False, True])

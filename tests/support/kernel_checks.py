@@ -39,7 +39,8 @@ def set_path(monkeypatch, path: str, block: int = 16) -> str:
     """
     for module in _with_paths(len(sys.modules)):
         monkeypatch.setattr(module, "use_triton", lambda x: path == "triton")
-    monkeypatch.setattr(_cross_entropy_rows, "BLOCK", block)
+    for name in ("BLOCK", "TILE_BLOCK"):
+        monkeypatch.setattr(_cross_entropy_rows, name, block)
     monkeypatch.setattr(_divergence_rows, "LANES", max(2, block // 2))
     monkeypatch.setattr(_divergence_rows, "VECTOR_BYTES", 8)
     return TRITON_DEVICE if path == "triton" else "cpu"
