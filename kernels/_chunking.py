@@ -17,7 +17,7 @@ WORKSPACE_MB = 512  # measured on an H100: docs/results/losses.md. Halving it co
 ROUNDINGS = 16  # more chunks than this, summed in the weight's dtype, have twice the error of a single product
 BYTES_A_WORD = 4096  # workspace per word of the vocabulary (see `workspace_bytes`): 2,048 rows of bf16 logits
 TILE_ROWS = 256
-WIDE_TILE = 2048  # a multiple of this many columns fills an H100's last wave of the products better
+WIDE_TILE, LAST_TILE = 2048, 1024  # see `tiles_beside_gradient`; multiples fill the products' last wave on an H100
 LAUNCH_BYTES = 3e8  # bytes that an H100 moves while the host launches the kernels of one tile
 LEAST_ROWS = 32  # of a chunk, where memory is short: fewer would save little and take very long
 CHUNK_ROWS = (256, 512, 1024, 2048, 4096, 8192)  # sizes that `tile_plan` tries
@@ -76,25 +76,30 @@ def tile_plan(
     return min(plans)[1] if plans else ChunkPlan(TILE_ROWS, min(TILE_ROWS, vocab))
 
 
-def tiles_beside_gradient(count: int, vocab: int, logit_bytes: int, row_bytes: int) -> Iterator[slice]:
-    """Yield tiles of the vocabulary whose logits fit where the weight's gradient will have the rows after them.
+def tiles_beside_gradient(count: int, vocab: int, logit_bytes: int, row_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (rows, columns) of tiles whose logits fit where the weight's gradient will have the rows after theirs.
 
-    What a tile adds to the gradient are its rows alone, so until the next tile the rest is free. The first tiles are
-    the widest; the last, of TILE_ROWS columns, find no place and take other memory.
+    What tiles add to the gradient are the rows of their own words, so until the next words the rest is free. The less
+    is left, the fewer columns fit with all rows; from WIDE_TILE on a tile has so many rows, or a part of ROUNDINGS. The
+    last tiles, of LAST_TILE columns, find no place and take other memory.
 
     Args:
-        count: rows of logits.
+        count: rows of logits, at least 1.
         logit_bytes: of one logit.
         row_bytes: of a row of the weight's gradient.
     """
-    start = 0
+    start, rows = 0, count
     while start < vocab:
         left = vocab - start
-        columns = left * row_bytes // (row_bytes + count * logit_bytes)
-        columns = columns // WIDE_TILE * WIDE_TILE or _whole_tiles(columns, down=True)
-        columns = min(max(columns, TILE_ROWS), left)
-        yield slice(start, start + columns)
-        start += columns
+        columns = left * row_bytes // (row_bytes + rows * logit_bytes)
+        if columns < WIDE_TILE and rows > WIDE_TILE:
+            rows = min(rows, max(WIDE_TILE, _whole_tiles(-(-count // ROUNDINGS))))
+            columns = left * row_bytes // (row_bytes + rows * logit_bytes)
+        columns = columns // WIDE_TILE * WIDE_TILE or columns // LAST_TILE * LAST_TILE or LAST_TILE
+        stop = min(start + columns, vocab)
+        for chunk in ChunkPlan(rows, vocab).chunks(count):
+            yield chunk, slice(start, stop)
+        start = stop
 
 
 def _whole_tiles(rows: int, down: bool = False) -> int:

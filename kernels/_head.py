@@ -131,11 +131,12 @@ class TermGradients:
         self, x: Tensor, w: Tensor, needs: tuple[bool, bool], rows: Rows, vocab: int, alpha: float,
         wide: torch.dtype | None, overwrite: bool, rounded_in_place: bool = False,
     ):  # fmt: skip
-        self._vocab, self._alpha, self._needs_x, self._x_dtype = vocab, alpha, needs[0], x.dtype
+        self._vocab, self._alpha, self._rounded_in_place = vocab, alpha, rounded_in_place
         self._x_sum = self.x = self.w = None
-        if needs[0] and not rounded_in_place:
+        if needs[0]:
             over = overwrite and rows.index is None
-            self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=x.dtype, device=x.device)
+            dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
+            self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
         if needs[1]:
             make = torch.empty_like if vocab == w.shape[0] and rows.count > 0 else torch.zeros_like
             dtype = torch.promote_types(w.dtype, wide or w.dtype)
@@ -145,23 +146,19 @@ class TermGradients:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
-        if self._needs_x:  # last: self.x may share x's memory
-            self._add_x(dlogits, w, rows, columns)
+        if self.x is not None:  # last: self.x may share x's memory
+            self._add_x(dlogits, w, self.x[rows], columns)
 
-    def _add_x(self, dlogits: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
+    def _add_x(self, dlogits: Tensor, w: Tensor, out: Tensor, columns: slice) -> None:
         """Compute the rows of dx. Several tiles are summed in fp32: rounding after each would double the error."""
-        if self.x is not None and columns == slice(0, self._vocab):
-            return addmm_into(self.x[rows], dlogits, w, beta=0, alpha=self._alpha)
+        if self._rounded_in_place or columns == slice(0, self._vocab):
+            return addmm_into(out, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
         if columns.start == 0:
-            shape = dlogits.shape[0], w.shape[1]
-            self._x_sum = torch.empty(shape, dtype=stats_dtype(self._x_dtype), device=dlogits.device)
+            self._x_sum = torch.empty(out.shape, dtype=stats_dtype(out.dtype), device=out.device)
         assert self._x_sum is not None
         addmm_into(self._x_sum, dlogits, w, beta=1 if columns.start else 0, alpha=self._alpha)
         if columns.stop == self._vocab:
-            if self.x is None:
-                self.x = _rounded_in_place(self._x_sum, self._x_dtype)
-            else:
-                self.x[rows].copy_(self._x_sum)
+            out.copy_(self._x_sum)
             self._x_sum = None
 
     def without_gradient(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
@@ -171,7 +168,7 @@ class TermGradients:
         return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
-        dx = self.x
+        dx = _rounded_in_place(self.x, x.dtype) if self.x is not None and self._rounded_in_place else self.x
         if dx is not None and rows.index is not None:
             into = x.detach().zero_() if overwrite else torch.zeros_like(x)
             dx = into.index_copy_(0, rows.index, dx)
@@ -197,7 +194,7 @@ class HeadGradients:
 
     The products apply the factor 1 / num_items as their alpha, to fp32 accumulators. In the low-precision gradient of
     the logits it would round every entry again; as a pass of its own it would move the whole weight gradient again.
-    With `rounded_in_place`, which takes all rows at a time, the hidden states' gradient lies in the memory of its sums.
+    With `rounded_in_place` the hidden states' gradient is summed as a whole, and lies in the memory of its sums.
     `factor`, a scalar that only the device knows (see `upstream_rows`), multiplies the gradients at the end. Until then
     the weight's sum over all tokens may exceed fp16's range, so it is kept in fp32.
     """

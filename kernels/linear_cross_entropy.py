@@ -114,7 +114,7 @@ class LinearCrossEntropy(LinearLoss):
         o, operands = self.options, head.operands(self.rows, self.vocab)
         factor = gradient_factor(upstream, values[1], self.targets, o)
         if needs.weight and head.low is None and self.how.workspace_mb is None and self.rows.count:
-            plan = ChunkPlan(self.rows.count, self.vocab)
+            plan = ChunkPlan(self.rows.count, self.vocab)  # or a few chunks, where little is left
             gradients = self.gradients(head, needs, plan, 1.0, largest, rounded_in_place=True)
             tiles = self._tiles_in_gradient(head, gradients)
         else:
@@ -135,15 +135,15 @@ class LinearCrossEntropy(LinearLoss):
         return fitted(plan, lambda plan: workspace(min(plan.rows, count), plan.columns, dtype, head.hidden.device))
 
     def _tiles_in_gradient(self, head: LinearHead, gradients: HeadGradients) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (all rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
-        count, dtype, ws = self.rows.count, head.dtype, None
+        """Yield (rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
+        dtype, ws = head.dtype, None
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
-        for columns in tiles_beside_gradient(count, self.vocab, dtype.itemsize, row_bytes):
-            shape = count, columns.stop - columns.start
+        for rows, columns in tiles_beside_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
+            shape = rows.stop - rows.start, columns.stop - columns.start
             memory = gradients.without_gradient(columns.stop, shape, dtype)
             if memory is None:
                 memory = ws = workspace(*shape, dtype, head.hidden.device) if ws is None else ws
-            yield slice(0, count), columns, memory
+            yield rows, columns, memory
 
 
 def _loss(

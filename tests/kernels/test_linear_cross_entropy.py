@@ -132,6 +132,7 @@ def test_logits_far_from_zero(fp32, monkeypatch):
 def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monkeypatch, n, v, ignored, options):
     tiled(place.path)
     monkeypatch.setattr(_chunking, "WIDE_TILE", 8)
+    monkeypatch.setattr(_chunking, "LAST_TILE", 4)
     memories, of_tile = [], _head.HeadGradients.without_gradient
 
     def spy(*args):
