@@ -136,14 +136,18 @@ class LinearCrossEntropy(LinearLoss):
 
     def _tiles_in_gradient(self, head: LinearHead, gradients: HeadGradients) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield (rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
-        dtype, ws = head.dtype, None
+        dtype, fits, ws = head.dtype, None, None
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
         for rows, columns in tiles_beside_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
-            shape = rows.stop - rows.start, columns.stop - columns.start
-            memory = gradients.without_gradient(columns.stop, shape, dtype)
-            if memory is None:
-                memory = ws = workspace(*shape, dtype, head.hidden.device) if ws is None else ws
-            yield rows, columns, memory
+            shape = ChunkPlan(rows.stop - rows.start, columns.stop - columns.start)
+            inside = gradients.without_gradient(columns.stop, shape, dtype)
+            if inside is not None:
+                yield rows, columns, inside
+                continue
+            if fits is None or ws is None:
+                fits, ws = fitted(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
+            for start in range(rows.start, rows.stop, fits.rows):
+                yield slice(start, min(start + fits.rows, rows.stop)), columns, ws
 
 
 def _loss(

@@ -154,13 +154,16 @@ def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monke
 def test_recomputed_logits_take_no_memory():
     """Beside the gradients, and as much again as that of the hidden states, whose sums are in fp32."""
     inputs = random_inputs(4096, 1024, 65536, dtype=torch.bfloat16, device="cuda")
-    leaves = {name: inputs[name].requires_grad_() for name in ("hidden", "weight")}
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    linear_cross_entropy(**inputs, recompute=True).loss.backward()
-    taken = torch.cuda.max_memory_allocated() - before
-    gradients = 2 * (leaves["weight"].numel() + 2 * leaves["hidden"].numel())
-    assert gradients <= taken < gradients + 4 * 2**20
+    leaves = [inputs[name].requires_grad_() for name in ("hidden", "weight")]
+    for _ in range(2):  # the first time cuBLAS takes memory of its own
+        for leaf in leaves:
+            leaf.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(**inputs, recompute=True).loss.backward()
+        taken = torch.cuda.max_memory_allocated() - before
+    gradients = 2 * (leaves[1].numel() + 2 * leaves[0].numel())
+    assert gradients <= taken < gradients + 6 * 2**20  # a last tile of 2,048 x 1,024 takes 4
 
 
 @pytest.mark.parametrize("recompute", [False, True])
