@@ -7,8 +7,10 @@ of clipping, a number on the device, and multiplies by it on the way.
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from transformers import TrainerCallback
 
 from ..kernels.adamw import adamw_
@@ -18,6 +20,7 @@ from .checkpointing import CheckpointingTrainer
 from .finite_guard import innermost
 
 EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
+CLIPPING = {"_clip_grad_norm", "_get_grad_norm"}  # methods of Trainer
 WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each rank has all weights
 
 
@@ -103,8 +106,8 @@ def _are_plain(params: list[nn.Parameter]) -> bool:
 def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
     """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
 
-    Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, or has further
-    parameters; a scale of fp16 is in the gradients; a callback or hook that is not ours may look at them.
+    Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, wrapped by somebody
+    or has further parameters; a scale of fp16 is in the gradients; somebody else may look at them.
     """
     optimizer = innermost(trainer.optimizer)
     if not isinstance(optimizer, OneLaunchAdamW):
@@ -123,17 +126,29 @@ def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
 
 
 def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
-    """Return whether somebody else clips, or has a callback or hook that may look at gradients."""
-    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
-    looking = (
+    """Return whether somebody else clips, or has a method, callback, hook or optimizer that may look at gradients."""
+    outer = trainer.optimizer
+    while isinstance(outer, AcceleratedOptimizer):
+        outer = outer.optimizer
+    callbacks = {type(callback) for callback in trainer.callback_handler.callbacks}
+    looking = [
         kind
-        for kind in kinds
+        for kind in callbacks
         if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
         or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
+    ]
+    clipping = [kind for kind in type(trainer).__mro__ if not CLIPPING.isdisjoint(vars(kind))]
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+    )  # fmt: skip
+    return (
+        outer is not optimizer
+        or "clip_grad_norm_" in vars(trainer.accelerator)
+        or any(hooks)
+        or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
+        or any(not kind.__module__.startswith(("liger_trainer.", "transformers.", "trl.")) for kind in clipping)
     )
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    replaced = "clip_grad_norm_" in vars(trainer.accelerator)
-    return replaced or bool(hooks) or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
 
 
 class AdamWTrainer(CheckpointingTrainer):

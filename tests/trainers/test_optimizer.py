@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainerCallback
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -110,7 +111,14 @@ class Monitors(TrainerCallback):
         pass
 
 
-def watch(trainer, who: str) -> None:
+class Wrapper:
+    """An optimizer around another, as one that perturbs weights is."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def watch(trainer, who: str, finalizer) -> None:
     optimizer = innermost(trainer.optimizer)
     if who == "callback":
         trainer.add_callback(Monitors())
@@ -118,20 +126,29 @@ def watch(trainer, who: str) -> None:
         optimizer.register_step_pre_hook(lambda *_: None)
     elif who == "post-hook":
         optimizer.register_step_post_hook(lambda *_: None)
+    elif who == "any optimizer's hook":
+        finalizer(register_optimizer_step_pre_hook(lambda *_: None).remove)
+    elif who == "wrapper":
+        trainer.optimizer = Wrapper(trainer.optimizer)
+    elif who == "subclass":
+        trainer.__class__ = type("Reads", (type(trainer),), {"_clip_grad_norm": lambda *_: None})
     elif who == "clipping":
         trainer.accelerator.clip_grad_norm_ = lambda *_: None
     elif who == "fp16":
         trainer.accelerator.scaler = object()
 
 
-@pytest.mark.parametrize("who", ["callback", "pre-hook", "post-hook", "clipping", "fp16", ""])
-def test_clipping_is_trainers_where_somebody_watches(who):
+@pytest.mark.parametrize(
+    "who",
+    ["callback", "pre-hook", "post-hook", "any optimizer's hook", "wrapper", "subclass", "clipping", "fp16", ""],
+)
+def test_clipping_is_trainers_where_somebody_watches(who, request):
     trainer = sft(max_grad_norm=0.05)
     optimizer = innermost(trainer.create_optimizer())
     for param in trainer.model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.coefficient = torch.tensor(0.5)  # of a step that was interrupted
-    watch(trainer, who)
+    watch(trainer, who, request.addfinalizer)
     norm = adamw.norm_before_step(trainer, trainer.model)
     assert (norm is None) is (optimizer.coefficient is None) is bool(who)
 
