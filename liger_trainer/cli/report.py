@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from ._shared import Force
 
 
 def report(
@@ -21,19 +22,21 @@ def report(
             show_default=False,
         ),
     ] = None,
+    force: Force = False,
 ) -> None:
     """Write what a run did as one HTML file that loads nothing else: curves, metrics, samples, data, settings."""
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--output: expected a name that ends in .html, got {output}.")
     from ..common.files import REPORT
     from ..common.storage import writing_to
-    from ..run.reports.html import write_report
+    from ..run.reports.html import is_report, write_report
     from ..run.reports.read_run import read_runs
 
     runs = read_runs(run_dirs)
-    target = (
-        output.expanduser() if output else run_dirs[0].expanduser() / REPORT if len(run_dirs) == 1 else Path(REPORT)
-    )
+    of_a_run = output is None and len(run_dirs) == 1
+    target = run_dirs[0].expanduser() / REPORT if of_a_run else (output or Path(REPORT)).expanduser()
+    if target.exists() and not (of_a_run or force or is_report(target)):
+        raise ConfigError(f"{target} exists, and is no report; choose another name or add --force.")
     try:
         with writing_to(target):
             write_report(runs, target)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
+DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 CORRECTED_TEACHER, FIRST_STAGE = "teacher", "stage-1"  # folders in the output_dir, of the trainings before the last
 
 

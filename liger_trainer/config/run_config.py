@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ..common.files import DEFAULTS
 from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
@@ -218,7 +219,7 @@ class RunConfig:
         rest = {k: self.shown(k) for k, v in self.values.items() if k not in chosen and keys[k].default == v}
         text = yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True, width=120)
         defaults = yaml.safe_dump(rest, sort_keys=False, allow_unicode=True, width=120)
-        return text + "\n# Defaults in effect:\n" + "".join(f"# {line}\n" for line in defaults.splitlines())
+        return text + f"\n{DEFAULTS}\n" + "".join(f"# {line}\n" for line in defaults.splitlines())
 
 
 def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False) -> RunConfig:

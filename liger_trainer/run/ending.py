@@ -36,10 +36,11 @@ def next_commands(output_dir: Path, adapter: bool) -> dict[str, str]:
         return shlex.join(["liger-trainer", *words])
 
     run, name = str(output_dir), output_dir.resolve().name
+    above = output_dir / ".." if output_dir.name in ("", "..") else output_dir.parent
     if adapter:
-        last = line("merge", run, str(output_dir.with_name(f"{name}-merged"))), "adapter and base as one model"
+        last = line("merge", run, str(above / f"{name}-merged")), "adapter and base as one model"
     else:
-        other = f"output_dir={output_dir.with_name(f'{name}-2')}"
+        other = f"output_dir={above / f'{name}-2'}"
         last = line("run", str(output_dir / "config.yaml"), other, "learning_rate=1e-4"), "again, with a change"
     return {
         line("chat", run): "talk to it",

@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from ..common.checkpoints import checkpoints_in
 from ..common.console import is_main_process
-from ..common.files import CONFIG, METRICS, REPORT, write_atomically
+from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, write_atomically
 from ..common.folder_lock import refuse_if_held
 from ..common.storage import writing_to
 from ..errors import LigerTrainerError, NonFiniteError, StorageError
@@ -32,14 +32,20 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from .results import RunResults
 
+WRITTEN = (  # by a run, and perhaps by somebody else before
+    CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
+    "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+
 
 def check_output_dir(config: "RunConfig") -> Path:
     """Return the output directory. It is not made yet: most mistakes show later, and should leave nothing behind.
 
     Raises:
-        ConfigError: it holds a finished run, or checkpoints that this run does not go on from, and
-            `overwrite_output_dir` is not set; another process trains in it; it is the directory of an input model; or
-            it cannot be written.
+        ConfigError: it holds a finished run, checkpoints that this run does not go on from, or files of no run that it
+            would replace, and `overwrite_output_dir` is not set; another process trains in it; it is the directory of
+            an input model; or it cannot be written.
     """
     output_dir = Path(config["output_dir"]).expanduser()
     if (output_dir / METRICS).is_file() and not config["overwrite_output_dir"]:
@@ -49,6 +55,10 @@ def check_output_dir(config: "RunConfig") -> Path:
     if earlier and not config["overwrite_output_dir"]:
         advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
         raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
+    foreign = _foreign_files(config, output_dir)
+    if foreign and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
+        raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
     for key in ("model_name_or_path", "teacher_model_name_or_path"):
         name = config.values.get(key)
         taken = [
@@ -85,6 +95,14 @@ def _earlier_checkpoints(config: "RunConfig", output_dir: Path) -> list[Path]:
     They must not be mixed with its own: resuming and `save_total_limit` go by the number of the step.
     """
     return [] if config["resume_from_checkpoint"] else checkpoints_in(output_dir)
+
+
+def _foreign_files(config: "RunConfig", output_dir: Path) -> list[str]:
+    """Return the names of files that this run would replace, in a folder in which no run has begun yet."""
+    written = output_dir / CONFIG
+    if config["resume_from_checkpoint"] or written.is_file() and DEFAULTS in written.read_text(errors="replace"):
+        return []
+    return [name for name in WRITTEN if (output_dir / name).is_file()]
 
 
 def again(output_dir: Path) -> str:

@@ -146,6 +146,7 @@ def write_cache(
     with ExitStack() as stack:
 
         def begin() -> CacheIndex | None:
+            _refuse_other_files(path)
             stack.callback(_locked(path).release)
             return _earlier(path)
 
@@ -155,6 +156,15 @@ def write_cache(
         with writing_to(path, "The same command goes on with the capture."):
             index = at_work.run(progress if progress and first else lambda *_: None)
         return decided_by_first(first, lambda: index)
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raise ConfigError if a folder holds something, but no cache: a lock in it would be one file more."""
+    if not path.is_dir() or (path / INDEX).is_file():
+        return
+    others = sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.match(".*.tmp"))
+    if others:
+        raise ConfigError(f"{path} holds other files ({', '.join(others[:3])}): choose an empty teacher_cache_dir.")
 
 
 def _locked(path: Path) -> FileLock:
@@ -175,9 +185,6 @@ def _earlier(path: Path) -> CacheIndex | None:
     for leftover in path.glob(".*.tmp"):
         leftover.unlink()
     if not (path / INDEX).is_file():
-        others = sorted(file.name for file in path.iterdir() if file.name != LOCK)
-        if others:
-            raise ConfigError(f"{path} holds other files ({', '.join(others[:3])}): choose an empty teacher_cache_dir.")
         return None
     index = read_index(path)
     if index.finished:

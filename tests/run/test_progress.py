@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +167,12 @@ def test_speeds_are_compared_in_the_same_dtype_alone():
     assert "tokens/s" not in text({**teacher, "dtype": "bfloat16"})
     assert "tokens/s" not in text({**teacher, "tokens_per_second": None})
     assert "teacher" not in text({**teacher, "parameters": 0})  # ZeRO-3 leaves empty tensors in each process
+
+
+def test_the_folder_at_hand_has_a_neighbour(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert any(f"output_dir=../{tmp_path.name}-2" in command for command in next_commands(Path("."), adapter=False))
+    assert f"liger-trainer merge . ../{tmp_path.name}-merged" in next_commands(Path("."), adapter=True)
 
 
 def test_adapters_are_merged_next(tmp_path):

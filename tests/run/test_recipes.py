@@ -326,6 +326,20 @@ def test_an_earlier_run_is_not_overwritten_unasked(run, tuned, tmp_path):
     assert metrics(tmp_path / "out")["training"]["steps"] == 1 and not earlier.exists()
 
 
+def test_files_of_no_run_are_not_replaced_unasked(run, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    (out / "notes.txt").write_text("mine")
+    code, _, err = run(SETTINGS)
+    assert code == 2 and "out holds README.md, which no run wrote" in err and "overwrite_output_dir=true" in err
+    assert (out / "README.md").read_text() == "mine"
+    once = (SETTINGS, "max_steps=1", "save_strategy=no")
+    assert run(*once, "overwrite_output_dir=true")[0] == 0
+    (out / "metrics.json").unlink()  # as if it had been killed
+    assert run(*once)[0] == 0 and (out / "notes.txt").read_text() == "mine"
+
+
 def test_an_interrupted_run_that_went_back_names_its_checkpoint(tmp_path):
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -321,6 +321,11 @@ def test_errors(make, unfinished, tmp_path, capsys, no_curves):
     assert "neither metrics.json" in message and "trainer_state.json" in message
     assert "is given twice" in told(2, folder, folder / ".")
     assert "expected a name that ends in .html" in told(2, folder, "--output", folder / "metrics.json")
+    (tmp_path / "mine.html").write_text("mine")
+    assert "mine.html exists, and is no report" in told(2, folder, "--output", tmp_path / "mine.html")
+    assert (tmp_path / "mine.html").read_text() == "mine"
+    for force in (["--force"], []):  # the second time it is a report
+        assert call(folder, "--output", tmp_path / "mine.html", *force) == 0
     (tmp_path / "wall").write_text("")
     assert "cannot be written" in told(2, folder, "--output", tmp_path / "wall" / "a.html")
     assert "Missing argument" in told(2)

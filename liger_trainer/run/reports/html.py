@@ -36,6 +36,8 @@ from .tables import (
 )
 from .verdict import Verdict, verdict
 
+GENERATOR = '<meta name="generator" content="liger-trainer">'
+
 
 @dataclass(frozen=True)
 class File:
@@ -71,6 +73,11 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
         write_atomically(plots / f"{drawing.name}.png", drawing.png)
     write_atomically(output, redact(page))
     return output
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a report."""
+    return path.is_file() and GENERATOR in path.read_text(errors="replace")
 
 
 def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
