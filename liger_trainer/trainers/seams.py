@@ -73,6 +73,7 @@ SEAMS = (
     Seam("torch", "_foreach_sub_", "a step that is left out is not counted"),
     Seam("torch", "_foreach_mul_", "clips before a step of torch's own"),
     Seam(_TRAINER, "Trainer._tr_loss", "the sum of losses stays NaN once it was, as NaN - NaN is: it is set to 0"),
+    Seam(_TRAINER, "Trainer._total_loss_scalar", "and `train_loss`, its mean, leaves such logs out"),
     Seam("torch.optim", "AdamW._step_supports_amp_scaling", "fused optimizers drop a step on the device"),
     Seam(_TRAINER, "Trainer._save", "arguments are saved without secrets", ("output_dir", "state_dict")),
     Seam(_TRAINER, "Trainer._get_output_dir", "checkpoints are written beside, then renamed", ("trial",)),

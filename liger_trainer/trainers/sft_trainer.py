@@ -40,7 +40,7 @@ from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
-from .token_metrics import TokenCount, TokenMetrics, remember_tokens
+from .token_metrics import RunLoss, TokenCount, TokenMetrics, remember_tokens
 
 
 def _last_name(model: Any) -> str:
@@ -396,10 +396,17 @@ class LigerTrainer(AdamWTrainer):
         mode = "train" if self.logs_training(logs) else "eval"
         if "loss" in logs:
             logs.update(self.finite.logged())
-            if not math.isfinite(logs["loss"]):  # a step was left out; Trainer would start the next sum from NaN - NaN
-                self._tr_loss.zero_()
+            self._leave_out_of_sums(logs["loss"])
         logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
+
+    def _leave_out_of_sums(self, loss: float) -> None:
+        """Leave the loss of a log that is not finite, as one of a step that was left out, out of Trainer's sums."""
+        if not self.is_in_train:
+            return
+        self._total_loss_scalar = self._run_loss.sum_after(loss, self._total_loss_scalar, self.state.global_step)
+        if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
+            self._tr_loss.zero_()
 
     def logs_training(self, logs: dict[str, float]) -> bool:
         """Return whether these logs are of training."""
@@ -428,6 +435,7 @@ class LigerTrainer(AdamWTrainer):
         """Start a training's metrics anew, after `tokens` tokens of an earlier process."""
         self._drop_metrics("train")
         self._total_train_tokens = tokens
+        self._run_loss = RunLoss(self.state.global_step)
 
     def _save_checkpoint(self, model, trial):
         # a callback behind the guard may have asked for it

@@ -169,6 +169,21 @@ def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert [math.isnan(loss) for loss in losses] == [False, True, False]
+    mean = trainer.state.log_history[-1]["train_loss"]
+    assert mean == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("planted, logging_steps", [(1, 1), (4, 1), (3, 2), (1, 4)])
+def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps):
+    trainer = sft(on_non_finite="skip_step", logging_steps=logging_steps, max_steps=4)
+    Plant(trainer, "loss", planted)
+    with pytest.warns(UserWarning, match="is left out"):
+        result = trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    assert len(finite) == len(losses) - 1
+    mean = sum(finite) / len(finite) if finite else math.nan
+    assert result.training_loss == pytest.approx(mean, rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
