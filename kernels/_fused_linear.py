@@ -124,7 +124,7 @@ class LinearLoss:
         return ws, self.other_side(rows)
 
     def statistics(self, head: LinearHead, needs: Needs) -> Tensor:
-        """Return per-token values (fields, rows.count), for a backward that recomputes. needs: what that will be."""
+        """Return per-token values (fields, rows.count), for a backward that recomputes and returns `needs`."""
         values = self.new_values(head)
         for chunk in self.chunks(head, values, None):
             self.write_rows(chunk)

@@ -80,7 +80,8 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}") from None
+        missing = "" if Path(path).is_dir() else f" There is no folder {name} in {Path.cwd()}."
+        raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}{missing}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
 
 

@@ -55,10 +55,6 @@ def check_output_dir(config: "RunConfig") -> Path:
     if earlier and not config["overwrite_output_dir"]:
         advice = "set resume_from_checkpoint=true to go on with it, or overwrite_output_dir=true to remove it"
         raise config.error("output_dir", f"{output_dir} holds {earlier[-1].name} of an earlier run; {advice}.")
-    foreign = _foreign_files(config, output_dir)
-    if foreign and not config["overwrite_output_dir"]:
-        advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
-        raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
     for key in ("model_name_or_path", "teacher_model_name_or_path"):
         name = config.values.get(key)
         taken = [
@@ -66,6 +62,10 @@ def check_output_dir(config: "RunConfig") -> Path:
         ]
         if taken:
             raise config.error("output_dir", f"{taken[0]} is also {key}, which would be overwritten.")
+    foreign = _foreign_files(config, output_dir)
+    if foreign and not config["overwrite_output_dir"]:
+        advice = "choose another output_dir, or set overwrite_output_dir=true to replace them"
+        raise config.error("output_dir", f"{output_dir} holds {', '.join(foreign)}, which no run wrote; {advice}.")
     if is_main_process():  # which takes the lock for all
         refuse_if_held(output_dir)
     check_writable(config, "output_dir", output_dir)

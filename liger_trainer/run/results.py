@@ -102,6 +102,8 @@ def print_data(console: Console, facts: DataFacts, vocabulary: str | None = None
     data.add_column()
     data.add_column(overflow="fold")
     for name, value in asdict(facts).items():
+        if value == {} or (name == "images" and value is None):  # nothing skipped, no images
+            continue
         if isinstance(value, dict):
             value = tuple(f"{why}: {rows}"[:200] for why, rows in value.items())
         shown = ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)

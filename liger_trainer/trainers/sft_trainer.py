@@ -40,7 +40,7 @@ from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
-from .token_metrics import RunLoss, TokenCount, TokenMetrics, remember_tokens
+from .token_metrics import RunLoss, TokenCount, TokenMetrics, count, num_tokens, remember_tokens
 
 
 def _last_name(model: Any) -> str:
@@ -350,9 +350,9 @@ class LigerTrainer(AdamWTrainer):
         sums = {name: value.sum(dtype=torch.float64) for name, value in self.per_token(outputs).items()}
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
-        read = (_num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
+        read = (num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
         self.finite.saw_teacher(sums)
-        local = torch.stack([*sums.values(), _count(outputs.label_mask), _count(outputs.is_top1), read])
+        local = torch.stack([*sums.values(), count(outputs.label_mask), count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
         self.add_metrics("train", dict(zip(sums, totals, strict=True)), tokens)
         entropy = totals[list(sums).index("entropy")]
@@ -370,8 +370,8 @@ class LigerTrainer(AdamWTrainer):
 
         The auxiliary loss is defined by the micro-batch, so it counts as often as that has tokens.
         """
-        tokens = _count(outputs.label_mask)
-        sums["mean_token_accuracy"] = _count(outputs.is_top1)
+        tokens = count(outputs.label_mask)
+        sums["mean_token_accuracy"] = count(outputs.is_top1)
         items = tokens if num_items is None else num_items / self._averaged_ranks()
         sums["loss"] = outputs.token_loss.double() * items
         if self.aux_loss_enabled:
@@ -444,15 +444,3 @@ class LigerTrainer(AdamWTrainer):
         remember_tokens(self.state, self.tokens_trained)
         self._resume_check.remember()
         super()._save_checkpoint(model, trial)
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum(dtype=torch.float64)
-
-
-def _num_tokens(inputs: dict[str, Any]) -> Tensor:
-    """Count the tokens of the micro-batch without padding. Padding-free batches carry no attention mask."""
-    if "attention_mask" in inputs:
-        return _count(inputs["attention_mask"])
-    ids = inputs["input_ids"]
-    return torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)  # torch.tensor would wait for the device

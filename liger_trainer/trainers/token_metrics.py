@@ -122,3 +122,15 @@ def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:
         **(outputs.parts or {}),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def count(mask: Tensor) -> Tensor:
+    return mask.sum(dtype=torch.float64)
+
+
+def num_tokens(inputs: dict[str, Any]) -> Tensor:
+    """Count the tokens of the micro-batch without padding. Padding-free batches carry no attention mask."""
+    if "attention_mask" in inputs:
+        return count(inputs["attention_mask"])
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)  # torch.tensor would wait for the device

@@ -200,7 +200,8 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
     import numpy
 
     if count < 2:
-        raise DataError(f"{config['dataset_name']}: one row cannot be both trained on and held out.")
+        advice = "add rows, or name held-out ones by dataset_test_split"
+        raise DataError(f"{config['dataset_name']}: one row cannot be both trained on and held out; {advice}.")
     size = min(max(1, round(config["holdout_fraction"] * count)), count - 1)
     order = numpy.random.RandomState(config["seed"]).permutation(count)
     return sorted(map(int, order[size:])), sorted(map(int, order[:size]))
