@@ -60,7 +60,7 @@ def tile_plan(
 
     A chunk reads the weight three times, and reads and writes its gradient. A tile reads and writes an fp32 sum of the
     hidden states' gradient, which lies in the workspace too, and costs the host its launches. The default workspace has
-    the size of the hidden states, or of what the call takes at another time (`spare`, bytes), up to `workspace_bytes`.
+    the size of the hidden states, or `spare` bytes, which the backward will take anyway, up to `workspace_bytes`.
     """
     budget = how.workspace_bytes(vocab)
     if how.workspace_mb is None:
@@ -80,8 +80,8 @@ def tiles_beside_gradient(count: int, vocab: int, logit_bytes: int, row_bytes: i
     """Yield (rows, columns) of tiles whose logits fit where the weight's gradient will have the rows after theirs.
 
     What tiles add to the gradient are the rows of their own words, so until the next words the rest is free. The less
-    is left, the fewer columns fit with all rows; from WIDE_TILE on a tile has so many rows, or a part of ROUNDINGS. The
-    last tiles, of LAST_TILE columns, find no place and take other memory.
+    is left, the fewer columns fit with all rows. Once they are fewer than WIDE_TILE, a tile has WIDE_TILE rows, or
+    count / ROUNDINGS if that is more. The last tiles, of LAST_TILE columns, find no place and take other memory.
 
     Args:
         count: rows of logits, at least 1.

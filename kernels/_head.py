@@ -161,8 +161,11 @@ class TermGradients:
             out.copy_(self._x_sum)
             self._x_sum = None
 
-    def without_gradient(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Return memory for `shape` in the rows of dw from `first` on, or None if it is too small."""
+    def free_rows(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Return memory for `shape` in the rows of dw from `first` on, or None if it is too small.
+
+        dtype: that of the weight, or of half its size.
+        """
         assert self.w is not None
         rest = self.w[first : self._vocab].view(-1).view(dtype)
         return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
@@ -222,9 +225,9 @@ class HeadGradients:
         for gradients, (x, w) in zip(self._terms, operands.terms, strict=True):
             gradients.add(dlogits, x, w, rows, columns)
 
-    def without_gradient(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Return memory for `shape` where the weight's gradient will have its rows from `first` on, if they suffice."""
-        return self._terms[0].without_gradient(first, shape, dtype)
+    def free_rows(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Return memory for `shape` where the weight's gradient will have rows from `first` on; None if too small."""
+        return self._terms[0].free_rows(first, shape, dtype)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of `LinearHead.tensors`, each in its tensor's shape and dtype; None where not needed."""

@@ -13,8 +13,8 @@ Method    The loss is the last thing a model computes, so the forward can comput
           With recompute, the forward only takes each row's statistics, tile by tile of the vocabulary, and the backward
           computes the tiles again: four products, nothing held in between, and an upstream gradient for each token's
           loss. A tile's logits lie in the memory of the weight's gradient: in the rows after the tile's, which get
-          their gradient later. The sums of the hidden states' gradient are rounded in place. A frozen weight takes a
-          workspace the size of the hidden states.
+          their gradient later. The sums of the hidden states' gradient are rounded in place. A weight that is frozen,
+          adapted or of another dtype than the products takes a workspace the size of the hidden states.
 Numerics  logits in the products' dtype, softmax and sums in fp32, the logits' gradient rounded once to the products'
           dtype. The weight's gradient is rounded once a chunk up to 16 chunks; beyond, it is summed in fp32.
 Traffic   per logit: 2 reads and 2 writes by the kernel and the first product, 2 reads by the other two
@@ -96,8 +96,8 @@ class LinearCrossEntropy(LinearLoss):
         rows, dtype, o = self.rows, head.dtype, self.options
         operands = head.operands(rows, self.vocab)
         out = torch.empty(len(FIELDS), rows.count, dtype=stats_dtype(dtype), device=head.hidden.device)
-        weight = head.weight
-        plan, ws = self._tiles(head, NOTHING, weight.numel() * weight.itemsize if needs.weight else 0)
+        gradient = head.weight.numel() * head.weight.itemsize
+        plan, ws = self._tiles(head, NOTHING, gradient if self._takes_gradient(head, needs) else 0)
         for chunk in plan.chunks(rows.count):
             targets, carry = self.targets.rows(chunk), new_carry(chunk.stop - chunk.start, ws)
             for columns in plan.tiles(self.vocab):
@@ -113,8 +113,8 @@ class LinearCrossEntropy(LinearLoss):
         assert values is not None
         o, operands = self.options, head.operands(self.rows, self.vocab)
         factor = gradient_factor(upstream, values[1], self.targets, o)
-        if needs.weight and head.low is None and self.how.workspace_mb is None and self.rows.count:
-            plan = ChunkPlan(self.rows.count, self.vocab)  # or a few chunks, where little is left
+        if self._takes_gradient(head, needs):
+            plan = ChunkPlan(self.rows.count, self.vocab)  # near the end up to ROUNDINGS chunks
             gradients = self.gradients(head, needs, plan, 1.0, largest, rounded_in_place=True)
             tiles = self._tiles_in_gradient(head, gradients)
         else:
@@ -128,6 +128,11 @@ class LinearCrossEntropy(LinearLoss):
             gradients.add(tile.logits, part, rows, columns)
         return gradients.finish()
 
+    def _takes_gradient(self, head: LinearHead, needs: Needs) -> bool:
+        """Whether logits may lie in the weight's gradient. (Rows of a weight in another dtype are cast elsewhere.)"""
+        alone = head.low is None and head.weight.dtype == head.dtype
+        return needs.weight and alone and self.how.workspace_mb is None and self.rows.count > 0
+
     def _tiles(self, head: LinearHead, needs: Needs, spare: int = 0) -> tuple[ChunkPlan, Tensor]:
         """Return (plan, workspace of a tile)."""
         count, dtype = self.rows.count, head.dtype
@@ -140,7 +145,7 @@ class LinearCrossEntropy(LinearLoss):
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
         for rows, columns in tiles_beside_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
             shape = ChunkPlan(rows.stop - rows.start, columns.stop - columns.start)
-            inside = gradients.without_gradient(columns.stop, shape, dtype)
+            inside = gradients.free_rows(columns.stop, shape, dtype)
             if inside is not None:
                 yield rows, columns, inside
                 continue
@@ -198,8 +203,8 @@ def linear_cross_entropy(
         recompute: compute the logits again in the backward instead of the gradients in the forward. Takes the least
             memory, for a third more arithmetic.
         workspace_mb: MiB for the chunk of logits. More is faster up to about 1024, see docs/results/losses.md. Default:
-            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute next to none for a trained
-            weight, and the size of the hidden states for a frozen one.
+            512, or the size of 2,048 rows if that is larger, up to 1024; with recompute the size of the hidden states,
+            or next to none for a trained weight in the products' dtype without lora.
         accumulate_dtype: torch.float32 sums the weight's gradient in fp32 and rounds it once, in twice the memory.
             Default: the weight's dtype up to 16 chunks; beyond, fp32, since roundings would double the error.
         overwrite_hidden: let the gradient of hidden take its memory. Autograd raises an error if something else needed

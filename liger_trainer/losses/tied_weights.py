@@ -17,6 +17,8 @@ from ..common.zero3 import is_partitioned
 from ..kernels.tied_embedding import TiedWeight
 from .model_parts import output_module
 
+FSDP1 = "_fsdp_flattened"  # an attribute of what it shards
+
 
 @contextlib.contextmanager
 def tied_weight(model: Any) -> Iterator[TiedWeight | None]:
@@ -62,13 +64,17 @@ def _weight_of(value: Any) -> Any:
 
 
 def _tied_embedding(model: Any) -> nn.Embedding | None:
-    """Return the embedding of a model if `tied_weight` applies to it."""
+    """Return the embedding of a model if `tied_weight` applies to it.
+
+    A DTensor is no plain parameter. What FSDP1 shards looks like one outside of the model's forward.
+    """
     head, embedding = output_module(model), _embedding(model)
     weight = None if embedding is None else embedding._parameters.get("weight")
     if weight is None or head is None or head._parameters.get("weight") is not weight:
         return None
     trained = weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    whole = type(weight) is nn.Parameter and not is_partitioned(weight)  # a DTensor is of its own type
+    sharded = is_partitioned(weight) or getattr(weight, FSDP1, False)
+    whole = type(weight) is nn.Parameter and not sharded
     return embedding if trained and whole else None
 
 

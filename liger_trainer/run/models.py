@@ -80,8 +80,9 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        missing = "" if Path(path).is_dir() else f" There is no folder {name} in {Path.cwd()}."
-        raise config.error(key, f"{name} cannot be read as a model directory or hub id: {error}{missing}") from None
+        missing = isinstance(error, OSError) and not Path(path).is_dir()
+        where = f" (no folder in {Path.cwd()})" if missing else ""
+        raise config.error(key, f"{name} cannot be read as a model directory{where} or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
 
 

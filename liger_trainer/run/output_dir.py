@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from .results import RunResults
 
-WRITTEN = (  # by a run, and perhaps by somebody else before
+WRITTEN = (  # names that a run writes, and others do, too
     CONFIG, REPORT, "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
-    "tokenizer_config.json", "chat_template.jinja",
+    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "training_args.bin",
 )  # fmt: skip
 
 

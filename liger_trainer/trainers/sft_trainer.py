@@ -4,7 +4,6 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import inspect
-import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +24,6 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
-from .adamw import AdamWTrainer
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
@@ -35,12 +33,13 @@ from .prepare_rows import check_names, cut_of
 from .qat import give_back, quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
+from .run_loss import RunLossTrainer
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
-from .token_metrics import RunLoss, TokenCount, TokenMetrics, count, num_tokens, remember_tokens
+from .token_metrics import TokenCount, TokenMetrics, count, num_tokens, remember_tokens
 
 
 def _last_name(model: Any) -> str:
@@ -49,7 +48,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(AdamWTrainer):
+class LigerTrainer(RunLossTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -396,17 +395,9 @@ class LigerTrainer(AdamWTrainer):
         mode = "train" if self.logs_training(logs) else "eval"
         if "loss" in logs:
             logs.update(self.finite.logged())
-            self._leave_out_of_sums(logs["loss"])
+            self.saw_logged(logs["loss"])
         logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
-
-    def _leave_out_of_sums(self, loss: float) -> None:
-        """Leave the loss of a log that is not finite, as one of a step that was left out, out of Trainer's sums."""
-        if not self.is_in_train:
-            return
-        self._total_loss_scalar = self._run_loss.sum_after(loss, self._total_loss_scalar, self.state.global_step)
-        if not math.isfinite(loss):  # Trainer would start the next sum from NaN - NaN
-            self._tr_loss.zero_()
 
     def logs_training(self, logs: dict[str, float]) -> bool:
         """Return whether these logs are of training."""
@@ -435,7 +426,7 @@ class LigerTrainer(AdamWTrainer):
         """Start a training's metrics anew, after `tokens` tokens of an earlier process."""
         self._drop_metrics("train")
         self._total_train_tokens = tokens
-        self._run_loss = RunLoss(self.state.global_step)
+        self.start_run_loss()
 
     def _save_checkpoint(self, model, trial):
         # a callback behind the guard may have asked for it

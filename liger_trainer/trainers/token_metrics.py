@@ -1,6 +1,5 @@
 """Averages over tokens, kept on the device until they are logged, and the count of tokens through checkpoints."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -80,30 +79,6 @@ class TokenCount(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._trainer.start_counting(tokens_before(state))
-
-
-class RunLoss:
-    """What Trainer's sum of losses, of which `train_loss` is the mean, is without the logs that are not finite.
-
-    first_step: the one after which the training began.
-    """
-
-    def __init__(self, first_step: int):
-        self._first = self._last = first_step
-        self._sum, self._steps = 0.0, 0  # of logs that are finite
-
-    def sum_after(self, loss: float, total: float, step: int) -> float:
-        """Return what Trainer's sum, `total` with a log of this mean loss, must be for the mean of finite logs.
-
-        As long as there is no such log it is NaN.
-        """
-        steps, self._last = step - self._last, step
-        if math.isfinite(loss):
-            self._sum += loss * steps
-            self._steps += steps
-        if self._steps == step - self._first:
-            return total
-        return self._sum / self._steps * (step - self._first) if self._steps else math.nan
 
 
 def per_token_values(outputs: TokenLossOutput) -> dict[str, Tensor]:

@@ -98,6 +98,9 @@ def test_a_larger_workspace_moves_less_memory():
     small, large = plan(every, 16), plan(every, 256)
     assert small.rows <= large.rows and small.columns <= large.columns and small != large
     assert plan(weight_alone, 64).rows > plan(every, 64).rows
+    nothing = Needs(False, False, False)
+    spared, most = (tile_plan(8192, 128256, 2048, 2, nothing, Execution(), mb * 2**20) for mb in (256, 10**6))
+    assert 32 * 2**20 < 2 * spared.rows * spared.columns <= 256 * 2**20 < 2 * most.rows * most.columns <= 2**30
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 11, 4097])

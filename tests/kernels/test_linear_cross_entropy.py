@@ -133,13 +133,13 @@ def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monke
     tiled(place.path)
     monkeypatch.setattr(_chunking, "WIDE_TILE", 8)
     monkeypatch.setattr(_chunking, "LAST_TILE", 4)
-    memories, of_tile = [], _head.HeadGradients.without_gradient
+    memories, of_tile = [], _head.HeadGradients.free_rows
 
     def spy(*args):
         memories.append(of_tile(*args))
         return memories[-1]
 
-    monkeypatch.setattr(_head.HeadGradients, "without_gradient", spy)
+    monkeypatch.setattr(_head.HeadGradients, "free_rows", spy)
     inputs = random_inputs(n, 8, v, dtype=place.dtype, device=place.device, bias=True, ignored=ignored)
     for frozen in (), ("hidden",), ("bias",):
         check_cross_entropy(inputs, 3.0, recompute=True, frozen=frozen, **options)
@@ -148,6 +148,24 @@ def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monke
         memories.clear()
     check_cross_entropy(inputs, 3.0, recompute=True, frozen=("weight",), **options)
     assert not memories
+
+
+@pytest.mark.parametrize("hidden, weight", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_recomputed_logits_of_a_weight_in_another_dtype(monkeypatch, hidden, weight):
+    set_path(monkeypatch, "torch")
+    inputs = random_inputs(7, 7, 101)
+    inputs |= {"hidden": inputs["hidden"].to(hidden), "weight": inputs["weight"].to(weight)}
+    got = evaluate(linear_cross_entropy, inputs, recompute=True)
+    for name, x in evaluate(linear_cross_entropy, inputs).items():
+        torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 129, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounding_in_place(n, dtype):
+    sums = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
+    want = sums.to(dtype)
+    assert torch.equal(_head._rounded_in_place(sums, dtype), want)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import assert_same_gradients, double_copy, masked_batch, named_gradients, tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_trainer.kernels.tied_embedding import TiedWeight
@@ -117,6 +118,29 @@ def test_embeddings_that_are_given_or_called_alone(embedded):
     inputs = {"inputs_embeds": rows, **{name: batch[name] for name in ("attention_mask", "labels")}}
     assert_same_gradients(named_gradients(model, model(**inputs).loss), want)
     assert not embedded
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_keeps_torchs_gradients(tmp_path, embedded, use_orig_params):
+    """Outside of its forward the weight looks whole."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, batch = tiny_model("gemma2"), masked_batch()
+        labels = batch.pop("labels").reshape(-1)
+        truth = double_copy(model)
+        want = F.cross_entropy(truth(**batch).logits.flatten(0, 1), labels)
+        wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        with scored_logits(model):
+            logits = wrapped(**batch).logits
+            loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+        loss.backward()
+        torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+        got = torch.cat([parameter.grad.reshape(-1) for parameter in wrapped.parameters()])
+        whole = torch.cat([gradient.reshape(-1) for gradient in named_gradients(truth, want).values()])
+        torch.testing.assert_close(got.norm().double(), whole.norm(), rtol=1e-5, atol=0)
+        assert not embedded
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_distributed_data_parallel_averages_it(tmp_path):

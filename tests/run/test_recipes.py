@@ -234,6 +234,7 @@ def test_no_supervised_token_at_all(run):
         ("dataset_name=missing.jsonl", 2, "dataset_name: no such file or directory: missing.jsonl"),
         ("model_name_or_path=./missing", 2, "model_name_or_path: no such directory: ./missing"),
         ("model_name_or_path=rows", 2, "model_name_or_path: rows cannot be read as a model directory"),
+        ("model_name_or_path=tiny/none", 2, "tiny/none cannot be read as a model directory (no folder in "),
         ("dataset_text_field=words dataset_name=other.jsonl", 4, "the rows have: text"),
         ("dataset_name=empty.jsonl", 4, "the file is empty"),
         ("dataset_name=broken.jsonl", 4, "broken.jsonl:2: not valid JSON"),

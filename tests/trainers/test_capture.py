@@ -272,6 +272,7 @@ def test_two_captures_of_one_directory_and_one_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
     with pytest.raises(ConfigError, match=r"holds other files \(.*thesis.tex.*\)"):
         captured(tmp_path)
+    assert not (tmp_path / ".lock").exists()
     with pytest.raises(ConfigError, match=r"thesis.tex/c cannot be written to: Not a directory"):
         captured(tmp_path / "thesis.tex" / "c")
 

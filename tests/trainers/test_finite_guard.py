@@ -173,15 +173,21 @@ def test_a_loss_that_cannot_be_seen_is_not_logged_as_zero_either():
     assert mean == pytest.approx((losses[0] + losses[2]) / 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("planted, logging_steps", [(1, 1), (4, 1), (3, 2), (1, 4)])
-def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps):
-    trainer = sft(on_non_finite="skip_step", logging_steps=logging_steps, max_steps=4)
+@pytest.mark.parametrize(
+    "planted, logging_steps, steps",
+    [(1, 1, 4), (4, 1, 4), (3, 2, 4), (1, 4, 4), (5, 4, 6), (2, 4, 6), (2, 10, 4)],
+)
+def test_the_mean_loss_of_a_run_leaves_out_logs_that_are_not_finite(planted, logging_steps, steps):
+    """Those of steps behind the last log are a log of their own."""
+    trainer, losses = sft(on_non_finite="skip_step", logging_steps=logging_steps, max_steps=steps), []
+    saw = trainer.finite.saw_loss
+    trainer.finite.saw_loss = lambda loss, inputs: (losses.append(loss.item()), saw(loss, inputs))
     Plant(trainer, "loss", planted)
     with pytest.warns(UserWarning, match="is left out"):
         result = trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    assert len(finite) == len(losses) - 1
+    assert len(losses) == steps and math.isnan(losses[planted - 1])
+    windows = [losses[i : i + logging_steps] for i in range(0, steps, logging_steps)]
+    finite = [loss for window in windows if all(map(math.isfinite, window)) for loss in window]
     mean = sum(finite) / len(finite) if finite else math.nan
     assert result.training_loss == pytest.approx(mean, rel=1e-4, nan_ok=True)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from torch.optim import AdamW
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import TrainerCallback
 
 from liger_trainer import LigerConfig, LigerDistillConfig, LigerDistillTrainer, LigerTrainer
@@ -128,10 +128,12 @@ def watch(trainer, who: str, finalizer) -> None:
         optimizer.register_step_post_hook(lambda *_: None)
     elif who == "any optimizer's hook":
         finalizer(register_optimizer_step_pre_hook(lambda *_: None).remove)
+    elif who == "any optimizer's post-hook":
+        finalizer(register_optimizer_step_post_hook(lambda *_: None).remove)
     elif who == "wrapper":
         trainer.optimizer = Wrapper(trainer.optimizer)
-    elif who == "subclass":
-        trainer.__class__ = type("Reads", (type(trainer),), {"_clip_grad_norm": lambda *_: None})
+    elif who in ("_clip_grad_norm", "_get_grad_norm"):
+        trainer.__class__ = type("Reads", (type(trainer),), {who: lambda *_: None})
     elif who == "clipping":
         trainer.accelerator.clip_grad_norm_ = lambda *_: None
     elif who == "fp16":
@@ -140,8 +142,11 @@ def watch(trainer, who: str, finalizer) -> None:
 
 @pytest.mark.parametrize(
     "who",
-    ["callback", "pre-hook", "post-hook", "any optimizer's hook", "wrapper", "subclass", "clipping", "fp16", ""],
-)
+    [
+        "callback", "pre-hook", "post-hook", "any optimizer's hook", "any optimizer's post-hook", "wrapper",
+        "_clip_grad_norm", "_get_grad_norm", "clipping", "fp16", "",
+    ],
+)  # fmt: skip
 def test_clipping_is_trainers_where_somebody_watches(who, request):
     trainer = sft(max_grad_norm=0.05)
     optimizer = innermost(trainer.create_optimizer())

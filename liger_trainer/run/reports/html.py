@@ -36,7 +36,7 @@ from .tables import (
 )
 from .verdict import Verdict, verdict
 
-GENERATOR = '<meta name="generator" content="liger-trainer">'
+WRITTEN_BY = "Written by liger-trainer"  # in the footer
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
 
 def is_report(path: Path) -> bool:
     """Return whether a file is a report."""
-    return path.is_file() and GENERATOR in path.read_text(errors="replace")
+    return path.is_file() and WRITTEN_BY in path.read_text(errors="replace")
 
 
 def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
@@ -100,7 +100,7 @@ def render(runs: Sequence[RunRecord], drawings: Sequence[Drawing]) -> str:
         axes=axes_of(runs),
         samples=samples,
         sections=list(_sections(runs, labels, drawings, bool(samples))),
-        footer=f"Written by liger-trainer {__version__} from " + ", ".join(str(run.path) for run in runs),
+        footer=f"{WRITTEN_BY} {__version__} from " + ", ".join(str(run.path) for run in runs),
     )
 
 
