@@ -141,7 +141,7 @@ class LinearCrossEntropy(LinearLoss):
 
     def _tiles_in_gradient(self, head: LinearHead, gradients: HeadGradients) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield (rows, columns, memory for their logits), in the gradient of the weight as long as they fit."""
-        dtype, fits, ws = head.dtype, None, None
+        dtype, elsewhere = head.dtype, None
         row_bytes = head.hidden.shape[1] * head.weight.itemsize
         for rows, columns in tiles_beside_gradient(self.rows.count, self.vocab, dtype.itemsize, row_bytes):
             shape = ChunkPlan(rows.stop - rows.start, columns.stop - columns.start)
@@ -149,8 +149,9 @@ class LinearCrossEntropy(LinearLoss):
             if inside is not None:
                 yield rows, columns, inside
                 continue
-            if fits is None or ws is None:
-                fits, ws = fitted(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
+            if elsewhere is None:
+                elsewhere = fitted(shape, lambda plan: workspace(*plan, dtype, head.hidden.device))
+            fits, ws = elsewhere
             for start in range(rows.start, rows.stop, fits.rows):
                 yield slice(start, min(start + fits.rows, rows.stop)), columns, ws
 

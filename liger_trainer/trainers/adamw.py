@@ -147,7 +147,7 @@ def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
         or "clip_grad_norm_" in vars(trainer.accelerator)
         or any(hooks)
         or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
-        or any(not kind.__module__.startswith(("liger_trainer.", "transformers.", "trl.")) for kind in clipping)
+        or any(not kind.__module__.startswith(("liger_trainer.", "transformers.")) for kind in clipping)
     )
 
 

@@ -6,7 +6,7 @@ from kernel_checks import check_cross_entropy, evaluate, random_inputs, set_path
 from liger_trainer.kernels import _chunking, _cross_entropy_rows, _head
 from liger_trainer.kernels import linear_cross_entropy as linear_cross_entropy_file
 from liger_trainer.kernels._labelled_rows import RowSelection
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from liger_trainer.kernels.linear_cross_entropy import Lora, linear_cross_entropy, linear_cross_entropy_reference
 
 OPTIONS = {
     "plain": {},
@@ -147,6 +147,10 @@ def test_recomputed_logits_lie_in_the_gradient_of_the_weight(place, tiled, monke
         assert inside[-1] is False and any(inside) == (v > 3)
         memories.clear()
     check_cross_entropy(inputs, 3.0, recompute=True, frozen=("weight",), **options)
+    check_cross_entropy(inputs, 3.0, recompute=True, workspace_mb=1e-4, **options)
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((2, 8), (v, 2)))
+    lora = Lora(a.to(inputs["hidden"]), b.to(inputs["hidden"]), 0.5)
+    check_cross_entropy(inputs, 3.0, recompute=True, lora=lora, **options)
     assert not memories
 
 

@@ -308,6 +308,7 @@ def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
     code, out, err = run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1")
     assert code == 0, err
     assert "64 tokens, the same in both" in out and "1 token of the teacher's alone" in out
+    assert "rows skipped" in out and "skipped for" not in out and "images" not in out
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(run, tuned, tmp_path):
