@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from .modules.teacher_losses import LigerFusedCETVDLoss, LigerFusedLinearKLDivLoss
     from .patching.auto_model import AutoLigerKernelForCausalLM
     from .patching.families import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_liger_kernel_to_instance
-    from .patching.hf_kernels import map_kernels
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
     from .tools.generate.options import GenerateOptions
@@ -115,10 +114,10 @@ _MODULE_OF = {
     "liger_llama4_vision_rotary_pos_emb": "modules.llama4_rope",
     "liger_multimodal_rotary_pos_emb": "modules.rope",
     "liger_rotary_pos_emb": "modules.rope",
-    "map_kernels": "patching.hf_kernels",
     "patch": "patching.patcher",
 }
 _FAMILY = "apply_liger_kernel_to_"  # followed by a model type; see patching/families.py
+_REMOVED = {"map_kernels": "call patch(model), which proves and replaces the same layers and needs no other package"}
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -175,7 +174,6 @@ __all__ = [
     "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
-    "map_kernels",
     "patch",
 ]
 
@@ -183,6 +181,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name.startswith(_FAMILY):
         return getattr(import_module(".patching.families", __name__), name)
+    if name in _REMOVED:
+        raise AttributeError(f"{__name__}.{name} was removed: {_REMOVED[name]}.")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_MODULE_OF)}")
     module, _, attribute = _MODULE_OF[name].partition(":")

@@ -20,7 +20,6 @@ from . import (
     estimate,
     evaluate,
     generate,
-    hub_kernels,
     init_student,
     merge,
     new,
@@ -74,12 +73,15 @@ app.command("convert")(convert.convert)
 app.command("env")(env.env)
 app.command("doctor")(doctor.doctor)
 app.command("selfcheck")(selfcheck.selfcheck)
-app.command("hub-kernels")(hub_kernels.hub_kernels)
 app.command("schema")(check.schema)
 app.add_typer(cache.app, name="cache")
 
 LAUNCHING = ("run", "resume", "cache")
 """Commands that pass arguments after `--` to accelerate's launcher. They find them in `context.obj`."""
+REMOVED = {
+    "hub-kernels": "the kernels are ops of the installed package, `from liger_trainer.kernels.rms_norm import rms_norm`"
+}
+"""Commands of earlier versions, and what to do instead."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,6 +94,8 @@ def _main(arguments: list[str]) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours, launcher = arguments[:end], arguments[end + 1 :]
     try:
+        if ours and ours[0] in REMOVED:
+            raise ConfigError(f"{ours[0]} was removed: {REMOVED[ours[0]]}.")
         if launcher and (not ours or ours[0] not in LAUNCHING):
             raise ConfigError(f"only {', '.join(LAUNCHING)} take arguments for a launcher after --; got {launcher}.")
         app(args=ours, prog_name="liger-trainer", obj=launcher, standalone_mode=True)

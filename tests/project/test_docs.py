@@ -186,7 +186,6 @@ COMMANDS = {
     "liger-trainer ls": Played(),
     "liger-trainer ls --fits 24": Played(),
     "liger-trainer new my.yaml": Played(extra=NEW),
-    "liger-trainer hub-kernels hub": Played(),
     "liger-trainer merge outputs/my merged": Played(trained()),
     "liger-trainer preview my.yaml": Played(my_yaml(), "my.yaml"),
     "liger-trainer preview my.yaml --rows 5": Played(my_yaml(), "my.yaml"),
