@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -16,12 +16,10 @@ METRICS = {
     "reverse_kl": ("reverse KL", 3, -1),
     "agreement_at_1": ("agreement@1", 3, 1),
     "student_perplexity": ("perplexity", 1, -1),
-    "draft_accepted": ("accepted of 3 drafted", 2, 1),
 }  # their titles, digits, and 1 where more is better
 # The 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom.
 STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 COMPARED = (BASE, "two_stages", "on_policy", "corrected", "drawn", "answers", "both")
-DRAFTS = ("draft_tvd", "draft_forward", "draft_reverse")
 Runs = dict[str, dict[str, Any]]
 
 
@@ -67,7 +65,7 @@ def page(content: dict[str, Any]) -> str:
     """Return the Markdown of what the .json holds."""
     runs: Runs = content["runs"]
     parts = [_head(content), *_ways(runs), *_sizes(runs, content), *_quantised(runs, content)]
-    parts += [*_privileged(runs, content), *_drafts(runs, content), *_failures(content)]
+    parts += [*_privileged(runs, content), *_failures(content)]
     seconds = content["conditions"]["train_seconds"]
     time = f"{seconds / 60:g} minutes" if seconds > 90 and seconds % 60 == 0 else f"{seconds:g} seconds"
     return "\n".join([f"# Better students, in the same {time}", "", *parts]).rstrip() + "\n"
@@ -88,7 +86,7 @@ def _head(content: dict[str, Any]) -> str:
         "learning rate rises for 5 % of the time, and falls as half a cosine over the rest.",
         f"- SmolLM2-135M-Instruct teaches, on docstrings of the Python standard library, 16 rows of up to 256 tokens a "
         f"step. Every student is measured by `liger-trainer eval` on {setup.get('rows', 0)} held-out rows against the "
-        f"teacher as it was; drafts at {setup.get('prompts', 0)} held-out prompts. KLs in nats a token.",
+        "teacher as it was. KLs in nats a token.",
         "- Mean over the seeds ± half of the 95 % confidence interval (Student's t); no interval for one seed.",
         "",
     ]
@@ -220,31 +218,6 @@ def _privileged(runs: Runs, content: dict[str, Any]) -> list[str]:
         "by their commonest words. Drift: the held-out docstrings, without the prompt for either.", "",
         *table(["", "followed", "drift: forward KL", "drift: agreement@1"], rows), "",
         *(["Answers of the student:", "", *answers, ""] if answers else []),
-    ]  # fmt: skip
-
-
-def _drafts(runs: Runs, content: dict[str, Any]) -> list[str]:
-    present = [way for way in DRAFTS if way in runs]
-    if not present:
-        return []
-    number: Callable[[Any], str] = lambda value: "" if value is None else f"{value:.2f}"  # noqa: E731
-    rows = []
-    for way in present:
-        alone = content["speed"].get(way, {})
-        speeds = [number(alone.get(f"draft_{name}")) for name in ("accepted", "speedup")]
-        rows.append([WAYS[way].title, *_measured(runs, way), *speeds, *_cost(runs, way)])
-    lines = ["## Drafts: 6 of 30 layers, three objectives", ""]
-    lines += table(
-        ["", *_titles(), "alone: accepted", "alone: speed-up", "steps", "tokens learned from", "seeds"], rows
-    )
-    others = [way for way in present if way != "draft_forward"]
-    if "draft_forward" in runs and others:
-        lines += ["", "Less forward KL, paired by seed:", ""]
-        lines += table(["", *_titles()], [[WAYS[w].title, *_differences(runs, w, "draft_forward")] for w in others])
-    return [
-        *lines, "",
-        "Alone: the student of the first seed, alone on the device in bf16, 3 tokens drafted, the likeliest token "
-        "taken, transformers' assisted generation. Speed-up: tokens/s of the teacher with drafts over its own.", "",
     ]  # fmt: skip
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from .measure import Spread
-from .student_ways import CONFIG, LOSING_LAYERS, Setup, measure, on_gpu
+from .student_ways import CONFIG, LOSING_LAYERS, Setup, on_gpu
 
 SPANISH = {"el", "la", "los", "las", "un", "una", "que", "de", "en", "es", "y", "para", "se", "del", "por", "con"}
 
@@ -73,11 +72,3 @@ def writing_speeds(models: Mapping[str, str], setup: Setup, rounds: int = 5) -> 
 def _speed(completions: Sequence[tuple[int, float]]) -> dict[str, float]:
     spread = Spread.of([tokens / seconds for tokens, seconds in completions])
     return {"tokens_per_second": spread.median, "p25": spread.p25, "p75": spread.p75}
-
-
-def draft_speed(student: Path, setup: Setup) -> dict[str, float]:
-    """Return how much faster the teacher writes with a student's drafts, alone on the device, in one dtype."""
-    dtype = "bfloat16" if on_gpu() else "float32"
-    more = (f"dtype={dtype}", f"teacher_dtype={dtype}", "num_draft_prompts=4", "max_new_tokens=64")
-    metrics = measure(str(student), setup, True, *more, rows=8)
-    return {name: value for name, value in metrics.items() if name.startswith("draft_")}

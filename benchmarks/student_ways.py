@@ -61,7 +61,6 @@ STUDENTS = {
     "0.8": Student(layers=22 / 30),
     "0.5": Student(layers=11 / 30),
     "0.25": Student(layers=3 / 30, width=1 / 3),
-    "draft": Student(every_nth=7),
     "whole": Student(),
 }
 SIZES = ("0.8", "0.5", "0.25")
@@ -76,7 +75,6 @@ class Way:
         settings: what differs from the configuration.
         shares: of its time, for each of its trainings in turn.
         rows: what it trains on: the docstrings, or rows that the teacher wrote.
-        drafts: whether its student is tried as a draft of the teacher.
         use: settings of its training that its measurement needs too.
     """
 
@@ -85,7 +83,6 @@ class Way:
     student: str = "half"
     shares: tuple[float, ...] = (1.0,)
     rows: str = "docstrings"
-    drafts: bool = True
     use: tuple[str, ...] = ()
 
 
@@ -116,19 +113,13 @@ WAYS = {
         ("learning_rate=5e-5", f"teacher_prompt={json.dumps(INSTRUCTION, ensure_ascii=False)}", "lmbda=1.0",
          "max_completion_length=48"),
         student="whole",
-        drafts=False,
     ),
-    "draft_tvd": Way(
-        "TVD + 0.1 forward KL", ("losses=[{type: tvd, weight: 1.0}, {type: forward_kl, weight: 0.1}]",), student="draft"
-    ),
-    "draft_forward": Way("forward KL", student="draft"),
-    "draft_reverse": Way("reverse KL", ("beta=1.0",), student="draft"),
     **{
-        f"quantised_{qat}": Way(qat, ("learning_rate=5e-5",), student="whole", drafts=False, use=(f"qat={qat}",))
+        f"quantised_{qat}": Way(qat, ("learning_rate=5e-5",), student="whole", use=(f"qat={qat}",))
         for qat in FORMATS
     },
 }  # fmt: skip
-KEPT = ("forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity", "draft_accepted", "draft_acceptance")
+KEPT = ("forward_kl", "reverse_kl", "agreement_at_1", "student_perplexity")
 
 
 @dataclass(frozen=True)
@@ -271,7 +262,7 @@ def train(way: str, seed: int, setup: Setup, start: Any = None, keep: bool = Fal
 
 def measure_way(way: str, student: str, setup: Setup) -> dict[str, float]:
     """Measure a student as the students of a way are used."""
-    metrics = measure(student, setup, WAYS[way].drafts, *WAYS[way].use)
+    metrics = measure(student, setup, *WAYS[way].use)
     return {name: metrics[name] for name in KEPT if name in metrics}
 
 
@@ -299,14 +290,13 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def measure(student: str, setup: Setup, drafts: bool, *more: str, rows: int | None = None) -> dict[str, float]:
+def measure(student: str, setup: Setup, *more: str) -> dict[str, float]:
     """Return what `liger-trainer eval` says of a student beside the teacher itself, on held-out docstrings."""
     from liger_trainer.tools.evaluate import evaluate, subject_of
 
-    drafting = [f"num_draft_prompts={setup.prompts}", "draft_tokens=3", "max_new_tokens=32"] if drafts else []
     subject = subject_of(CONFIG, [
         *setup.common("docstrings"), f"model_name_or_path={student}", LOSING_LAYERS,
-        f"max_eval_rows={rows or setup.rows}", *drafting, *more,
+        f"max_eval_rows={setup.rows}", *more,
     ])  # fmt: skip
     return evaluate(subject).metrics
 

@@ -1,5 +1,5 @@
 """Ways to a better student, each in the same time: one stage, two, on-policy, a corrected teacher, generated data,
-depth and width, smaller students, a privileged prompt, drafts. docs/results/students-<device>.md is its page.
+depth and width, smaller students and a privileged prompt. docs/results/students-<device>.md is its page.
 
     python -m benchmarks.students --train-seconds 60 --seconds 560
     python -m benchmarks.students --ways one_stage two_stages --seeds 0    # without what the .json has
@@ -36,9 +36,9 @@ from .student_ways import BASE, FORMATS, SIZES, STUDENTS, TEACHER, WAYS, Setup
 
 ROWS = {"drawn": (4, 400), "answers": (1, 1500)}  # processes that sample, and the rows that each is to keep
 PREPARING = 90.0  # seconds; rows that are not sampled by then are done without
-MEASURING = 60.0  # seconds, about, of a wave after its trainings; more with many drafts
+MEASURING = 60.0  # seconds, about, of a wave after its trainings
 PRELOAD = "benchmarks.preload"
-FAST = (*(f"distilled_{size}" for size in SIZES), "draft_tvd", "draft_forward", "draft_reverse")
+FAST = tuple(f"distilled_{size}" for size in SIZES)
 
 
 class Record:
@@ -139,7 +139,7 @@ class Benchmark:
         for way in wanted & {f"quantised_{qat}" for qat in FORMATS}:
             tasks[way] = (ways.measure_way, (way, self.setup.teacher, self.setup))
         if not self.options.tiny:
-            for way in wanted & {BASE, "draft_reverse", "draft_tvd", "tuned_0.5"}:
+            for way in wanted & {BASE, "tuned_0.5"}:
                 tasks[f"warm-{way}"] = (preparation.warm, (way, self.setup))
         self._together(tasks, done, "prepare", seconds=PREPARING)
         for kind in kinds:
@@ -182,15 +182,10 @@ class Benchmark:
         outputs = {way: ways.output_of(way, self.kept, self.setup) for way in FAST}
         trained = {way: output for way, output in outputs.items() if (output / "metrics.json").is_file()}
         missing = {way: output for way, output in trained.items() if way not in self.record.content["speed"]}
-        writers = {way: str(output) for way, output in missing.items() if not way.startswith("draft")}
-        tasks: dict[str, Task] = {}
-        if writers:
-            tasks["writing"] = (speeds.writing_speeds, ({"teacher": self.setup.teacher, **writers}, self.setup))
-        drafts = [way for way in missing if way.startswith("draft")]
-        tasks |= {way: (speeds.draft_speed, (missing[way], self.setup)) for way in drafts}
-        for name, task in tasks.items():
-            if time.monotonic() < self.deadline:
-                self._together({name: task}, self._note_speed, "speeds")
+        if missing and time.monotonic() < self.deadline:
+            writers = {way: str(output) for way, output in missing.items()}
+            task = (speeds.writing_speeds, ({"teacher": self.setup.teacher, **writers}, self.setup))
+            self._together({"writing": task}, self._note_speed, "speeds")
 
     def _note_speed(self, name: str, result: Any, failure: str | None) -> None:
         print(f"{time.strftime('%X')} speed of {name}: {failure or result}", file=sys.stderr, flush=True)
@@ -198,7 +193,7 @@ class Benchmark:
             self.record.put("failures", f"speed of {name}", failure)
             return
         self.record.content["failures"].pop(f"speed of {name}", None)
-        for model, speed in (result if name == "writing" else {name: result}).items():
+        for model, speed in result.items():
             self.record.put("speed", model, speed)
 
 

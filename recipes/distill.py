@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from liger_trainer.config.run_config import RunConfig
 from liger_trainer.patching.patcher import base_of
-from liger_trainer.run.drafts import Drafts
-from liger_trainer.run.metric_rows import DISTILL_ROWS, DRAFT_ROWS, OTHER_TOKENS_ROWS
+from liger_trainer.run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS
 from liger_trainer.run.models import check_same_tokenizer, check_student, open_teachers
 from liger_trainer.run.recipe import load_trainer, prepare, train_and_save
 from liger_trainer.run.results import print_plan
@@ -59,12 +58,7 @@ def main(config: RunConfig) -> Path:
         models = list(live.values())
         if len(models) == 1 and models[0] is not base_of(trainer.model):
             teacher = partial(_facts, trainer, config, tokenizer, teacher_prompts)
-    measure_drafts = dict
-    if config["num_draft_prompts"]:
-        drafted = held_out_prompts(config, run.data, run.student.tokenizer, "num_draft_prompts")
-        measure_drafts = Drafts(trainer, config, [prompt.input_ids for prompt in drafted]).measure
-    rows = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS, *DRAFT_ROWS)
-    return train_and_save(run, trainer, prompts, rows, texts, teacher, measure_drafts)
+    return train_and_save(run, trainer, prompts, (*OTHER_TOKENS_ROWS, *DISTILL_ROWS), texts, teacher)
 
 
 def _facts(

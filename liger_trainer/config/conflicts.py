@@ -67,6 +67,10 @@ GONE = {
     "include_tokens_per_second": "tokens per second are always counted",
     "logging_dir": "trackers choose their own; TENSORBOARD_LOGGING_DIR under `env` sets that of tensorboard",
     "logging_nan_inf_filter": "a loss is logged as it is; `on_non_finite` says what is done about one that is NaN",
+    **dict.fromkeys(
+        ("num_draft_prompts", "draft_tokens", "draft_temperature"),
+        "drafts are no longer measured; transformers' `generate(assistant_model=student)` writes with them",
+    ),
     "save_safetensors": "weights are always saved as safetensors",
     "use_mps_device": "an Apple GPU is used where there is one",
 }
@@ -224,13 +228,10 @@ _OF_TRL = (
 )
 # Conflicts of our keys that do not hold in Python, where a teacher may be a model in memory.
 _OF_A_FILE = (
-    *(
-        Conflict(
-            key,
-            on(key) & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
-            "expected 0: a sharded model is not sampled from.",
-        )
-        for key in ("num_sample_completions", "num_draft_prompts")
+    Conflict(
+        "num_sample_completions",
+        on("num_sample_completions") & (SHARDED | _LAUNCHES_FSDP | _LAUNCHES_DEEPSPEED),
+        "expected 0: a sharded model is not sampled from.",
     ),
     Conflict(
         "teacher",

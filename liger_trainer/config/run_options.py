@@ -10,7 +10,6 @@ TWO_STAGE = "distill_two_stage"
 RECIPES = ("sft", "distill", TWO_STAGE)
 _STAGES = equals("recipe", TWO_STAGE)
 _FINE_TUNES = Fact(("recipe",), lambda options: options["recipe"] == "sft")
-_DRAFTS = replace(on("num_draft_prompts"), words="`num_draft_prompts` above 0")
 
 
 @dataclass
@@ -98,28 +97,6 @@ class RunOptions:
         3, "Held-out prompts completed greedily by the teacher and by the student before and after training.", ge=0
     )
     max_new_tokens: int = option(64, "Longest sample completion, in tokens.", ge=1)
-    num_draft_prompts: int = option(
-        0,
-        "Held-out prompts at which the student drafts for its teacher (speculative decoding), before and after "
-        "training: how many tokens the teacher accepts, and how much faster it writes. docs/drafts.md has what it "
-        "costs.",
-        ge=0,
-        conflicts=[
-            (_DRAFTS & _FINE_TUNES, "has no effect with `recipe: sft`: nobody teaches."),
-            (
-                _DRAFTS & (equals("teacher", "cache", "self", "server") | on("teachers")),
-                "needs the one model of `teacher: model`, which the student drafts for.",
-            ),
-            (
-                _DRAFTS & (on("teacher_prompt") | on("teacher_prompt_column")),
-                "a teacher with a prompt of its own writes other texts than its student; leave it out.",
-            ),
-        ],
-    )
-    draft_tokens: int = option(5, "Tokens that the student drafts for each pass of the teacher.", ge=1, needs=_DRAFTS)
-    draft_temperature: float = option(
-        0.0, "Temperature at which teacher and student write there; 0: the likeliest tokens.", ge=0, needs=_DRAFTS
-    )
     overwrite_output_dir: bool = option(
         False, "Allow an output_dir that holds an earlier run: its results and checkpoints are removed."
     )

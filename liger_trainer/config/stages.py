@@ -30,8 +30,8 @@ _OF_WHOLE_RUN = (
 _NOT_OF_TEACHER = (
     "recipe", SECOND_STAGE, TEACHER_CORRECTION, "keep_every_nth_layer", "keep_layers", "student_num_layers",
     "student_layer_choice", "student_intermediate_size", "student_output_dir", "load_best_model_at_end",
-    "metric_for_best_model", "greater_is_better", "model_init_kwargs", "push_to_hub", "num_draft_prompts",
-    "draft_tokens", "draft_temperature", "qat", "qat_group_size",
+    "metric_for_best_model", "greater_is_better", "model_init_kwargs", "push_to_hub", "qat",
+    "qat_group_size",
 )  # fmt: skip
 _OF_EVERY_MODEL = ("trust_remote_code", "attn_implementation", "dtype")
 

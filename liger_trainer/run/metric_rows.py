@@ -33,12 +33,6 @@ OTHER_TOKENS_ROWS = (
     MetricRow("loss/uld", "ULD", better="lower"),
 )
 """Of a distillation from a teacher with another tokenizer, which has no KL"""
-DRAFT_ROWS = (
-    MetricRow("draft_accepted", "accepted tokens a draft", 2, better="higher"),
-    MetricRow("draft_acceptance", "share of drafted tokens accepted", better="higher"),
-    MetricRow("draft_speedup", "speed of the teacher with drafts (times)", 2, better="higher"),
-)
-"""Of a distillation with `num_draft_prompts`; run/drafts.py"""
 OTHER_NAME = {"perplexity": "student_perplexity"}  # a distillation logs both names
 
 

@@ -86,7 +86,6 @@ def train_and_save(
     rows: tuple[MetricRow, ...],
     teacher_texts: list[str] | None = None,
     teacher: Callable[[], ModelFacts] | None = None,
-    drafts: Callable[[], dict[str, float]] = dict,
 ) -> Path:
     """Measure, train, save, measure again, and write the results; return the output directory.
 
@@ -97,7 +96,6 @@ def train_and_save(
         teacher_texts: the teacher's completions of the prompts.
         teacher: measures the facts about the teacher, if it is one model and not the student's own base; right after
             the trained student's, so that their speeds compare.
-        drafts: measures the student as its teacher's draft; before and after training.
 
     Raises:
         Interrupted: training was stopped, and a checkpoint saved.
@@ -105,7 +103,7 @@ def train_and_save(
         StorageError: the disk is full, read-only or over its quota.
     """
     with trainer.folder_locked():
-        measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"], drafts)
+        measure_now = partial(measure, trainer, prompts, run.config["max_new_tokens"])
         return _train_and_save(run, trainer, measure_now, prompts, rows, teacher_texts, teacher)
 
 
@@ -129,8 +127,8 @@ def _train_and_save(
     results = RunResults(
         recipe=config.recipe,
         config=config.source,
-        before=before.shown,
-        after=after.shown,
+        before=before.metrics,
+        after=after.metrics,
         completions=compare(prompts, before, after, teacher_texts),
         data=run.data.facts,
         rows=trainer.row_facts,

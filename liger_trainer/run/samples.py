@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,6 @@ class Measurement:
     texts: list[str]
     tokens_per_second: float | None = None
     """of the completions"""
-    drafts: dict[str, float] = field(default_factory=dict)
-    """the student as its teacher's draft, where that is measured"""
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """All of it that is a number by name."""
-        return {**self.metrics, **self.drafts}
 
 
 @dataclass
@@ -101,20 +94,14 @@ def model_facts(model: Any, tokens_per_second: float | None) -> ModelFacts:
     return ModelFacts(count, str(model.dtype).removeprefix("torch."), tokens_per_second)
 
 
-def measure(
-    trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int, drafts: Callable[[], dict[str, float]] = dict
-) -> Measurement:
-    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now.
-
-    Args:
-        drafts: measures the student as its teacher's draft.
-    """
+def measure(trainer: Trainer, prompts: Sequence[Prompt], max_new_tokens: int) -> Measurement:
+    """Evaluate on the held-out rows and complete the prompts, with adapters as they are now."""
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     writing = Writing()
     texts = complete(trainer.model, tokenizer, prompts, max_new_tokens, writing)
-    return Measurement(metrics, texts, writing.tokens_per_second, drafts())
+    return Measurement(metrics, texts, writing.tokens_per_second)
 
 
 def compare(
@@ -127,17 +114,15 @@ def compare(
     ]
 
 
-def held_out_prompts(
-    config: "RunConfig", data: RunData, processing: Any, key: str = "num_sample_completions"
-) -> list[Prompt]:
-    """Return as many prompts as `key` says, from rows spread evenly over the held-out rows.
+def held_out_prompts(config: "RunConfig", data: RunData, processing: Any) -> list[Prompt]:
+    """Return as many prompts as `num_sample_completions` says, from rows spread evenly over the held-out rows.
 
     Args:
         processing: the tokenizer, or, for rows with images, the processor.
 
     Call it after the trainer is made: it may change the chat template. A prompt longer than `max_length` keeps its end.
     """
-    count, form = min(config[key], len(data.test)), data.facts.form
+    count, form = min(config["num_sample_completions"], len(data.test)), data.facts.form
     rows = [data.test[i * len(data.test) // count] for i in range(count)]
     if data.facts.images is not None:
         return [_prompt_with_images(row, form, processing, config["dataset_text_field"]) for row in rows]

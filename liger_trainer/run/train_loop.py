@@ -73,7 +73,7 @@ class MeasureFirst(TrainerCallback):
         self.began_at, self.tokens_before = state.global_step, tokens_before(state)
         with self.clock("measure_before"):
             self.result = self._stored() or self.measure()
-        self.show(self.result.shown)
+        self.show(self.result.metrics)
         self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
         _check_best_metric(self.config, self.result.metrics)
         start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten
@@ -95,7 +95,9 @@ class MeasureFirst(TrainerCallback):
                     stacklevel=2,
                 )
             return None
-        return Measurement(**json.loads(text))
+        content = json.loads(text)
+        content.pop("drafts", None)  # of checkpoints of earlier versions
+        return Measurement(**content)
 
 
 def _text_of(path: Path) -> str | None:

@@ -25,8 +25,7 @@ from ..config.run_config import load_run_config
 from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
 from ..run.data.datasets import DataFacts, RunData, load_run_datasets
-from ..run.drafts import Drafts
-from ..run.metric_rows import DISTILL_ROWS, DRAFT_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
+from ..run.metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow
 from ..run.models import (
     ModelFiles,
     check_same_tokenizer,
@@ -38,7 +37,6 @@ from ..run.models import (
     open_teachers,
     with_processor,
 )
-from ..run.samples import held_out_prompts
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -54,7 +52,6 @@ ROWS = {
         MetricRow("entropy", "student entropy (nats/token)"),
         MetricRow("teacher_entropy", "teacher entropy (nats/token)"),
         CALIBRATION,
-        *DRAFT_ROWS,
     ),
 }
 BINS = 15
@@ -76,7 +73,7 @@ class Evaluation:
 
     Attributes:
         metrics: those of `trainer.evaluate()` without `eval_`, without losses that fresh projectors are part of, the
-            calibration error, and with `num_draft_prompts` those of drafts. Losses, KLs and entropies are in nats.
+            calibration error. Losses, KLs and entropies are in nats.
         teacher: names in the configuration, joined by commas; None if no teacher is loaded by name.
     """
 
@@ -129,24 +126,15 @@ def evaluate(subject: Subject) -> Evaluation:
         paths = {name: teacher.path for name, (_, teacher) in teachers.items()}
         trainer = _trainer(subject, config, data, base, files, paths)
         measured = trainer.evaluate()
-        drafts = _drafts(trainer, config, data, files.tokenizer) if config.recipe == "distill" else {}
         unlearned = _unlearned(trainer) if config.recipe == "distill" else ()
     metrics = {name.removeprefix("eval_"): value for name, value in measured.items() if isinstance(value, float)}
     metrics = {name: value for name, value in metrics.items() if name not in unlearned}
-    metrics |= drafts
     wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
         raise NonFiniteError(f"{subject.name}: {', '.join(wrong)} of the model is not finite.")
     model = str(subject.weights or config["model_name_or_path"])
     names = [entry_config["teacher_model_name_or_path"] for entry_config, _ in teachers.values()]
     return Evaluation(subject.name, config.recipe, model, ", ".join(names) or None, metrics, data.facts)
-
-
-def _drafts(trainer: Any, config: "RunConfig", data: RunData, tokenizer: Any) -> dict[str, float]:
-    if not config["num_draft_prompts"]:
-        return {}
-    prompts = held_out_prompts(config, data, tokenizer, "num_draft_prompts")
-    return Drafts(trainer, config, [prompt.input_ids for prompt in prompts]).measure()
 
 
 def _unlearned(trainer: Any) -> list[str]:

@@ -170,7 +170,6 @@ COMMANDS = {
     "liger-trainer estimate my.yaml --gpu 'RTX 4090'": Played(my_yaml(), "my.yaml"),
     "liger-trainer estimate smollm2/distill_lora --gpu 'H100 80GB'": demo("smollm2/distill_lora"),
     "liger-trainer eval outputs/my": Played(trained()),
-    "liger-trainer eval smollm2/distill_layerdrop num_draft_prompts=8": demo("smollm2/distill_layerdrop"),
     "liger-trainer generate demo:smollm2-135m-instruct data/generated num_rows=2000": Played(
         extra=("num_rows=1", "max_new_tokens=4", "max_prompt_tokens=8", "batch_size=64", "keep_unfinished=true"),
         model_first=True,
@@ -199,7 +198,6 @@ COMMANDS = {
     "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
-    "liger-trainer run smollm2/distill_draft": demo("smollm2/distill_draft", "num_draft_prompts=1"),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),

@@ -229,10 +229,6 @@ def _cost_cards(run: RunRecord) -> Iterator[dict[str, str]]:
     if small and large:
         sizes = f"{parameters(small)} of the teacher's {parameters(large)}"
         yield card("Compression", f"{large / small:.3g} times", sizes)
-    if "draft_accepted" in run.after:
-        times = run.after.get("draft_speedup")
-        more = "not timed" if times is None else f"{figure(times, 2)} times the teacher's speed"
-        yield card("As its teacher's draft", f"{figure(run.after['draft_accepted'], 2)} tokens accepted a draft", more)
 
 
 def _samples(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..metric_rows import DISTILL_ROWS, DRAFT_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow, shown_rows
+from ..metric_rows import DISTILL_ROWS, OTHER_TOKENS_ROWS, SFT_ROWS, MetricRow, shown_rows
 from .format import change, count, duration, figure, memory, shown
 from .read_run import RunRecord, number
 
@@ -68,7 +68,7 @@ def rows_of(runs: Sequence[RunRecord]) -> tuple[MetricRow, ...]:
     """Return the metrics that any of the runs has; those that the runs were about come first. The distillation loss is
     left out where it is all of the loss."""
     of_teacher = (*OTHER_TOKENS_ROWS, *DISTILL_ROWS)
-    order = (*of_teacher, *DRAFT_ROWS, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *of_teacher)
+    order = (*of_teacher, *SFT_ROWS) if distills(runs) else (*SFT_ROWS, *of_teacher)
     measured = [metrics for run in runs for metrics in (run.before, latest(run)[0]) if "kd_loss" in metrics]
     apart = any(figure(metrics["kd_loss"], 4) != figure(metrics.get("loss"), 4) for metrics in measured)
     more = [row for row in MORE_ROWS if row.metric != "kd_loss" or apart]
