@@ -2,8 +2,6 @@
 
     d x = d residual = ds + the gradient that reaches s through y
 
-Without a residual s is x. The op then still joins both gradients of x, that of the norm and that of the stream.
-
 Shapes    x, residual, s, y: (..., H), in the kernel (N, H)    w: (H,)    rstd: (N,) fp32
 Method    s, the sum of a decoder layer's residual stream, is normalized while it is in registers. The backward adds the
           stream's own gradient in the pass that computes the norm's (`rms_norm_backward`).
@@ -21,15 +19,15 @@ from ._autograd import empty, first_order, vector
 from ._made_again import can_be_made
 from ._norm import check_columns, forward_config, rows_of, tile_mask
 from ._triton import Launch, remembered, tl, triton, use_triton
-from .rms_norm import again, norm_forward, out_dtype, rms_norm_backward, rms_norm_reference
+from .rms_norm import again, out_dtype, rms_norm_backward, rms_norm_reference
 
 
 def add_rms_norm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     cast_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `add_rms_norm` in plain torch."""
-    summed = x if residual is None else (x + residual).to(x.dtype)
+    summed = (x + residual).to(x.dtype)
     return rms_norm_reference(summed, weight, eps, offset=offset, cast_before_weight=cast_before_weight), summed
 
 
@@ -87,14 +85,9 @@ def _forward(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, off
 class AddRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, cast_before_weight):
-        if residual is None:
-            summed = x
-            y, rows, rstd = norm_forward(x, weight, eps, offset, cast_before_weight)
-        else:
-            y, summed, rstd = _forward(x, residual, weight, eps, offset, cast_before_weight)
-            rows, ctx.residual_dtype = summed, residual.dtype
-        ctx.save_for_backward(rows, weight, rstd)
-        ctx.offset = offset
+        y, summed, rstd = _forward(x, residual, weight, eps, offset, cast_before_weight)
+        ctx.save_for_backward(summed, weight, rstd)
+        ctx.offset, ctx.residual_dtype = offset, residual.dtype
         ctx.set_materialize_grads(False)  # otherwise an unused output would get a gradient of zeros
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(summed)
@@ -115,14 +108,14 @@ class AddRMSNormFunction(torch.autograd.Function):
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     cast_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (rms_norm(x + residual), x + residual), both differentiable in x, residual and weight.
 
     Args:
         x: (..., H), fp32, fp16, bf16 (fp64: torch). Any strides; copied only if one stride cannot lead over its rows.
-        residual: (..., H), any float dtype. None: nothing is added, and the sum that is returned is x.
+        residual: (..., H), any float dtype.
         weight: (H,), any float dtype. None: the normalized sum itself. Frozen if it requires no gradient.
         eps: added to the mean square, before the root.
         offset: added to the weight, in fp32. 1 for Gemma, whose weights are stored as weight - 1.
@@ -136,7 +129,7 @@ def add_rms_norm(
         ValueError: x has no column, residual has another shape than x, or weight is not one number per column.
     """
     check_columns(x, weight)
-    if residual is not None and residual.shape != x.shape:
+    if residual.shape != x.shape:
         raise ValueError(
             f"x and residual must have one shape: x is {tuple(x.shape)}, residual is {tuple(residual.shape)}."
         )

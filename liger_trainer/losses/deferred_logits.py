@@ -28,7 +28,6 @@ from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .model_parts import Head, gather, output_module, reader_of
 from .sharded_heads import ShardedHead
-from .tied_weights import tied_weight
 
 
 class Forward:
@@ -248,8 +247,6 @@ def deferred_logits(
 ) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
-    A head that is the embedding too shares one gradient with it: tied_weights.py.
-
     Yields the pass; its `obstacle` says afterwards why the head could not be deferred and computed real logits.
 
     Args:
@@ -284,8 +281,6 @@ def deferred_logits(
         if isinstance(head, str):
             state.obstacle = head
             return project(hidden, **kwargs)
-        if tied is not None and head.weight is tied.weight:
-            head = dataclasses.replace(head, weight=tied.head)
         if not kwargs:
             return make(hidden, head, project, state)
         with_kwargs = functools.partial(project, **kwargs)
@@ -295,8 +290,7 @@ def deferred_logits(
 
     module.forward = forward  # type: ignore[method-assign]
     try:
-        with tied_weight(model) as tied:
-            yield state
+        yield state
     finally:
         vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False

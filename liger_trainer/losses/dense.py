@@ -16,14 +16,9 @@ from .teacher_answer import BatchLoss, TeacherAnswer
 
 @dataclass(frozen=True)
 class DenseAnswer(TeacherAnswer):
-    """A teacher's logits (batch, length, Vt), of the student's tokens.
-
-    Attributes:
-        ready: recorded on the stream that computes the teacher's hidden states, where that is another than the loss's.
-    """
+    """A teacher's logits (batch, length, Vt), of the student's tokens."""
 
     logits: Logits
-    ready: torch.Event | None = None
 
     covers_all_tokens = True
 
@@ -33,8 +28,6 @@ class DenseAnswer(TeacherAnswer):
 
     def loss(self, student: Logits, targets: BatchTargets, options: LossOptions) -> BatchLoss:
         """Return sum_k weights[k] D_k + ce_weight CE. Stored logits on either side take the plain torch reference."""
-        if self.ready is not None:
-            self.ready.wait()  # the stream waits, not the host
         how = options.for_teacher()
         one_pass = how.measure_jsd and _is_plain(how)
         common = {

@@ -87,10 +87,6 @@ class GraphedLayers:
             announce(f"{self.report}.")
         self._forget()
 
-    def have_graphs_of(self, shape: torch.Size) -> bool:
-        """Whether there are graphs for token ids of a shape (batch, length), of one kind of pass at least."""
-        return any(graphs[0].inputs[0].shape[:2] == shape for graphs in self._graphs.values())
-
     def call(self, index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a layer, or replay it."""
         plain = functools.partial(type(layer).forward, layer)

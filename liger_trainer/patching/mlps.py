@@ -92,16 +92,12 @@ class MLPRule:
         if self.layout == "ungated":
             up = getattr(module, self.first[0])(x)
             return down(activation_reference(up, self.activation) if plain else relu2(up))
-        gate, up = self.gate_and_up(module, x)
+        gate, up = LAYOUTS[self.layout](*(getattr(module, name)(x) for name in self.first))
         if self.clamp is not None:
             return down(self.clamp(module, gate, up, plain))
         if plain:
             return down(gated_reference(gate, up, self.activation))
         return project(down, gate, up, self.activation)
-
-    def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return gate(x) and up(x), or both packed and None."""
-        return LAYOUTS[self.layout](*(getattr(module, name)(x) for name in self.first))
 
     def __str__(self) -> str:
         if self.layout == "ungated":

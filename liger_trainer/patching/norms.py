@@ -47,7 +47,6 @@ NORM_FORMS = (
 AUTOCAST = ("keep", "widen", "narrow")
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 FIXED_EPS = (1e-5, 1e-6, 1e-12)  # of LayerNorms that keep it in their forward (OLMo)
-RULE = "_liger_trainer_norm_rule"  # the attribute of a swapped norm: its `NormRule`
 OPTIONS = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}  # the option of `PatchOptions` that asks for it
 
 ROWS = 32
@@ -112,7 +111,6 @@ def patch_norms(model: nn.Module, options: PatchOptions, replacements: Replaceme
         if isinstance(rule, str):
             report.leave(type(module).__name__, rule)
         elif getattr(options, OPTIONS[rule.form.kind]):
-            replacements.set(module, RULE, rule)
             replacements.forward(module, norm_forward(rule))
             report.swap(rule.form.kind)
 

@@ -31,7 +31,7 @@ class PatchOptions:
 
     Attributes:
         rope: rotary embedding, together with the norms of queries and keys where the model has them.
-        rms_norm: RMSNorm layers, with the residual sums in front of them.
+        rms_norm: RMSNorm layers.
         layer_norm: LayerNorm layers.
         swiglu: MLPs and experts gated by SiLU, clamped (gpt-oss) or not.
         geglu: MLPs and experts gated by GELU.

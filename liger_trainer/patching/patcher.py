@@ -33,7 +33,6 @@ from .patch_embedding import patch_patch_embedding
 from .placeholders import patch_placeholders
 from .remade_mlps import KIND as REMADE
 from .remade_mlps import remake_mlps
-from .residuals import patch_residuals
 from .stacked_experts import patch_stacked_experts
 from .tower_attention import patch_tower_attention
 from .zero3 import gather_by_layers
@@ -42,11 +41,10 @@ _MARK = "_liger_patched"
 _NO_LOSS_FUNCTION = (
     "the model's forward does not call `loss_function`: it computes the loss itself, from stored logits, or none"
 )
-# Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers. The last stands
-# above what the others have put in place.
+# Parts that compute several layers at once come first: attention takes norms, MLPs take LoRA layers.
 PARTS = (
     patch_attention, patch_gated_norms, patch_norms, patch_mlps, patch_experts, patch_stacked_experts, patch_lora,
-    patch_linears, patch_tower_attention, patch_patch_embedding, patch_placeholders, patch_residuals,
+    patch_linears, patch_tower_attention, patch_patch_embedding, patch_placeholders,
 )  # fmt: skip
 
 

@@ -40,7 +40,6 @@ from ..kernels.relu2 import relu2
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rope, rope_reference
 from ..kernels.swiglu import swiglu
-from ..kernels.tied_embedding import TiedWeight
 from ..kernels.tvd import tvd, tvd_reference
 from ..kernels.types import Adapter, Projection
 
@@ -161,16 +160,6 @@ def _top_tokens(draw: Draw) -> dict[str, Tensor]:
     """A student's head, and the 16 top tokens of a teacher."""
     log_probs, ids = draw(ROWS, VOCAB, std=2.0).log_softmax(-1).topk(16)
     return {**_head(draw), "ids": ids, "log_probs": log_probs}
-
-
-def _tokens(draw: Draw) -> dict[str, Tensor]:
-    """A vocabulary of which each token comes about twice."""
-    return {"weight": draw(ROWS // 2, HIDDEN), "ids": draw.integers(ROWS // 2, ROWS)}
-
-
-def _embedded_and_head(weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    tied = TiedWeight(weight)
-    return tied.embed(ids), tied.head
 
 
 def _linear_ce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -387,10 +376,6 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "gradient_norm", lambda **grads: gradient_norm([*grads.values()]),
         lambda **grads: gradient_norm_reference([*grads.values()]), _rows("first", "second"), (),
-    ),
-    Check(
-        "tied_embedding", _embedded_and_head, lambda weight, ids: (F.embedding(ids, weight), weight.clone()), _tokens,
-        ("weight",),
     ),
     Check("lora_linear", _lora_linear(lora_linear), _lora_linear(lora_linear_reference), _lora, ("x", "a", "b")),
     Check(

@@ -12,7 +12,6 @@ from ..errors import ConfigError
 from ..patching.call_structure import NotCapturable
 from ..patching.cuda_graphs import GraphedLayers
 from ..patching.patcher import base_of
-from .beside_student import AnswersBeside, can_answer_beside
 from .fixed_shapes import few_shapes
 from .step_config import ALWAYS, AUTO, NEVER
 
@@ -32,8 +31,6 @@ def host_ahead(trainer: Any) -> Iterator[None]:
         replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
     if "student" in graphed and not getattr(trainer.args, "samples", False):
         few_shapes(trainer, replacements)
-    if {"student", "teacher"} <= graphed.keys() and can_answer_beside(trainer):
-        replacements.set(trainer.teaching, "answer", AnswersBeside(trainer.teaching, list(graphed.values())))
     try:
         yield
     finally:

@@ -51,11 +51,6 @@ class Norm(NamedTuple):
         return check_op(self.op, self.reference, tensors, self.names if leaves is None else leaves, **options)
 
 
-def joining(op: Callable) -> Callable:
-    """add_rms_norm without a residual: the norm of x, and x."""
-    return lambda x, weight, *args, **options: op(x, None, weight, *args, **options)
-
-
 NORMS = {
     "rms_norm": Norm(
         rms_norm, rms_norm_reference, ("x", "weight"), (rms_norm_module,), (rms_norm_module, "rms_norm_backward"),
@@ -64,10 +59,6 @@ NORMS = {
     "add_rms_norm": Norm(
         add_rms_norm, add_rms_norm_reference, ("x", "residual", "weight"), (add_rms_norm_module, rms_norm_module),
         (add_rms_norm_module, "rms_norm_backward"), RMS_OPTIONS, 1,
-    ),
-    "add_rms_norm alone": Norm(
-        joining(add_rms_norm), joining(add_rms_norm_reference), ("x", "weight"),
-        (add_rms_norm_module, rms_norm_module), (add_rms_norm_module, "rms_norm_backward"), RMS_OPTIONS, 1,
     ),
     "layer_norm": Norm(
         layer_norm, layer_norm_reference, ("x", "weight", "bias"), (layer_norm_module,),

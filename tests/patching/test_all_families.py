@@ -108,7 +108,7 @@ def test_every_family_that_can_be_built():
 
 
 OPTION_OF = {
-    "gated RMSNorm": "rms_norm", "add + RMSNorm": "rms_norm",
+    "gated RMSNorm": "rms_norm", 
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "SwiGLU": "swiglu", "SwiGLU experts": "swiglu", "GEGLU": "geglu",
     "GEGLU experts": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu", "rope": "rope", "QK norm + rope": "rope",
     "tower attention": "towers", "patch embedding": "towers", "placeholders": "towers",

@@ -458,7 +458,6 @@ def test_checkpointed_layers_in_graphs_lose_no_bit():
         plain, graphed, layers = pair(lambda model: checkpointed(model.bfloat16()), "llama", always=True)
         ids = random_ids()
         losses.append((backward(plain, ids).item(), [backward(graphed, ids).item() for _ in range(4)]))
-        assert layers.have_graphs_of(ids.shape) and not layers.have_graphs_of(ids[:, 1:].shape)
     assert all(graphed == [one] * 4 for one, graphed in losses)
 
 

@@ -69,7 +69,6 @@ from liger_trainer.kernels.relu2 import relu2  # noqa: E402
 from liger_trainer.kernels.rms_norm import rms_norm  # noqa: E402
 from liger_trainer.kernels.rope import rope  # noqa: E402
 from liger_trainer.kernels.swiglu import swiglu  # noqa: E402
-from liger_trainer.kernels.tied_embedding import SPAN, add_rows_  # noqa: E402
 from liger_trainer.kernels.tvd import tvd  # noqa: E402
 
 _labelled_rows.use_triton = lambda x: False  # its result sizes what follows; `heads` compiles it by itself
@@ -414,8 +413,6 @@ def optimizer(dtype: torch.dtype) -> None:
 
 def embeddings(dtype: torch.dtype) -> None:
     """Tokens in one span and in several."""
-    for tokens in (N, SPAN + N):
-        add_rows_(torch.zeros(V, N, dtype=dtype), torch.zeros(tokens, dtype=torch.int64), leaf(tokens, N, dtype=dtype))
 
 
 class OneRank:
