@@ -3,4 +3,6 @@
 from .cli import main
 
 if __name__ == "__main__":
-    main()
+    from .run.launch import given_by_launcher
+
+    main(given_by_launcher())

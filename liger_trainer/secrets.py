@@ -7,13 +7,11 @@ that `errors` can use it.
 
 import functools
 import html
+import itertools
 import json
 import os
 import re
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
@@ -35,6 +33,8 @@ _QUERY = re.compile(
     r"(?<=[?&])((?:[\w-]{0,40}(?:token|key|secret|passw|signature|credential)[\w-]{0,40}|sig|auth)=)[^&\s\"'#<>]+", re.I
 )
 _HEADER = re.compile(r"(authorization\W{1,4}(?:bearer|basic)\s+)[^\s\"',]+", re.I)
+# name=value, {name: value and what is like them
+_NAMED_VALUE = re.compile(r"([\w-]+)(?=\s*[:=][\s\[{'\"]*([^\s,:'\"{}\[\]]+))")
 _SCHEME = re.compile(r"^(?:bearer|basic|token)\s+", re.I)
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}"
@@ -71,6 +71,16 @@ def remember_settings(name: str, value: Any) -> None:
             remember(login)
         if value.lstrip().startswith("{"):  # TRL takes dictionaries as JSON too
             remember_settings(name, _parsed(value))
+
+
+def remember_words(words: Iterable[str]) -> None:
+    """Remember the secrets in the words of a command line, in any form: an error may quote one that is wrong."""
+    for word, following in itertools.pairwise([*words, ""]):
+        if word.startswith("--") and "=" not in word and names_a_secret(word[2:].replace("-", "_")):
+            remember(following)
+        for name, value in _NAMED_VALUE.findall(word):
+            if names_a_secret(name.replace("-", "_")):
+                remember(value)
 
 
 def _parsed(text: str) -> Any:
@@ -134,35 +144,3 @@ def _can_be_found(value: str) -> bool:
     if len(value) < SHORTEST or value.lower() in _NO_VALUES or (value.isdigit() and len(value) < 10):
         return False
     return not os.path.isabs(os.path.expanduser(value)) or not os.path.exists(os.path.expanduser(value))
-
-
-class _Redacting:
-    """A stream that redacts what is written to it."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(redact(text))
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def redacted_output() -> Iterator[None]:
-    """Within it nothing that is printed or logged holds a secret; an error that nobody expected is printed that way
-    too, and ends the program with exit code 1."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Redacting(stream) for stream in streams)
-    try:
-        yield
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
-    finally:
-        sys.stdout, sys.stderr = streams

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..common.console import is_main_process
+from ..common.console import guarded_output, is_main_process
 from ..errors import ConfigError, Interrupted, LigerTrainerError
-from ..secrets import redacted_output
+from ..secrets import remember_words
 from . import (
     cache,
     chat,
@@ -86,8 +86,10 @@ REMOVED = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Turn an error that users can cause into a message and its exit code."""
-    with redacted_output():
-        _main(sys.argv[1:] if arguments is None else list(arguments))
+    with guarded_output():
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        remember_words(given)
+        _main(given)
 
 
 def _main(arguments: list[str]) -> None:

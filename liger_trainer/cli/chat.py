@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.console import visible
 from ..errors import ConfigError
 from ._shared import write_new
 
@@ -45,6 +46,9 @@ def chat(
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cuda, cuda:1, mps, cpu. Default: a GPU if there is one.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the models bring.")
+    ] = False,
 ) -> None:
     """Chat with the student of a run, with its teacher beside it, or with any model; /help says how. Reads stdin."""
     from .run import _quieten
@@ -53,7 +57,7 @@ def chat(
     from ..tools.chat import Manner, open_chat
 
     manner = Manner(max_new_tokens, temperature, seed=seed, system=system)
-    session = _Session(open_chat(model, manner, device), sys.stdin.isatty())
+    session = _Session(open_chat(model, manner, device, trust_remote_code), sys.stdin.isatty())
     if teacher:
         session.chat.with_teacher(True)
     session.run()
@@ -138,7 +142,7 @@ class _Session:
         if self.chat.beside is not None:
             begun = "" if speaker is self.chat.student else "\n"
             print(f"{begun}{speaker.name}: ", end="", flush=True)
-        return lambda piece: print(piece, end="", flush=True)
+        return lambda piece: print(visible(piece), end="", flush=True)
 
     def _clear(self) -> None:
         self.chat.messages, self.last = [], ""

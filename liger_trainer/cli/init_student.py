@@ -74,10 +74,11 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
     from ..config.catalogue import find_config
     from ..config.conflicts import STUDENT_KEYS
+    from ..config.overrides import setting
     from ..config.yaml_reader import read_settings
     from ..tools.students.make import CHOICE
 
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]
     return shlex.join(
-        ["liger-trainer", "run", config.source, f"model_name_or_path={path}", *(f"~{key}" for key in in_file)]
+        ["liger-trainer", "run", config.source, setting("model_name_or_path", path), *(f"~{key}" for key in in_file)]
     )

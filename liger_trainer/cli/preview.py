@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..common.console import visible
 from ._shared import Config, Overrides, show_notices
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def _print(console: "Console", row: "SeenRow") -> None:
             console.print(Text(f"── document {number + 1}", "cyan"))
         text = Text()
         for piece in document:
-            marked = piece.text if colours or not piece.supervised else piece.text.join(MARKS)
+            shown = visible(piece.text)
+            marked = shown if colours or not piece.supervised else shown.join(MARKS)
             text.append(marked, SUPERVISED if piece.supervised else OTHER)
         console.print(text, soft_wrap=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import ConfigError
+
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
 CORRECTED_TEACHER, FIRST_STAGE = "teacher", "stage-1"  # folders in the output_dir, of the trainings before the last
@@ -16,12 +18,15 @@ CORRECTED_TEACHER, FIRST_STAGE = "teacher", "stage-1"  # folders in the output_d
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that, whenever the process or the machine stops, the old content or the new one is there.
 
+    A link of this name is replaced; what it leads to is untouched.
+
     Raises:
         OSError: it cannot be written; the old file is untouched.
     """
     staged = path.with_name(f".{path.name}.tmp")
+    staged.unlink(missing_ok=True)  # a killed process may have left one, and it may be a link
     try:
-        with staged.open("wb") as file:
+        with staged.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -29,6 +34,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     finally:
         staged.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse to write into the folder of a run in which a link leads elsewhere: it may have come with an archive.
+
+    A checkpoint may be a link, since nothing is written into a finished one.
+
+    Raises:
+        ConfigError: names the link and what it leads to.
+    """
+    inside = folder.resolve()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_symlink() and not path.name.startswith("checkpoint-") and not path.resolve().is_relative_to(inside):
+            raise ConfigError(
+                f"{path} is a link to {path.resolve()}: what is written here would be written there. Remove the link, "
+                "or choose another folder."
+            )
 
 
 def sync_folder(path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .files import refuse_links
 
 try:
     import fcntl
@@ -62,7 +63,7 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
         note: gets a sentence about a lock whose process is gone.
 
     Raises:
-        ConfigError: another process holds it; it is named.
+        ConfigError: another process holds it, which is named; or a link in the folder leads out of it.
     """
     folder = folder.expanduser().resolve()
     if folder in _HELD:
@@ -72,6 +73,7 @@ def folder_lock(folder: Path, note: Callable[[str], Any]) -> Iterator[None]:
         finally:
             _HELD[folder].times -= 1
         return
+    refuse_links(folder)
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file, over = _take(folder, note), threading.Event()

@@ -13,7 +13,7 @@ from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
 from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed, will_shard
 from .overrides import parse_overrides
-from .places import missing_paths, variables_that_run_code
+from .places import missing_paths, variables_not_allowed
 from .run_options import RECIPES, TWO_STAGE
 from .schema import Schema
 from .settings import DROPPED, Checked, Finding, Setting
@@ -93,7 +93,7 @@ def _check_settings(
     for key, message in conflicts(options, wrong):
         problems.append(Finding(settings[key].where if key in settings else label, key, message))
     if "env" in known and not allow_env:
-        problems += variables_that_run_code(known["env"])
+        problems += variables_not_allowed(known["env"])
     if paths:
         problems += missing_paths({key: setting for key, setting in known.items() if key not in wrong})
     if "report_to" not in wrong:

@@ -1,5 +1,6 @@
 """Reads the settings of a command line."""
 
+import json
 import re
 
 import yaml
@@ -50,6 +51,16 @@ def parse_overrides(arguments: list[str]) -> ParsedSettings:
         value = True if not values else values[0] if len(values) == 1 else values
         parsed.values[key.replace("-", "_")] = Setting(value, COMMAND_LINE)
     return parsed
+
+
+def setting(key: str, value: object) -> str:
+    """Return `key=value` for a command line, the value as text that YAML reads as it is: a folder may be called 1e3."""
+    text = str(value)
+    try:
+        plain = parse_yaml(text) == text
+    except (yaml.YAMLError, ValueError):
+        plain = False
+    return f"{key}={text if plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def _values_of_flag(arguments: list[str], start: int) -> list[str]:

@@ -21,7 +21,7 @@ from ..errors import ConfigError, LigerTrainerError
 from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
-from .places import ALLOW_ENV
+from .places import ALLOW_ENV, needs_trust
 from .run_options import TWO_STAGE
 from .schema import Schema, shipped_schema
 from .settings import Checked, Finding, Setting, in_order
@@ -222,7 +222,9 @@ class RunConfig:
         return text + f"\n{DEFAULTS}\n" + "".join(f"# {line}\n" for line in defaults.splitlines())
 
 
-def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False) -> RunConfig:
+def load_run_config(
+    name: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False, found: bool = False
+) -> RunConfig:
     """Read and check a configuration, and set the variables of its `env`.
 
     Loads no model and no data; instantiates no arguments.
@@ -234,12 +236,14 @@ def load_run_config(name: str, overrides: Iterable[str] = (), exact: bool = Fals
         exact: know the keys of the installed TRL and transformers also where they are not the ones the package was
             made with. They are then imported; without `exact` only if something seems wrong.
         paths: also look whether the files and folders are there that it names.
+        found: it lies in the folder that was named. Its `env` is not set, and what runs code of a model or of the hub
+            counts from the command line only.
 
     Raises:
         ConfigError: every problem found, one a line, each as "file:line: key: expected ..., got ...".
     """
     text, label = find_config(name)
-    return check_text(text, label, overrides, exact, paths)
+    return check_text(text, label, overrides, exact, paths, found)
 
 
 def _installed_schema() -> Schema:
@@ -249,7 +253,12 @@ def _installed_schema() -> Schema:
 
 
 def check_text(
-    text: str, label: str, overrides: Iterable[str] = (), exact: bool = False, paths: bool = False
+    text: str,
+    label: str,
+    overrides: Iterable[str] = (),
+    exact: bool = False,
+    paths: bool = False,
+    found: bool = False,
 ) -> RunConfig:
     """`load_run_config` for a configuration at hand as text; `label` names it in messages."""
     overrides = tuple(overrides)
@@ -261,9 +270,10 @@ def check_text(
         checked = check(text, label, settings, _installed_schema(), allow_env, paths)
     for key, setting in checked.settings.items():
         remember_settings(key, setting.value)
-    if checked.problems:
-        raise _report(label, checked.problems)
-    for variable, value in (checked.values["env"] or {}).items():
+    problems = [*checked.problems, *(needs_trust(checked.settings) if found else ())]
+    if problems:
+        raise _report(label, problems)
+    for variable, value in (checked.values["env"] or {}).items() if not found else ():
         os.environ[str(variable)] = str(value)
     notices = tuple(in_order(checked.notices))
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
 from ..common.files import CONFIG, METRICS
+from ..config.overrides import parse_overrides, setting
+from ..config.places import API_KEY, needs_trust
 from ..config.settings import COMMAND_LINE
 from ..config.stages import SECOND_STAGE, folders
 from ..config.yaml_reader import read_settings
@@ -30,7 +32,8 @@ def resumption(
         force: whether to resume though data or models have changed.
 
     Raises:
-        ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more.
+        ConfigError: no such run or checkpoint, or the run is finished and `overrides` ask for nothing more; or its
+            configuration has code of a model run, which a folder does not decide.
         CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
     run_dir = whole_run(run_dir)
@@ -41,18 +44,27 @@ def resumption(
         )
     if (run_dir / METRICS).is_file():
         if not overrides:
-            advice = f"to train on, say for how long: liger-trainer resume {run_dir} {_longer(config)}"
-            raise ConfigError(f"the run in {run_dir} is finished ({METRICS} is there); {advice}")
+            command = f"liger-trainer resume {shlex.quote(str(run_dir))} {_longer(config)}"
+            raise ConfigError(
+                f"the run in {run_dir} is finished ({METRICS} is there); to train on, say for how long: {command}"
+            )
         overrides = ["overwrite_output_dir=true", *overrides]
-    settings = [f"output_dir={run_dir}", *overrides]
+    named = parse_overrides(overrides).values
+    brought = read_settings(config.read_text(encoding="utf-8"), str(config)).values
+    for finding in needs_trust({key: given for key, given in brought.items() if key not in named}):
+        if finding.key != API_KEY:  # the run has sent it there
+            raise ConfigError(str(finding))
+    settings = [setting("output_dir", run_dir), *overrides]
     at = in_progress(run_dir)
     if checkpoint is None and newest_whole(at, contents=False) is None:
         begun = at != [*earlier(run_dir), run_dir][0]
         part = f"what is trained in {at.name}" if begun else "the run"
         print(f"liger-trainer: no checkpoint in {at}: {part} starts from the beginning.", file=sys.stderr)
         return str(config), [*settings, "resume_from_checkpoint=true"] if begun else settings
-    chosen = "true" if checkpoint is None else _checked(at, checkpoint)
-    return str(config), [*settings, f"resume_from_checkpoint={chosen}", *(["force_resume=true"] if force else [])]
+    chosen = "resume_from_checkpoint=true"
+    if checkpoint is not None:
+        chosen = setting("resume_from_checkpoint", _checked(at, checkpoint))
+    return str(config), [*settings, chosen, *(["force_resume=true"] if force else [])]
 
 
 def _longer(config: Path) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ..config.overrides import setting
 from .reports.verdict import verdict
 from .results import RunResults
 
@@ -40,7 +41,7 @@ def next_commands(output_dir: Path, adapter: bool) -> dict[str, str]:
     if adapter:
         last = line("merge", run, str(above / f"{name}-merged")), "adapter and base as one model"
     else:
-        other = f"output_dir={above / f'{name}-2'}"
+        other = setting("output_dir", above / f"{name}-2")
         last = line("run", str(output_dir / "config.yaml"), other, "learning_rate=1e-4"), "again, with a change"
     return {
         line("chat", run): "talk to it",

@@ -1,5 +1,6 @@
 """Start a run again through accelerate's launcher, for several processes, and end all of them together."""
 
+import json
 import os
 import signal
 import subprocess
@@ -18,11 +19,13 @@ from ..common.signals import handling
 from ..common.value_rules import did_you_mean
 from ..config.engines import LAUNCHED, accelerate_file, accelerate_names, is_launched
 from ..errors import ConfigError, Interrupted, LigerTrainerError
+from ..secrets import redact
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 EXIT_CODE = "exit_code"
+ARGUMENTS = "LIGER_TRAINER_ARGUMENTS"  # an environment variable
 WATCH_EVERY = 1.0  # seconds
 
 
@@ -64,14 +67,22 @@ def launch(launcher: list[str], arguments: list[str]) -> NoReturn:
     """
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", "liger_trainer", *arguments]
+    # accelerate prints the command when a run fails, and `ps` shows it: secrets go by the environment.
+    shown = [redact(word) for word in arguments]
+    secret = {} if shown == arguments else {ARGUMENTS: json.dumps(arguments)}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", "liger_trainer", *shown]
     with TemporaryDirectory(prefix="liger-trainer-") as folder:
         ranks = Ranks(Path(folder))
-        environment = {**os.environ, LAUNCHED: f"{os.getpid()}:{folder}"}
+        environment = {**os.environ, **secret, LAUNCHED: f"{os.getpid()}:{folder}"}
         with handling(lambda number, frame: ranks.send(number)):
             ranks.launcher = subprocess.Popen(command, env=environment, start_new_session=True)  # without our terminal
             code = ranks.wait()
     sys.exit(code)
+
+
+def given_by_launcher() -> list[str] | None:
+    """Return the arguments of a process of `launch` whose command line hides a secret; None for any other."""
+    return json.loads(os.environ.pop(ARGUMENTS, "null"))
 
 
 class Ranks:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 from trl import prepare_multimodal_messages
 
-from ..common.console import is_main_process
+from ..common.console import is_main_process, visible
 from ..common.zero3 import is_partitioned, shape_of
 from ..losses.model_parts import device_of
 from ..trainers.message_marks import ANSWERS
@@ -287,9 +287,9 @@ def _change(old: float, new: float) -> str:
 def print_completions(console: Console, completions: Sequence[Completion]) -> None:
     """Print each prompt with its completions in a panel."""
     for completion in completions:
-        parts = [Text(completion.prompt, style="bold")]
+        parts = [Text(visible(completion.prompt), style="bold")]
         for title in ("teacher", "before", "after"):
             text = getattr(completion, title)
             if text is not None:
-                parts.append(Text.assemble((f"{title}: ", "cyan"), text or "(nothing)"))
+                parts.append(Text.assemble((f"{title}: ", "cyan"), visible(text) or "(nothing)"))
         console.print(Panel(Group(*parts), title="held-out prompt", title_align="left"))

@@ -149,8 +149,11 @@ class Chat:
         return answers
 
 
-def open_chat(target: str, manner: Manner, device: str | None) -> Chat:
+def open_chat(target: str, manner: Manner, device: str | None, trust: bool = False) -> Chat:
     """Load the student of a run or of a checkpoint, or any model: a directory, a hub id, a demo name.
+
+    Args:
+        trust: run code that the model brings. A config.yaml in the folder does not decide that.
 
     Raises:
         ConfigError: there is no such model, or no weights in it.
@@ -159,18 +162,19 @@ def open_chat(target: str, manner: Manner, device: str | None) -> Chat:
     place = _device(device)
     path = Path(target).expanduser()
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
-    config = load_run_config(str(settings), []) if path.is_dir() and settings is not None else None
-    trust = bool(config and config["trust_remote_code"])
+    config = None
+    if path.is_dir() and settings is not None:
+        config = load_run_config(str(settings), ["trust_remote_code=true"] if trust else [], found=True)
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", ADAPTER)):
         saved = checkpoints_in(path)
         hint = f" There is one in {saved[-1]}." if saved else ""
         unfinished = "" if (path / METRICS).is_file() else " The run has not finished."
         raise ConfigError(f"{target} holds no model.{unfinished}{hint}")
     student = _load("student" if config else target, str(path) if path.is_dir() else target, place, trust)
-    return Chat(student, lambda: _teacher(config, target, student, place), manner)
+    return Chat(student, lambda: _teacher(config, target, student, place, trust), manner)
 
 
-def _teacher(config: RunConfig | None, target: str, student: Speaker, device: torch.device) -> Speaker:
+def _teacher(config: RunConfig | None, target: str, student: Speaker, device: torch.device, trust: bool) -> Speaker:
     values = config.values if config else {}
     if values.get("teacher") == "self" and hasattr(student.model, "peft_config"):
         return Speaker("teacher", student.model, student.tokenizer, adapters_off=True)
@@ -178,7 +182,7 @@ def _teacher(config: RunConfig | None, target: str, student: Speaker, device: to
     if not name:
         raise ConfigError(f"{target} names no teacher that can be loaded here: no teacher_model_name_or_path.")
     revision = values.get("teacher_model_revision")
-    return _load("teacher", name, device, bool(values.get("trust_remote_code")), revision)
+    return _load("teacher", name, device, trust, revision)
 
 
 def _device(name: str | None) -> torch.device:

@@ -21,6 +21,7 @@ from trl import get_peft_config
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
 from ..common.weights import DamagedWeightsError, with_adapter
+from ..config.overrides import setting
 from ..config.run_config import load_run_config
 from ..config.settings import Setting
 from ..errors import ConfigError, CorruptError, NonFiniteError
@@ -96,12 +97,12 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
         return Subject(target, load_run_config(target, overrides, exact=True).uncorrected, None)
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     if settings is None:
-        hint = f"eval CONFIG model_name_or_path={target} evaluates a model on the rows of a configuration."
+        hint = f"eval CONFIG {setting('model_name_or_path', target)} evaluates a model on the rows of a configuration."
         raise ConfigError(f"{target} holds no {CONFIG}, which a run writes. {hint}")
     if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
         saved = ", ".join(str(p) for p in checkpoints_in(path))
         raise ConfigError(f"{target} holds no weights.{f' There are some in {saved}.' if saved else ''}")
-    return Subject(target, load_run_config(str(settings), overrides, exact=True).each[-1], path)
+    return Subject(target, load_run_config(str(settings), overrides, exact=True, found=True).each[-1], path)
 
 
 def evaluate(subject: Subject) -> Evaluation:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -149,3 +150,22 @@ def test_on_a_terminal_a_mistake_is_told_and_the_chat_goes_on(folder, monkeypatc
     assert code == 0 and "/sett is no command" in err
     assert "/help lists the commands." in out and greedy(load(folder / "out"), ("user", FIRST)) in out
     assert "tokens/s)" in out
+
+
+@pytest.mark.parametrize("place", ["within", "above"])
+def test_a_folders_configuration_does_not_have_a_models_code_run(folder, tmp_path, place, monkeypatch, capsys):
+    model = tmp_path / "run" / "model"
+    shutil.copytree(folder / "out", model)
+    shutil.move(model / "config.yaml", (model if place == "within" else model.parent) / "config.yaml")
+    with next(model.parent.rglob("config.yaml")).open("a") as file:
+        file.write("trust_remote_code: true\n")
+    content = json.loads((model / "config.json").read_text())
+    ours = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (model / "config.json").write_text(json.dumps(content | ours))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1\n"))
+    for command in ("chat", "eval"):
+        code, _, err = call(capsys, command, model)
+        assert code == 2 and "trust_remote_code: True can run code that a model" in err
+    code, _, err = call(capsys, "chat", model, "--trust-remote-code")
+    assert code != 0 and (tmp_path / "ran").exists()

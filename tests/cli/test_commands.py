@@ -164,7 +164,8 @@ def test_cat_and_cp(call, tmp_path):
 
 def test_config_says_where_each_value_comes_from_and_is_a_configuration_again(call, tmp_path):
     text = (
-        NEEDED + 'learning_rate: 2e-5\nmax_steps: 4\nenv: {A_TOKEN: x, SHOWN: y}\nhub_token: secret\nrun_name: "no"\n'
+        NEEDED
+        + 'learning_rate: 2e-5\nmax_steps: 4\nenv: {HF_A_TOKEN: x, WANDB_SHOWN: y}\nhub_token: secret\nrun_name: "no"\n'
     )
     (tmp_path / "my.yaml").write_text(text)
     code, out, _ = call("config", "my.yaml", "seed=7", "--logging_steps", "2", "~max_steps")
@@ -173,7 +174,7 @@ def test_config_says_where_each_value_comes_from_and_is_a_configuration_again(ca
     assert code == 0 and set(places) == {"recipe", *shipped_schema().sft.keys}
     assert (places["learning_rate"], places["seed"], places["logging_steps"]) == ("my.yaml:3", *["command line"] * 2)
     assert (places["max_steps"], places["output_dir"]) == ("default", "recipe default")
-    assert places["bf16"] == "default: whether the GPU has it" and "secret" not in out and "A_TOKEN" not in out
+    assert places["bf16"] == "default: whether the GPU has it" and "secret" not in out and "HF_A_TOKEN" not in out
     again, first = (
         check_text(out, "again.yaml"),
         load_run_config("my.yaml", ["seed=7", "logging_steps=2", "~max_steps"]),
@@ -223,6 +224,21 @@ def launched(monkeypatch):
         return commands[0] if commands else []
 
     return start
+
+
+def test_a_launchers_command_line_holds_no_secret(launched, tmp_path, monkeypatch):
+    """accelerate prints it where a run fails."""
+    monkeypatch.chdir(tmp_path)
+    environments: list[dict[str, str]] = []
+    popen = launching.subprocess.Popen
+    monkeypatch.setattr(
+        launching.subprocess, "Popen", lambda command, env, **more: (environments.append(env), popen(command, **more))
+    )
+    words = ["run", "smollm2/sft_full", "hub_token=hunter2-secret"]
+    assert launched(*words, "--", "--num_processes", "2")[-3:] == ["run", "smollm2/sft_full", "hub_token=<secret>"]
+    monkeypatch.setenv(launching.ARGUMENTS, environments[0][launching.ARGUMENTS])
+    assert launching.given_by_launcher() == words
+    assert launching.given_by_launcher() is None, "the process's own children have their own"
 
 
 def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkeypatch, capsys):

@@ -300,6 +300,14 @@ def test_resume_refuses_a_damaged_checkpoint_that_is_asked_for(copy, cli):
         resumption(copy / "nowhere", None, [])
 
 
+def test_resume_runs_a_models_code_only_where_that_is_said_again(copy):
+    with (copy / "config.yaml").open("a") as file:
+        file.write("\ntrust_remote_code: true\n")
+    with pytest.raises(ConfigError, match=r"yaml:\d+: trust_remote_code: .* add trust_remote_code=... to the com"):
+        resumption(copy, None, [])
+    assert "trust_remote_code=true" in resumption(copy, None, ["trust_remote_code=true"])[1]
+
+
 def test_resume_finishes_what_was_killed_after_the_last_step(trained, copy, cli):
     """Between the last checkpoint and metrics.json: nothing is left to train, but to save and to measure."""
     (copy / "adapter_model.safetensors").unlink()

@@ -1,12 +1,15 @@
-"""Files and folders are replaced as a whole or not at all; lines are printed by the first process only."""
+"""Files and folders are replaced as a whole or not at all, and nothing is written through a link."""
 
 import hashlib
 import os
 
 import pytest
 
-from liger_trainer.common.console import announce
-from liger_trainer.common.files import sha256, staged_folder, write_atomically
+from liger_trainer.common.files import refuse_links, sha256, staged_folder, write_atomically
+from liger_trainer.common.folder_lock import LOCK, folder_lock
+from liger_trainer.errors import ConfigError
+from liger_trainer.run.reports.html import write_report
+from liger_trainer.run.reports.read_run import RunRecord
 
 
 @pytest.mark.parametrize("content", ["nats: ∞\n", b"\x00\xff"])
@@ -52,10 +55,42 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
     assert [path.name for path in target.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(("rank", "printed"), [(None, "liger-trainer: hi\n"), ("0", "liger-trainer: hi\n"), ("1", "")])
-def test_the_first_process_speaks(monkeypatch, capsys, rank, printed):
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    announce("hi")
-    assert capsys.readouterr().out == printed
+@pytest.mark.parametrize("link", ["file", ".file.tmp"])
+def test_a_link_is_replaced_and_what_it_leads_to_is_untouched(tmp_path, link):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    (tmp_path / link).symlink_to(elsewhere)
+    write_atomically(tmp_path / "file", "new")
+    assert elsewhere.read_text() == "mine" and (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "file").is_symlink()
+
+
+def locked(folder):
+    with folder_lock(folder, print):
+        pass
+
+
+def reported(folder):
+    write_report([RunRecord(path=folder, finished=False, steps=0)], folder / "report.html")
+
+
+@pytest.mark.parametrize("write", [refuse_links, locked, reported])
+@pytest.mark.parametrize("name", [LOCK, "plots", "model.safetensors"])
+def test_a_folder_with_a_link_that_leads_out_is_refused(tmp_path, write, name):
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    run.mkdir()
+    elsewhere.mkdir() if name == "plots" else elsewhere.write_text("mine")
+    (run / name).symlink_to("../elsewhere")
+    with pytest.raises(ConfigError, match=f"{name} is a link to {elsewhere}"):
+        write(run)
+    assert list(elsewhere.iterdir()) == [] if name == "plots" else elsewhere.read_text() == "mine"
+    assert [path.name for path in run.iterdir()] == [name]
+
+
+def test_links_to_checkpoints_and_within_the_folder_stay(tmp_path):
+    run = tmp_path / "run"
+    (run / "folder").mkdir(parents=True)
+    (run / "within").symlink_to("folder")
+    (run / "checkpoint-3").symlink_to(tmp_path)
+    locked(run)
+    refuse_links(tmp_path / "nowhere")

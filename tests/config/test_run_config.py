@@ -10,6 +10,7 @@ from trl import ModelConfig, SFTConfig
 from liger_trainer.config import run_config
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.config.conflicts import GONE
+from liger_trainer.config.overrides import parse_overrides, setting
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
@@ -139,9 +140,12 @@ def test_one_wrong_value(load, line, complaint):
             "teacher_model_name_or_path: t\nlmbda: 1.0\nuse_vllm: true\nvllm_server_base_url: http//h",
             "vllm_server_base_url: expected an address such as http://localhost:8000/v1, got 'http//h'.",
         ),
-        ("env: {OMP_NUM_THREADS: 1, PYTHONPATH: /x}", "env: PYTHONPATH can make programs run other code"),
-        ("env: {LD_PRELOAD: x.so}", "env: LD_PRELOAD can make"),
-        ("env: {BASH_ENV: x.sh}", "env: BASH_ENV can make"),
+        (
+            "env: {OMP_NUM_THREADS: 1, PYTHONPATH: /x}",
+            "env: PYTHONPATH is none of the variables that a configuration may",
+        ),
+        ("env: {LD_PRELOAD: x.so}", "env: LD_PRELOAD is none of"),
+        ("env: {BASH_ENV: x.sh}", "env: BASH_ENV is none of"),
         ("dataset_test_split: dev\nholdout_fraction: 0.1", "has no effect beside dataset_test_split"),
     ],
 )
@@ -219,12 +223,57 @@ def test_only_differences_are_shown(load):
 
 
 def test_environment_variables_of_the_file(load, monkeypatch):
-    monkeypatch.delenv("LIGER_TEST_VARIABLE", raising=False)
-    load(NEEDED + "env: {LIGER_TEST_VARIABLE: 3}\n")
-    assert os.environ.pop("LIGER_TEST_VARIABLE") == "3"
+    monkeypatch.delenv("WANDB_TEST_VARIABLE", raising=False)
+    load(NEEDED + "env: {WANDB_TEST_VARIABLE: 3}\n")
+    assert os.environ.pop("WANDB_TEST_VARIABLE") == "3"
     monkeypatch.delenv("PYTHONSTARTUP", raising=False)
     load(NEEDED + "env: {PYTHONSTARTUP: x.py}\n", "--allow-env", "max_steps=3")
     assert os.environ.pop("PYTHONSTARTUP") == "x.py"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GCC_EXEC_PREFIX", "COMPILER_PATH", "TRITON_PTXAS_PATH", "TRITON_CACHE_DIR", "NCCL_NET_PLUGIN", "LD_PRELOAD",
+     "CUDA_INJECTION64_PATH", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "HF_MODULES_CACHE", "WANDB__EXECUTABLE", "path"],
+)  # fmt: skip
+def test_variables_that_may_run_code_are_refused(load, name):
+    assert f"env: {name} is none of the variables that a configuration may set" in refused(
+        load, f"{NEEDED}env: {{{name}: /tmp/x}}\n"
+    )
+    assert name not in os.environ or os.environ[name] != "/tmp/x"
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_ENDPOINT", "MLFLOW_TRACKING_URI", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "OMP_NUM_THREADS", "no_proxy",
+             "PYTORCH_CUDA_ALLOC_CONF", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"],
+)  # fmt: skip
+def test_variables_that_choose_what_is_there_are_set(load, name, monkeypatch):
+    monkeypatch.setenv(name, "before")
+    load(f"{NEEDED}env: {{{name}: after}}\n")
+    assert os.environ[name] == "after"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["trust_remote_code: true", "model_init_kwargs: {trust_remote_code: true}", "attn_implementation: owner/kernel",
+     "model_init_kwargs: '{\"attn_implementation\": \"owner/kernel\"}'"],
+)  # fmt: skip
+def test_a_configuration_that_was_found_runs_no_code(load, tmp_path, line, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://mine")
+    load(f"{NEEDED}{line}\n")  # it was named
+    text = f"{NEEDED}{line}\nenv: {{HF_ENDPOINT: https://theirs}}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"run.yaml:3: {key}: .* add {key}=... to the command line"):
+        load_run_config("run.yaml", found=True)
+    said = "trust_remote_code=true" if key == "trust_remote_code" else f"{key}={line.partition(': ')[2].strip(chr(39))}"
+    assert load_run_config("run.yaml", [said], found=True).given(key)
+    assert os.environ["HF_ENDPOINT"] == "https://mine"
+
+
+@pytest.mark.parametrize("name", ["out", "exp #2", "1e3", "null", "[a]", "x ", "~", "a: b", "'q'"])
+def test_a_setting_of_a_command_line_is_the_text_that_it_was(name):
+    assert parse_overrides([setting("output_dir", name)]).values["output_dir"].value == name
 
 
 def test_paths_that_are_not_there(tmp_path, monkeypatch):

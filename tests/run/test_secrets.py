@@ -33,7 +33,7 @@ def run(models, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    for name in ("MY_AUTH", "DATABASE_URL"):
+    for name in ("COMET_AUTH", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "400")
     (tmp_path / "tensorboardX").mkdir()
@@ -54,7 +54,7 @@ def run(models, tmp_path, monkeypatch, capfd):
         return code, out + err
 
     yield run_main
-    for name in ("MY_AUTH", "DATABASE_URL"):
+    for name in ("COMET_AUTH", "MLFLOW_TRACKING_URI"):
         os.environ.pop(name, None)
 
 
@@ -79,7 +79,7 @@ def test_a_canary_given_in_nine_ways_is_nowhere(run, tmp_path):
 
 def test_an_error_quotes_no_canary(run, tmp_path):
     """A server that quotes the key and the address; an error that nobody expected is in the next test."""
-    quoted = b"no rights: canary-of-server at http://me:canary-in-url@host, MY_AUTH=canary-by-env"
+    quoted = b"no rights: canary-of-server at http://me:canary-in-url@host, COMET_AUTH=canary-by-env"
     code, printed = run(lambda *_: Reply(quoted, 403))
     assert code == 2 and "no rights" in printed
     assert "canary" not in printed
@@ -94,6 +94,22 @@ def test_a_traceback_quotes_no_canary(run, monkeypatch):
     monkeypatch.setattr("liger_trainer.config.run_config.RunConfig.refusals", lambda *_: pytest.MonkeyPatch.context())
     code, printed = run()
     assert code == 1 and "RuntimeError: for <secret>" in printed and "canary" not in printed
+
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (f"env.WANDB_API_KEY={KEY}",), (f"env={{WANDB_API_KEY:{KEY}}}",), (f"env={{WANDB_API_KEY: [{KEY}",),
+        (f"model_init_kwargs={{token:{KEY}",), (f"hub_token={KEY}:",), (f"hub_token=[{KEY}",),
+        ("--hub-token", f"[{KEY}"), (f"--hub_token={KEY}:",),
+    ],
+)  # fmt: skip
+def test_a_mistake_on_the_command_line_quotes_no_secret(words, capsys):
+    code, out, err = call(capsys, "validate", "smollm2/sft_full", *words)
+    assert code == 2 and "<secret>" in err and KEY not in out + err
 
 
 def test_resuming_asks_for_a_secret_that_was_left_out():

@@ -28,8 +28,8 @@ report_to: tensorboard
 hub_token: canary-hub-token
 model_init_kwargs: '{{"token": "canary-of-model"}}'
 env:
-  MY_AUTH: Bearer canary-by-env
-  DATABASE_URL: postgres://me:canary-in-env-url@db/x
+  COMET_AUTH: Bearer canary-by-env
+  MLFLOW_TRACKING_URI: https://me:canary-in-env-url@db/x
 """
 ENVIRONMENT = {
     "HF_TOKEN": "canary-of-environment",

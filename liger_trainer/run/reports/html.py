@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...common.files import write_atomically
+from ...common.files import refuse_links, write_atomically
 from ...secrets import redact
 from .curves import SERIES, axes_of, points, reading
 from .drawing import Drawing, draw
@@ -61,8 +61,11 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> Path:
     """Write the report and, beside it, the curves: to `plots/`, or to `NAME_plots/` for a report called NAME.html.
 
     Raises:
+        ConfigError: the report is to lie in a run's folder, in which a link leads elsewhere.
         OSError: they cannot be written.
     """
+    if any(output.parent.resolve() == run.path.resolve() for run in runs):
+        refuse_links(output.parent)
     drawings = draw(runs, names(runs))
     page = render(runs, drawings)
     plots = output.parent / ("plots" if output.stem == "report" else f"{output.stem}_plots")

@@ -185,7 +185,8 @@ class _Generation:
             raise DataError(f"{self.output_dir}: of {generated.samples} samples none is left ({reasons}).")
         staged = self.output_dir / f".{ROWS}.tmp"
         try:
-            with staged.open("w", encoding="utf-8") as file:
+            staged.unlink(missing_ok=True)
+            with staged.open("x", encoding="utf-8") as file:
                 for kept, sample in zip(sieve.kept, self.store.samples(), strict=False):
                     if kept:
                         file.write(json.dumps(_row(sample), ensure_ascii=False) + "\n")
