@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..losses.plan import plan_of
 from ..teachers.config import OF_ONE_TEACHER, entries_of
 from ..teachers.vocabulary import Vocabulary, compare_tokenizers, teacher_tokenizer, tokenizer_of
-from ..trainers.chat_rows import check_chats
+from ..trainers.chat_checks import check_chats
 from .data.datasets import RunData
 from .data.demo_model import resolve_model
 from .drop_layers import drop_layers
@@ -154,7 +154,8 @@ def check_student(config: "RunConfig", files: ModelFiles, data: RunData) -> None
         raise config.error(files.key, reason)
     if chat and data.facts.images is None:  # a template of images renders no message before it has them
         for split, rows in (("train", data.train), ("test", data.test)):
-            check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split))
+            allow = config["allow_unwritten_fields"]
+            check_chats(rows, files.tokenizer, _template_text(config), partial(data.place, split), allow)
     vocabulary = files.tokenizer.get_vocab()
     size = files.vocab_size
     beyond = sorted((number, token) for token, number in vocabulary.items() if number >= size)

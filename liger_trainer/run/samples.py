@@ -19,6 +19,7 @@ from trl import prepare_multimodal_messages
 from ..common.console import is_main_process, visible
 from ..common.zero3 import is_partitioned, shape_of
 from ..losses.model_parts import device_of
+from ..trainers.chat_checks import fitting
 from ..trainers.message_marks import ANSWERS
 from .data.datasets import RunData
 from .data.images import images_of
@@ -148,6 +149,7 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     if form in ("prompt", "prompt-completion") and isinstance(row["prompt"], str):
         return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row.get("completion"))
     messages, answer = _asked_and_answered(row, form)
+    messages = fitting(messages, tokenizer)
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     options: dict[str, Any] = row.get("chat_template_kwargs") or {}

@@ -1,4 +1,4 @@
-"""Rows of ShareGPT and of Alpaca as the messages that chat templates know, and a check that the template knows them.
+"""Rows of ShareGPT and of Alpaca as the messages that chat templates know, and chats as trainers take them.
 
 ShareGPT's `conversations` become `messages`, with the roles user and assistant for its human and gpt: every token is
 learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `instruction` and `input` become
@@ -6,16 +6,25 @@ learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `
 Stanford Alpaca's prompt may be written around instruction and input (`RowsConfig.alpaca_prompt`).
 """
 
-import json
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from datasets import Dataset, IterableDataset
-from jinja2 import TemplateError, TemplateSyntaxError
-from trl.data_utils import get_dataset_column_names, is_conversational
+from datasets import Dataset, Features, IterableDataset, List, Value
+from trl.data_utils import get_dataset_column_names
 
-from ..common.limits import LimitExceeded, limited
-from ..errors import ConfigError, DataError
+from ..errors import DataError
+from .images import COLUMNS
+from .messages import (
+    CHAT,
+    JsonAsWritten,
+    encoded,
+    exact,
+    is_plain,
+    tidy,
+    without_nulls,
+)
 
 ROLES = {"human": "user", "gpt": "assistant"}
 BASIC_ROLES = ("system", "user", "assistant")
@@ -23,10 +32,12 @@ NO_ANSWERS = ("system", "developer", "user", "tool")  # any other role may be a 
 IMAGE = "<image>"  # stands for an image in LLaVA's conversations
 ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
-_READ = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-NO_ROLE = "no-such-role"
-RENDER_SECONDS, RENDER_MIB = 10.0, 2048.0
-"""A row takes milliseconds. A template that takes more has no end, or makes a text that nobody can read."""
+PAIRS = (("chosen", "rejected"), ("rejected_response",), ("rejected_messages",))
+VERDICTS = ("label", "kto_tag")
+_EXTRA = ("tools", "chat_template_kwargs")
+CHAT_COLUMNS_READ = ("messages", "prompt", "completion", *_EXTRA)
+READ = {*CHAT_COLUMNS_READ, "conversations", *ALPACA, *ALPACA_OPTIONAL, *COLUMNS}
+KEPT = {"messages", "prompt"}
 
 
 _WITH_INPUT = (
@@ -41,7 +52,10 @@ _WITHOUT_INPUT = (
 
 
 def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "instruction") -> Any:
-    """Return rows of ShareGPT as messages, of Alpaca as prompt and completion, and rows of other forms as they are.
+    """Return rows of ShareGPT as messages, of Alpaca as prompt and completion, and chats as templates take them.
+
+    Of a chat, text in parts is joined, a column `system` becomes the first message, marks of messages become `train`
+    (`messages.MARKS`), and nulls that Arrow has filled in are left out. Rows with images keep their parts.
 
     Args:
         dataset: a Dataset or an IterableDataset.
@@ -49,38 +63,137 @@ def in_messages(dataset: Any, text_field: str = "text", alpaca_prompt: str = "in
         alpaca_prompt: see `RowsConfig`.
 
     Raises:
-        DataError: a row of Alpaca is to be plain text, and has a system prompt or a history.
+        DataError: rows are for preferences; a row of Alpaca is to be plain text, and has a system prompt or a history;
+            a message has parts that are no text, or a mark that is neither 0 nor 1.
     """
     if not isinstance(dataset, Dataset | IterableDataset):  # TRL's refusal names the type
         return dataset
     columns = set(get_dataset_column_names(dataset))
-    if columns & {"input_ids", "prompt", "messages"}:
+    if "input_ids" in columns:
         return dataset
+    check_preferences(dataset, text_field if text_field != "text" else None)
+    convert, removed = _conversion(columns, text_field, alpaca_prompt)
+    images = not columns.isdisjoint(COLUMNS)
+    if convert is None and (is_plain(dataset.features) or (images and "system" not in columns)):
+        return dataset
+    if convert is None and not isinstance(dict(next(iter(dataset), {})).get(removed[0]), list):  # plain text
+        return dataset
+    before = dataset.features
+    if before is not None and exact(before) != before:
+        dataset = dataset.cast(exact(before))
+    after = _features_of_chats(before, alpaca_prompt, removed) if isinstance(dataset, Dataset) else None
+
+    def read(row: Any, index: int) -> dict[str, Any]:
+        row = {name: row[name] if before is None else without_nulls(row[name], before[name]) for name in columns & READ}
+        try:
+            new = {} if convert is None else convert(row)
+            new = {**{name: row[name] for name in _EXTRA if name in row}, **new}
+            new.update(tidy({**row, **new}, images))
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from None
+        return new if after is None else encoded(new, after)
+
+    options: dict[str, Any] = {} if after is None else {"features": after}
+    return dataset.map(read, with_indices=True, remove_columns=sorted(columns & {*removed, "system"} - KEPT), **options)
+
+
+def _conversion(columns: set[str], text_field: str, alpaca_prompt: str) -> tuple[Callable | None, tuple[str, ...]]:
+    """Return what makes a chat of a row, if it is none yet, and the columns that it is made of."""
+    for name in ("messages", "prompt"):
+        if name in columns:
+            return None, (name,)
     if "conversations" in columns:
-        return dataset.map(_messages, remove_columns=sorted(columns & {"conversations", "system"}))
+        return _messages, ("conversations",)
     if columns >= {*ALPACA} and text_field not in columns:
-        read = sorted(columns & {*ALPACA, *ALPACA_OPTIONAL})
-        return dataset.map(_prompt_and_completion, fn_kwargs={"form": alpaca_prompt}, remove_columns=read)
-    return dataset
+        return partial(_prompt_and_completion, form=alpaca_prompt), (*ALPACA, *ALPACA_OPTIONAL)
+    return None, ("messages",)
+
+
+def _features_of_chats(before: Any, alpaca_prompt: str, removed: tuple[str, ...]) -> Features:
+    """Return the features of rows that `in_messages` makes of rows with the features `before`."""
+    after: Any = Features(
+        {name: exact(feature) for name, feature in before.items() if name not in {*removed, "system"}}
+    )
+    text = alpaca_prompt == "stanford_text" and removed[0] == ALPACA[0]
+    made = {"conversations": ("messages",), ALPACA[0]: ("prompt", "completion")}.get(removed[0], ())
+    for name in (*made, *removed, "completion"):
+        if name in made or (name in before and name in CHAT_COLUMNS_READ):
+            after[name] = Value("string") if text else CHAT
+    if isinstance(before.get("tools"), List):
+        after["tools"] = CHAT
+    if "chat_template_kwargs" in before:
+        after["chat_template_kwargs"] = JsonAsWritten()
+    return after
+
+
+def check_preferences(dataset: Any, text_field: str | None = None) -> None:
+    """Raise DataError for rows that say which of two answers is better, or whether one is good.
+
+    Args:
+        text_field: a column that was named to be learned as text; where the rows have it, nothing else is read.
+    """
+    columns = set(get_dataset_column_names(dataset))
+    if text_field in columns or "input_ids" in columns:
+        return
+    pairs = next((pair for pair in PAIRS if columns.issuperset(pair)), None)
+    if pairs is not None:
+        _refuse_preferences(pairs, "DPOTrainer")
+    answers = bool(columns & {"completion", "messages", "conversations", "output"})
+    verdict = next((name for name in VERDICTS if answers and name in columns), None)
+    if verdict is not None and isinstance(dict(next(iter(dataset), {})).get(verdict), bool):
+        _refuse_preferences((verdict,), "KTOTrainer")
+
+
+def _refuse_preferences(columns: tuple[str, ...], trainer: str) -> None:
+    plural = len(columns) > 1
+    raise DataError(
+        f"the rows have the column{'s' * plural} {' and '.join(columns)}: they are for preferences, and fine-tuning "
+        f"would learn bad answers like good ones. TRL's {trainer} takes them (docs/preference.md). To learn their "
+        f"answers all the same, keep the good ones and take the column{'s' * plural} out."
+    )
 
 
 def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return the datasets among a trainer's arguments as `in_messages` makes them; none with a `formatting_func`.
+    """Return the datasets among a trainer's arguments as `in_messages` makes them, or as its `formatting_func` does.
 
-    TRL decides by the columns what is learned, so it has to get these.
+    TRL decides by the columns what is learned, so it has to get these. Of rows with messages it would read the messages
+    and not what the function has made of them.
+
+    Raises:
+        DataError: the function returns something other than text.
     """
-    if arguments.get("formatting_func") is not None:
-        return {}
     text_field, prompt = getattr(args, "dataset_text_field", "text"), getattr(args, "alpaca_prompt", "instruction")
+    function = arguments.get("formatting_func")
 
     def read(dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: read(part) for name, part in dataset.items()}
-        return in_messages(dataset, text_field, prompt)
+        if function is None or not isinstance(dataset, Dataset | IterableDataset):
+            return in_messages(dataset, text_field, prompt)
+        return _formatted(dataset, function, text_field)
 
-    return {
+    changed = {
         name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
     }
+    return changed if function is None else {**changed, "formatting_func": None}
+
+
+def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:
+    columns = set(get_dataset_column_names(dataset))
+    if "input_ids" in columns:
+        warnings.warn("formatting_func has no effect on rows that are tokenized.", stacklevel=2)
+        return dataset
+
+    def text(row: dict[str, Any]) -> dict[str, Any]:
+        made = function(row)
+        if not isinstance(made, str):
+            raise DataError(
+                f"formatting_func: expected the text of one row, got {made!r:.80}. TRL calls it with one row, not with "
+                "a batch."
+            )
+        return {text_field: made}
+
+    return dataset.map(text, remove_columns=sorted(columns & {*READ, text_field}))
 
 
 def split_last(dataset: Any) -> Any:
@@ -92,7 +205,7 @@ def split_last(dataset: Any) -> Any:
         DataError: a row without an answer, or with nothing before it.
     """
 
-    def split(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def split(row: Any, index: int) -> dict[str, Any]:
         messages = row["messages"]
         answers = [place for place, message in enumerate(messages) if message["role"] not in NO_ANSWERS]
         if not answers or answers[-1] == 0:
@@ -101,13 +214,20 @@ def split_last(dataset: Any) -> Any:
                 f"row {index}: only the last answer is to be learned, but there is none with a message before it; the "
                 f"roles are: {roles or 'none'}. Take the row out, or learn all messages."
             )
-        return {"prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+        pair = {"prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+        return pair if after is None else encoded(pair, after)
 
     dataset = in_messages(dataset)
     columns = set(get_dataset_column_names(dataset))
     if "messages" not in columns or "prompt" in columns:
         return dataset
-    return dataset.map(split, with_indices=True, remove_columns="messages")
+    after = None
+    if isinstance(dataset, Dataset):
+        parts = dataset.features["messages"]
+        after = Features({**{name: f for name, f in dataset.features.items() if name != "messages"}})
+        after.update(prompt=parts, completion=parts)
+    options: dict[str, Any] = {} if after is None else {"features": after}
+    return dataset.map(split, with_indices=True, remove_columns="messages", **options)
 
 
 def _messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -164,106 +284,3 @@ def _prompt_and_completion(row: dict[str, Any], form: str) -> dict[str, Any]:
     for question, answer in row.get("history") or []:
         prompt += [_message("user", question), _message("assistant", answer)]
     return {"prompt": [*prompt, _message("user", asked)], "completion": [_message("assistant", row["output"])]}
-
-
-def check_part(part: str, dataset: Any, completion_only: bool | None) -> None:
-    """Raise ConfigError where `supervised_part` cannot mark what it says in these rows."""
-    row = next(iter(dataset))
-    if not is_conversational(row):
-        raise ConfigError(f"supervised_part: needs rows of chat messages; the rows have {', '.join(row)}.")
-    if part == "message" and "completion" in row and completion_only is not False:
-        raise ConfigError(
-            "supervised_part: message: the header of a completion ends its prompt, which is not learned. Set "
-            "completion_only_loss to false too: the answers, with their headers, are still all that is learned."
-        )
-
-
-def check_chats(dataset: Any, tokenizer: Any, template: str | None, place: Callable[[int], str]) -> None:
-    """Check the roles of every row, and render one row of each sequence of roles. Streams, tokens and plain text pass.
-
-    Args:
-        dataset: rows with `messages` or `prompt`.
-        template: instead of the tokenizer's own.
-        place: names row i in an error.
-
-    Raises:
-        ConfigError: the template is not one, or does not come to an end.
-        DataError: a role that the template does not know, which it would write as text; or a row that it refuses.
-    """
-    if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
-        return
-    if not (template or tokenizer.chat_template):  # TRL refuses it
-        return
-    columns = [column for column in _READ if column in dataset.column_names]
-    seen: set[tuple[str, ...]] = set()
-    for index, row in enumerate(dataset.select_columns(columns) if columns else ()):
-        messages = _all_messages(row)
-        if messages is None:
-            return
-        roles = tuple(message["role"] for message in messages)
-        if roles in seen:
-            continue
-        seen.add(roles)
-        try:
-            problem = _problem(row, messages, tokenizer, template)
-        except LimitExceeded as error:
-            raise ConfigError(
-                f"{place(index)}: the chat template does not come to an end: rendering the row {error}. Set "
-                "chat_template_path to another template."
-            ) from None
-        if problem:
-            raise DataError(f"{place(index)}: {problem}")
-
-
-def _all_messages(row: Any) -> list[dict[str, Any]] | None:
-    messages = row.get("messages") or row.get("prompt")
-    return [*messages, *(row.get("completion") or [])] if isinstance(messages, list) else None
-
-
-def _problem(row: Any, messages: list[dict[str, Any]], tokenizer: Any, template: str | None) -> str | None:
-    """Return why the template cannot render a row, or None."""
-
-    def rendered(messages: list[dict[str, Any]]) -> str:
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        options = row.get("chat_template_kwargs") or {}
-        with limited(RENDER_SECONDS, RENDER_MIB):
-            return tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False, **options
-            )  # fmt: skip
-
-    unknown = next((role for role in _special_roles(messages) if not _knows(role, messages, rendered)), None)
-    if unknown is not None:
-        return (
-            f"the chat template does not know the role {unknown!r}: it renders it as it renders any other name (human "
-            "and gpt of ShareGPT are read as user and assistant). Rename the role, or set chat_template_path to a "
-            "template that has it."
-        )
-    try:
-        rendered(messages)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from None
-    except (TemplateError, ArithmeticError, RecursionError, MemoryError) as error:  # Jinja's sandbox, among others
-        return f"the chat template refuses the row: {error}"
-    return None
-
-
-def _special_roles(messages: list[dict[str, Any]]) -> list[str]:
-    return [role for role in dict.fromkeys(message["role"] for message in messages) if role not in BASIC_ROLES]
-
-
-def _knows(role: str, messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Return whether a template does something else with a role than with a name that it cannot know."""
-    renamed = [{**message, "role": NO_ROLE} if message["role"] == role else message for message in messages]
-    try:
-        text = rendered(messages)
-    except (TemplateError, ArithmeticError, RecursionError, MemoryError):  # the row is refused, in other words
-        return True
-    try:
-        without = rendered(renamed)
-    except LimitExceeded:
-        raise
-    except Exception:  # however it fails, the template tells the two apart
-        return True
-    # Templates may write a role in capitals.
-    return without.casefold().replace(NO_ROLE, role.casefold()) != text.casefold()

@@ -188,7 +188,7 @@ class LigerDistillTrainer(LigerTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         self.teaching.see(dataset, processing_class, dataset_name)
         if formatting_func is None and has_only_prompts(dataset):
-            self.check_chats(dataset, processing_class, dataset_name)
+            dataset = self.check_chats(dataset, processing_class, dataset_name)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):

@@ -8,7 +8,11 @@ difference between these marks. It serves to prepare rows; the tokenizer keeps i
 import re
 from typing import Any
 
+from datasets import Dataset
 from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import get_dataset_column_names, is_conversational
+
+from .messages import MASKED, is_plain
 
 ANSWERS = ("assistant", "model")  # roles
 _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -49,7 +53,7 @@ _TEMPLATE = """\
 {%- set liger_whole = liger_chat(messages, add_generation_prompt) -%}
 {%- set liger = namespace(written=0) -%}
 {%- for message in messages -%}
-    {%- if LEARNED -%}
+    {%- if CHOSEN -%}
         {%- set start = START -%}
         {%- set end = liger_until(liger_whole, messages[:loop.index]) -%}
         {%- if not (liger_whole.startswith(end) and end.startswith(start)) -%}
@@ -57,30 +61,83 @@ _TEMPLATE = """\
                 "messages follow, so its part cannot be told; take supervised_part out, or set chat_template_path to a "
                 "template that renders it alike") -}}
         {%- endif -%}
-        {{- liger_whole[liger.written:start|length] -}}
-        {%- generation -%}{{- end[start|length:] -}}{%- endgeneration -%}
+        OTHERS{{- liger_whole[liger.written:start|length] -}}END
+        PART{{- end[start|length:] -}}END
         {%- set liger.written = end|length -%}
     {%- endif -%}
 {%- endfor -%}
-{{- liger_whole[liger.written:] -}}
+OTHERS{{- liger_whole[liger.written:] -}}END
+"""
+
+# Of a template with marks of its own. It writes what it marks between two characters that no text has; which message
+# a mark belongs to shows in how many there are up to it.
+_WITH_OWN_MARKS = """\
+{%- macro liger_chat(messages, add_generation_prompt) +%}THEIRS{%+ endmacro -%}
+{%- macro liger_count(messages) -%}
+    {{- liger_chat(messages, false).split('\ue0f0')|length - 1 if messages else 0 -}}
+{%- endmacro -%}
+{%- set liger = namespace(masked=[]) -%}
+{%- for message in messages -%}
+    {%- if message.train is false -%}
+        {%- set first = liger_count(messages[:loop.index0])|int -%}
+        {%- set liger.masked = liger.masked + range(first, liger_count(messages[:loop.index])|int)|list -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- for piece in liger_chat(messages, add_generation_prompt).split('\ue0f0') -%}
+    {%- set parts = piece.split('\ue0f1') -%}
+    {%- if loop.first or loop.index0 - 1 in liger.masked -%}
+        {{- parts|join -}}
+    {%- else -%}
+        {%- generation -%}{{- parts[0] -}}{%- endgeneration -%}
+        {{- parts[1:]|join -}}
+    {%- endif -%}
+{%- endfor -%}
 """
 
 
-def marked_template(template: str, part: str, answers_only: bool) -> str:
-    """Return a template that writes what `template` writes, with marks around the messages that are learned.
+def marked_template(template: str, part: str | None, answers_only: bool) -> str:
+    """Return a template that writes what `template` writes, with marks around what is learned.
+
+    Nothing is marked of messages whose `train` is false.
 
     Args:
-        part: "message", all of a message with its header, or "content", from the content to the end of the turn.
+        part: "message", all of a message with its header, or "content", from the content to the end of the turn. None:
+            every token, or, of answers alone, what `template` marks itself.
         answers_only: mark the messages of the model alone.
     """
-    theirs = _MARK.sub(r"{%\1 \2with \3%}", template.removesuffix("\n"))  # a scope, as theirs is
-    start = {
-        "message": "liger_until(liger_whole, messages[:loop.index0])",
-        "content": "liger_header(messages[:loop.index0], message)",
-    }[part]
+    template = template.removesuffix("\n")
+    if part is None and answers_only:
+        return _WITH_OWN_MARKS.replace("THEIRS", _MARK.sub(_with_characters, template))
+    theirs = _MARK.sub(r"{%\1 \2with \3%}", template)  # a scope, as theirs is
+    whole = "liger_until(liger_whole, messages[:loop.index0])"
+    start = "liger_header(messages[:loop.index0], message)" if part == "content" else whole
     learned = f"message.role in {ANSWERS}" if answers_only else "true"
-    marked = _TEMPLATE.replace("LEARNED", learned).replace("START", start).replace("ANSWERS", str(ANSWERS))
+    chosen = "message.train is false" if part is None else f"{learned} and message.train is not false"
+    marks = ("{%- generation -%}", "{%- endgeneration -%}")
+    part_marks, other_marks = (("", ""), marks) if part is None else (marks, ("", ""))
+    marked = _TEMPLATE.replace("CHOSEN", chosen).replace("START", start).replace("ANSWERS", str(ANSWERS))
+    for name, (begin, end) in (("OTHERS", other_marks), ("PART", part_marks)):
+        marked = re.sub(rf"{name}(.*)END", lambda found, b=begin, e=end: f"{b}{found[1]}{e}", marked)
     return marked.replace("THEIRS", theirs)
+
+
+def _with_characters(mark: re.Match) -> str:
+    """Return a scope in place of a template's mark, with a character at its border."""
+    before, is_end, after = mark.groups()
+    if is_end:
+        return f"{{%{before} if true %}}{{{{ '\ue0f1' }}}}{{% endif %}}{{% endwith {after}%}}"
+    return f"{{%{before} with %}}{{{{ '\ue0f0' }}}}{{% if true {after}%}}{{% endif %}}"
+
+
+def has_masked_messages(dataset: Any) -> bool:
+    """Return whether a message of some row is marked as not to be learned; of a stream, whether one may be."""
+    columns = [name for name in ("messages", "prompt", "completion") if name in get_dataset_column_names(dataset)]
+    if is_plain(dataset.features) or not columns or not is_conversational(next(iter(dataset))):
+        return False
+    if not isinstance(dataset, Dataset):
+        return True
+    rows: Any = dataset.select_columns(columns)
+    return any(message.get(MASKED) is False for row in rows for name in columns for message in row[name])
 
 
 def template_for_training(tokenizer: Any) -> str:

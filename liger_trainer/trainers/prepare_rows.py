@@ -18,10 +18,11 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
-from .chat_rows import check_chats, check_part, datasets_in_messages
+from .chat_checks import check_chats, check_part, fit_arguments
+from .chat_rows import datasets_in_messages
 from .distill_config import LigerDistillConfig
 from .evaluation_rows import EvaluationOfEachRow
-from .message_marks import marked_template, template_for_training
+from .message_marks import has_masked_messages, marked_template, template_for_training
 from .rows import RowFacts, count_rows
 from .token_ids import LargestIds, check_ids
 
@@ -42,7 +43,9 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         config: Any = call.arguments.get("args")
         call.arguments.update(datasets_in_messages(call.arguments, config))
         self._part: str | None = getattr(config, "supervised_part", None)
-        self._answers_only = self._part is not None and config.assistant_only_loss
+        self._allow_unwritten: bool = getattr(config, "allow_unwritten_fields", False)
+        self._only_answers: bool = getattr(config, "assistant_only_loss", False)
+        self._answers_only = self._part is not None and self._only_answers
         if self._part is not None:
             check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
         if self._answers_only:  # SFTTrainer would refuse a template without marks
@@ -55,13 +58,16 @@ class RowPreparingTrainer(EvaluationOfEachRow):
 
     @contextmanager
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
-        """Have TRL learn what `supervised_part` says, by a chat template for this preparation alone."""
-        if self._part is None or "input_ids" in get_dataset_column_names(dataset):  # tokens come again to be packed
+        """Have TRL learn what `supervised_part` and marks of messages say, by a chat template for this preparation."""
+        # tokens come again to be packed
+        if "input_ids" in get_dataset_column_names(dataset) or not (self._part or has_masked_messages(dataset)):
             yield
             return
-        check_part(self._part, dataset, self.completion_only_loss)
+        if self._part is not None:
+            check_part(self._part, dataset, self.completion_only_loss)
         before = self.chat_template, args.assistant_only_loss
-        template = marked_template(template_for_training(tokenizer), self._part, self._answers_only)
+        template = self.chat_template if self._part is None else None
+        template = marked_template(template or template_for_training(tokenizer), self._part, self._only_answers)
         self.chat_template, args.assistant_only_loss = template, True
         try:
             yield
@@ -72,7 +78,7 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest."""
         with self._marked_parts(dataset, processing_class, args):
             if formatting_func is None:
-                self.check_chats(dataset, processing_class, dataset_name)
+                dataset = self.check_chats(dataset, processing_class, dataset_name)
             try:
                 return self._prepared(dataset, processing_class, args, packing, formatting_func, dataset_name)
             except TemplateError as error:
@@ -102,9 +108,18 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
         return prepared
 
-    def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> None:
-        """Raise DataError for a row of chat messages that the trainer's template cannot render."""
-        check_chats(dataset, tokenizer, self.chat_template, f"row {{}} of the {name} dataset".format)
+    def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> Any:
+        """Return rows whose tool calls are as the trainer's template writes them.
+
+        Raises:
+            DataError: a row of chat messages that the template cannot render, or not all of.
+        """
+        check_chats(
+            dataset, tokenizer, self.chat_template, f"row {{}} of the {name} dataset".format,
+            allow_unwritten=self._allow_unwritten,
+            only_answers=self._only_answers,
+        )  # fmt: skip
+        return fit_arguments(dataset, tokenizer, self.chat_template)
 
     def learnable_rows(self, tokenized: Dataset, args: Any, packing: bool, dataset_name: str) -> Dataset:
         """Return the rows with a supervised token within what truncation or packing will leave of them."""

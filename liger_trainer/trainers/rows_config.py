@@ -19,6 +19,8 @@ class RowsConfig:
         alpaca_prompt: what becomes of a row of Alpaca. "instruction": the user's message is the instruction, with the
             input on the next line. "stanford": it is Stanford Alpaca's prompt around the two. "stanford_text": that
             prompt and the output are plain text, without a chat template.
+        allow_unwritten_fields: learn chats whose tools, tool calls or thoughts the chat template leaves out, without
+            them. Default: such a row is an error.
         weight_column: the column with each training row's weight, a number of at least 0. It multiplies the loss of
             the row's tokens; the divisor stays the number of supervised tokens (trainers/row_weights.py).
     """
@@ -45,6 +47,11 @@ class RowsConfig:
         "Of Alpaca's rows the user's message is the instruction and the input, or Stanford Alpaca's prompt around "
         "them; or that prompt is plain text.",
         choices=ALPACA_PROMPTS,
+    )
+    allow_unwritten_fields: bool = option(
+        False,
+        "Learn chats without the fields that the chat template leaves out (tools, tool_calls, reasoning_content, "
+        "thinking, ...); otherwise they are an error of the data.",
     )
     weight_column: str | None = option(
         None,

@@ -18,12 +18,10 @@ def test_folders_of_tests_mirror_the_rooms():
     assert {"losses", "trainers", "kernels"} <= folders
 
 
-def test_the_documentation_lists_the_files_of_the_rooms():
+def test_the_documentation_lists_the_rooms():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = page.partition("## The rooms")[2].split("```")[1]
     assert set(re.findall(r"^(\w+)/", listing, flags=re.M)) == ROOMS
-    files = [path.name for room in ROOMS for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(re.findall(r"\w+\.py", listing)) == sorted(files)
 
 
 def test_no_file_or_function_grows_unnoticed():

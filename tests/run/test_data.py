@@ -171,10 +171,8 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
             "rows.jsonl:2: not valid JSON: .*rows.jsonl:3: not valid JSON: .*Wrong rows: 2",
         ),
         ('{"text": "a"}\n\n{"text": 3}\n', "rows.jsonl:3: column 'text': expected text, got an integer"),
-        (
-            '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n',
-            "rows.jsonl:2: column 'n': expected an integer as in most rows",
-        ),
+        ('{"text": "a"}\n{"text": ["b", "c"]}\n', "rows.jsonl:2: column 'text': expected text, got a list"),
+        ('{"text": "a", "n": 9223372036854775808}\n' * 2, "rows.jsonl:1: expected numbers of 64 bits"),
         ('{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2: column 'text': expected text, got null"),
         ('{"text": "a"}\n[1]\n', "rows.jsonl:2: expected a JSON object, got a list"),
         ('{"words": "a", "n": 1}\n', "no usable column. Expected messages.*the rows have: words, n"),
@@ -191,6 +189,51 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
 def test_wrong_rows(load, text, complaint):
     with pytest.raises(DataError, match=f"(?s){complaint}"):
         load("rows.jsonl", {"rows.jsonl": text})
+
+
+def test_a_column_that_is_not_read_may_hold_anything(load):
+    rows = [{"text": "a", "n": 1}, {"text": "b", "n": "x"}, {"text": "c", "n": {"k": [1, None]}}] * 2
+    assert load("rows.jsonl", {"rows.jsonl": lines(rows)}).facts.rows_skipped == 0
+
+
+IMAGE_PART = [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "problem"),
+    [
+        (
+            {"messages": CHAT[:1]},
+            ("assistant_only_loss=true",),
+            "only answers are to be learned, but the chat has none",
+        ),
+        ({"messages": CHAT[:1]}, ("last_turn_only=true",), "only answers are to be learned, but the chat has none"),
+        ({"messages": [CHAT[0], {**CHAT[1], "loss": False}]}, ("assistant_only_loss=true",), "marked as not to be"),
+        ({"messages": [*IMAGE_PART, *CHAT]}, (), "as parts of text, got a part 'image_url'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, (), "'weight', .*got 0.5"),
+        ({"messages": CHAT, "system": 3}, (), "column 'system': expected text or null"),
+    ],
+)
+def test_a_wrong_chat_is_one_row_by_its_line(load, row, overrides, problem):
+    text = lines([*[{"messages": CHAT}] * 5, row])
+    with pytest.raises(DataError, match=f"rows.jsonl:6: .*{problem}"):
+        load("rows.jsonl", {"rows.jsonl": text}, *overrides)
+    assert load("rows.jsonl", {"rows.jsonl": text}, *overrides, "bad_rows=skip").facts.rows_skipped == 1
+
+
+def test_csv_beside_json_lines(load):
+    files = {
+        "data/a.csv": "text,n\na,1\n42,2\n",
+        "data/b.jsonl": lines([{"text": "c", "n": "x"}, {"text": "d", "n": {"k": 1}}]),
+    }
+    data = load("data", files)
+    assert sorted([*data.train["text"], *data.test["text"]]) == ["42", "a", "c", "d"]
+
+
+@pytest.mark.parametrize(("more", "trainer"), [({"label": False}, "KTO"), ({"rejected_response": "x"}, "DPO")])
+def test_rows_for_preferences_name_their_trainer(load, more, trainer):
+    with pytest.raises(DataError, match=f"{trainer}Trainer takes them .docs/preference.md"):
+        load("rows.jsonl", {"rows.jsonl": lines([{"messages": CHAT, **more}] * 2)})
 
 
 def test_a_wrong_row_that_is_held_out_is_named_by_its_line(load):

@@ -15,8 +15,9 @@ from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import check_student, open_model
 from liger_trainer.run.samples import held_out_prompts
 from liger_trainer.tools.preview import preview
-from liger_trainer.trainers import chat_rows
-from liger_trainer.trainers.chat_rows import check_chats, in_messages, split_last
+from liger_trainer.trainers import chat_checks
+from liger_trainer.trainers.chat_checks import check_chats
+from liger_trainer.trainers.chat_rows import in_messages, split_last
 from liger_trainer.trainers.prepare_rows import prepare_rows
 
 SETTINGS = """
@@ -275,8 +276,8 @@ _ENDLESS = {
 @pytest.mark.parametrize("way", _ENDLESS)
 @pytest.mark.parametrize("role", ["user", "critic"])  # the second is looked for in the template first
 def test_a_template_that_never_ends_is_stopped(monkeypatch, way, role):
-    monkeypatch.setattr(chat_rows, "RENDER_SECONDS", 0.3)
-    monkeypatch.setattr(chat_rows, "RENDER_MIB", 100.0)
+    monkeypatch.setattr(chat_checks, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(chat_checks, "RENDER_MIB", 100.0)
     handler, rows = (
         signal.getsignal(signal.SIGALRM),
         Dataset.from_list([{"messages": [{"role": role, "content": "w1"}]}]),

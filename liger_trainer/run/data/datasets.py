@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import in_messages, split_last
+from ...trainers.chat_rows import check_preferences, in_messages, split_last
 from ...trainers.rows import NO_PROMPT
 from .images import FORMS, decoded, hashable, image_column, image_problem, undecoded
-from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, row_problem
+from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, learned_answers, row_problem
 from .sources import LoadedDataset, Place, load_source
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def load_run_datasets(config: "RunConfig", vocabulary: int | None = None) -> Run
     digest = hashlib.sha256()
 
     def problem_of(row: dict[str, Any]) -> str | None:
-        problem = row_problem(row, form, config["dataset_text_field"], vocabulary)
+        problem = row_problem(row, form, config["dataset_text_field"], vocabulary, learned_answers(config))
         return problem if problem is not None or images is None else image_problem(row)
 
     good = {
@@ -210,6 +210,7 @@ def _hold_out(config: "RunConfig", count: int) -> tuple[list[int], list[int]]:
 def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
     """Return the form of the rows, and the columns that the trainer reads."""
     have, text = train.column_names, config["dataset_text_field"]
+    check_preferences(train, text if config.given("dataset_text_field") else None)
     images = image_column(have)
     read = form_of(have, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is not None:
@@ -220,7 +221,8 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
                 f"completion, or {text}. Take the column {images} out to learn text alone."
             )
         _check_mask_options(config, train, form)
-        extras = OPTIONAL_COLUMNS.get(form, CHAT_COLUMNS)
+        chat_prompts = form.startswith("prompt") and isinstance(train[0]["prompt"], list)
+        extras = OPTIONAL_COLUMNS.get("messages" if chat_prompts else form, CHAT_COLUMNS)
         return form, (*needed, *(c for c in (*extras, images) if c in have))
     raise DataError(
         f"no usable column. Expected messages, or prompt and completion, or {text} (named by dataset_text_field), "

@@ -1,17 +1,19 @@
 """Read JSON lines and JSON arrays into columns. Every row that cannot be read is noted with its line, and left out."""
 
 import json
-from collections import Counter
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ...trainers.messages import JsonAsWritten, encoded
 from .row_checks import BadRows, kind_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_LONG_NUMBER = re.compile(r"\d{19}")
 DEEPEST = 64  # levels of lists and mappings in a row
 Check = Callable[[Sequence[str]], Callable[[dict], str | None] | None]
 
@@ -49,13 +51,11 @@ def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[in
     Args:
         bad: takes the rows that are wrong.
         check: returns for column names what tells the problem of a row as it is in the file: Arrow makes floats of
-            integers and text of nothing.
+            integers.
 
     Raises:
         DataError: an array that is no JSON; no row is right.
     """
-    from datasets import Dataset
-
     rows, lines, blank = _array(path), None, 0
     if rows is None:
         numbered = list(enumerate(_byte_lines(path), 1))
@@ -69,8 +69,43 @@ def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[in
     if rows and not good:
         bad.check(even_if_skipped=True)
     names = dict.fromkeys(name for i in good for name in rows[i])
-    table = Dataset.from_dict({name: [rows[i].get(name) for i in good] for name in names})
+    table = as_written({name: [rows[i].get(name) for i in good] for name in names})
     return table, None if lines is None else [lines[i] for i in good], blank
+
+
+def as_written(columns: dict[str, list]) -> "Dataset":
+    """Return a dataset of columns whose values come out as they are here.
+
+    Arrow gives each mapping the keys of all others, and makes floats of integers among floats. So a column where that
+    would happen, or whose values have no type in common, is one of JSON.
+    """
+    import pyarrow
+    from datasets import Dataset, Features, List, concatenate_datasets
+
+    plain, of_json = {}, {}
+    for name, values in columns.items():
+        try:
+            array = pyarrow.array(values)
+        except (pyarrow.ArrowException, OverflowError):
+            array = None
+        if array is not None and ("struct" not in str(array.type) or _dumped(array.to_pylist()) == _dumped(values)):
+            plain[name] = values
+        else:
+            of_json[name] = values
+    if not of_json:
+        return Dataset.from_dict(plain)
+    features: Any = Features()
+    for name, values in of_json.items():
+        lists = all(isinstance(value, (list, type(None))) for value in values)
+        features[name] = List(JsonAsWritten()) if lists else JsonAsWritten()
+        of_json[name] = [encoded({name: value}, features)[name] for value in values]
+    parts = [Dataset.from_dict(plain)] if plain else []
+    parts.append(Dataset.from_dict(of_json, features=features))
+    return concatenate_datasets(parts, axis=1).select_columns(list(columns))
+
+
+def _dumped(values: list) -> list[str]:
+    return [json.dumps(value) for value in values]
 
 
 def _problems(rows: list, check: Check) -> dict[int, str]:
@@ -82,9 +117,6 @@ def _problems(rows: list, check: Check) -> dict[int, str]:
     if row_problem is not None:
         nothing = dict.fromkeys(names)
         found.update((i, row_problem({**nothing, **rows[i]})) for i in good)
-        good = [i for i in good if found[i] is None]
-    misfits = _misfits({name: [rows[i].get(name) for i in good] for name in names})
-    found.update((good[position], problem) for position, problem in misfits.items())
     return {i: problem for i, problem in found.items() if problem is not None}
 
 
@@ -128,6 +160,8 @@ def _problem(row: Any) -> str | None:
     text = json.dumps(row, ensure_ascii=False)
     if text.count("[") + text.count("{") > DEEPEST and _depth(row) > DEEPEST:
         return f"expected at most {DEEPEST} levels of lists and mappings, got more"
+    if _LONG_NUMBER.search(text) and not _fits(row):
+        return "expected numbers of 64 bits, got a longer one"
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -136,53 +170,14 @@ def _problem(row: Any) -> str | None:
     return None
 
 
+def _fits(value: Any) -> bool:
+    """Return whether every integer has at most 64 bits, which is what Arrow and readers of JSON take."""
+    if isinstance(value, (list, dict)):
+        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
 def _depth(value: Any) -> int:
     if not isinstance(value, (list, dict)):
         return 0
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
-
-
-def _misfits(columns: dict[str, list]) -> dict[int, str]:
-    """Return the problems of rows whose value does not fit into one Arrow column with those of most rows."""
-    import pyarrow
-
-    problems: dict[int, str] = {}
-    for name, values in columns.items():
-        try:
-            pyarrow.array(values)
-        except (pyarrow.ArrowException, OverflowError):
-            problems = {**_misfits_of(name, values), **problems}
-    return problems
-
-
-def _misfits_of(name: str, values: list) -> dict[int, str]:
-    types = [_arrow_type(value) for value in values]
-    exemplars = {kind: value for kind, value in zip(reversed(types), reversed(values), strict=True)}
-    fitting: list[Any] = []
-    wrong = set()
-    for kind, _ in Counter(types).most_common():
-        if kind is not None and _arrow_type([*fitting, exemplars[kind]]) is not None:
-            fitting.append(exemplars[kind])
-        else:
-            wrong.add(kind)
-    usual = kind_of(next((value for value in fitting if value is not None), None))
-    return {
-        i: f"column {name!r}: expected {usual} as in most rows, got {_what(values[i], usual)}"
-        for i, kind in enumerate(types)
-        if kind in wrong
-    }
-
-
-def _what(value: Any, usual: str) -> str:
-    kind = kind_of(value)
-    return kind if kind != usual else f"{kind} of other values: {value!r:.80}"
-
-
-def _arrow_type(value: Any) -> str | None:
-    """Return the Arrow type of a value, None if there is none."""
-    import pyarrow
-
-    try:
-        return str(pyarrow.array([value]).type)
-    except (pyarrow.ArrowException, OverflowError):
-        return None

@@ -4,16 +4,22 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
-from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL
+from ...trainers.chat_rows import ALPACA, ALPACA_OPTIONAL, NO_ANSWERS, ROLES
+from ...trainers.images import COLUMNS
+from ...trainers.messages import message_problem, no_answer, tidy
+
+if TYPE_CHECKING:
+    from ...config.run_config import RunConfig
 
 # columns that are read in addition to those of the form
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "position_ids", "seq_lengths")
 OPTIONAL_COLUMNS = {
     "input_ids": TOKEN_COLUMNS,
+    "messages": ("system", *CHAT_COLUMNS),
     "conversations": ("system", *CHAT_COLUMNS),
     "alpaca": (*ALPACA_OPTIONAL, *CHAT_COLUMNS),
 }
@@ -101,13 +107,22 @@ def form_of(have: Sequence[str], text: str, text_given: bool, prompts: bool) -> 
     return next((entry for entry in forms if all(column in have for column in entry[1])), None)
 
 
-def row_problem(row: dict, form: str, text: str, vocabulary: int | None = None) -> str | None:
+def learned_answers(config: "RunConfig") -> str | None:
+    """Return which answers of a chat are all that is learned: "all", "last", or None where more is learned."""
+    return "last" if config["last_turn_only"] else "all" if config["assistant_only_loss"] else None
+
+
+def row_problem(
+    row: dict, form: str, text: str, vocabulary: int | None = None, learned: str | None = None
+) -> str | None:
     """Return what is wrong with a row of a form, or None.
 
     Args:
         text: the column of plain text.
         vocabulary: how many tokens the model has, for rows that are tokenized already.
+        learned: see `learned_answers`.
     """
+    images = any(name in row for name in COLUMNS)
     if form == "input_ids":
         return _token_problem(row, vocabulary)
     if form == "prompt-completion":
@@ -117,7 +132,8 @@ def row_problem(row: dict, form: str, text: str, vocabulary: int | None = None) 
         if isinstance(prompt, str) or isinstance(completion, str):
             column = "completion" if isinstance(prompt, str) else "prompt"
             return f"column {column!r}: expected text, as in the other column, got {kind_of(row[column])}"
-        return _chat_problem(prompt, "prompt") or _chat_problem(completion, "completion")
+        problem = _chat_problem(prompt, "prompt", images) or _chat_problem(completion, "completion", images)
+        return problem or _kwargs_problem(row)
     if form == "prompt" and isinstance(row["prompt"], str):
         return None
     if form == "alpaca":
@@ -125,7 +141,13 @@ def row_problem(row: dict, form: str, text: str, vocabulary: int | None = None) 
     if form == "text":
         value = row[text]
         return None if isinstance(value, str) else f"column {text!r}: expected text, got {kind_of(value)}"
-    return _chat_problem(row[form], form) or _text_problem(row, ("system",) if form == "conversations" else ())
+    problem = _chat_problem(row[form], form, images) or _text_problem(row, ("system",)) or _kwargs_problem(row)
+    if problem or learned is None or form not in ("messages", "conversations"):
+        return problem
+    names = ("from", "value") if "from" in row[form][0] else ("role", "content")
+    chat = [{**message, "role": ROLES.get(message[names[0]], message[names[0]])} for message in row[form]]
+    reason = no_answer(tidy({"messages": chat}, images=True)["messages"], NO_ANSWERS, last=learned == "last")
+    return reason and f"column {form!r}: {reason}"
 
 
 def _alpaca_problem(row: dict) -> str | None:
@@ -146,7 +168,13 @@ def _text_problem(row: dict, columns: Iterable[str]) -> str | None:
     return None
 
 
-def _chat_problem(messages: Any, column: str) -> str | None:
+def _kwargs_problem(row: dict) -> str | None:
+    options = row.get("chat_template_kwargs")
+    wanted = "column 'chat_template_kwargs': expected a mapping or null"
+    return None if isinstance(options, (dict, type(None))) else f"{wanted}, got {kind_of(options)}"
+
+
+def _chat_problem(messages: Any, column: str, images: bool) -> str | None:
     first = messages[0] if isinstance(messages, list) and messages else None
     sharegpt = column == "conversations" and not (isinstance(first, dict) and "role" in first)
     role, content = ("from", "value") if sharegpt else ("role", "content")
@@ -161,6 +189,9 @@ def _chat_problem(messages: Any, column: str) -> str | None:
         text = message.get(content)
         if not isinstance(text, (str, list)) and not message.get("tool_calls"):
             return f"{wanted}, got a message whose {content} is {kind_of(text)}"
+        problem = message_problem(message, images, content)
+        if problem:
+            return f"column {column!r}: {problem}"
     return None
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, DataError
-from .json_rows import numbered_lines, place_in, read_json
-from .row_checks import BadRows, form_of, row_problem
+from .json_rows import as_written, numbered_lines, place_in, read_json
+from .row_checks import BadRows, form_of, learned_answers, row_problem
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -145,8 +145,6 @@ def _load_directory(config: "RunConfig", bad: BadRows, path: Path) -> LoadedData
 
 def _load_files(config: "RunConfig", bad: BadRows, files: dict[str, list[Path]]) -> LoadedDataset:
     """Read each split from its files, and remember the line of each row."""
-    import datasets
-
     splits, places, blank = {}, {}, 0
     for split, paths in files.items():
         parts, where = [], []
@@ -155,10 +153,7 @@ def _load_files(config: "RunConfig", bad: BadRows, files: dict[str, list[Path]])
             parts.append(part)
             where.append((len(part), path, lines))
             blank += skipped
-        try:
-            splits[split] = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-        except ValueError as error:  # the files have different columns
-            raise DataError(f"the files of split {split!r} do not fit together: {error}") from None
+        splits[split] = parts[0] if len(parts) == 1 else _joined(parts, split)
         places[split] = where
 
     def place(split: str, index: int) -> tuple[str, int]:
@@ -169,6 +164,20 @@ def _load_files(config: "RunConfig", bad: BadRows, files: dict[str, list[Path]])
         raise AssertionError(f"row {index} of {split} is in no file")
 
     return LoadedDataset(splits, place, blank_lines=blank)
+
+
+def _joined(parts: list["Dataset"], split: str) -> "Dataset":
+    """Return the rows of several files, such as CSV and JSON, whose columns may have other types in each."""
+    import datasets
+
+    try:
+        return datasets.concatenate_datasets(parts)
+    except ValueError as error:
+        try:
+            names = dict.fromkeys(name for part in parts for name in part.column_names)
+            return as_written({name: [dict(row).get(name) for part in parts for row in part] for name in names})
+        except (TypeError, ValueError):  # images, among others
+            raise DataError(f"the files of split {split!r} do not fit together: {error}") from None
 
 
 def _read_file(config: "RunConfig", bad: BadRows, path: Path) -> tuple["Dataset", list[int] | None, int]:
@@ -229,4 +238,4 @@ def _problem_in(config: "RunConfig", bad: BadRows, columns: Sequence[str]) -> Ca
     read = form_of(columns, text, config.given("dataset_text_field"), config.recipe != "sft")
     if read is None or not bad.to_train:
         return None
-    return partial(row_problem, form=read[0], text=text, vocabulary=bad.vocabulary)
+    return partial(row_problem, form=read[0], text=text, vocabulary=bad.vocabulary, learned=learned_answers(config))

@@ -75,6 +75,8 @@ def _tokens(row: Any, form: str, tokenizer: "PreTrainedTokenizerBase", text: str
         messages = row["prompt"] + row.get("completion", [])
     else:
         messages = row["messages"]
+    from ...trainers.chat_checks import fitting
+
     options: Any = {"add_generation_prompt": form == "prompt", **(row.get("chat_template_kwargs") or {})}
-    rendered: Any = tokenizer.apply_chat_template(messages, return_dict=True, **options)
+    rendered: Any = tokenizer.apply_chat_template(fitting(messages, tokenizer), return_dict=True, **options)
     return len(rendered["input_ids"])

@@ -16,6 +16,7 @@ from ...run.data.datasets import load_run_datasets
 from ...run.data.row_checks import BadRows
 from ...run.data.sources import load_source
 from ...teachers.fingerprints import rows_fingerprint
+from ...trainers.chat_checks import fitting
 from ...trainers.chat_rows import NO_ANSWERS, in_messages
 from .options import GenerateOptions
 from .sieve import Sample, grams_of
@@ -77,6 +78,7 @@ class Renderer:
     def tokens(self, prompt: list[dict[str, Any]] | str) -> Tokens:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
+        prompt = fitting(prompt, self.tokenizer)
         rendered = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         return list(rendered["input_ids"])
 

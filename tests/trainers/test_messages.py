@@ -1,0 +1,223 @@
+"""Messages as people write them: nulls, parts, marks, tool calls and fields that a template does not write."""
+
+import json
+
+import pytest
+from datasets import Dataset, Features, IterableDataset, Json, List
+from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
+
+from liger_trainer import LigerConfig, LigerTrainer
+from liger_trainer.errors import DataError
+from liger_trainer.run.data.json_rows import as_written
+from liger_trainer.trainers.chat_checks import check_chats, fit_arguments, fitting
+from liger_trainer.trainers.chat_rows import in_messages, split_last
+from liger_trainer.trainers.messages import as_json, is_plain
+
+ASKED = {"role": "user", "content": "w1"}
+MARKED = (
+    "{% for m in messages %}{{ '<' + m.role + '> ' }}{% if m.role == 'assistant' %}"
+    "{%- generation %}{{ m.content + ' ' }}"
+    "{%- endgeneration %}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+)
+BARE = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+CALLS = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
+
+
+def called(arguments) -> list[dict]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def answered(*answers: dict) -> list[dict]:
+    return [turn for answer in answers for turn in (ASKED, {"role": "assistant", **answer})]
+
+
+def with_template(template: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+VALUES = [{"city": "Rome"}, {"x": 0.3}, {"x": 1}, {"x": None, "y": [1, "a", {"z": 12345678901}]}]
+MESSAGES = [called(value) for value in VALUES]
+
+
+def test_json_rows_stay_as_written_through_every_step(tmp_path):
+    columns = {"messages": MESSAGES, "tools": [None, [{"a": 1}], [{"b": None}], []], "odd": [1, "42", None, {"a": 2}]}
+    rows = as_written(columns)
+    expected = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    assert [json.dumps(row) for row in rows] == expected
+    written = in_messages(rows).select_columns(list(columns))
+    assert [json.dumps(row) for row in written] == expected
+    written.save_to_disk(str(tmp_path / "rows"))
+    assert [json.dumps(row) for row in Dataset.load_from_disk(str(tmp_path / "rows"))] == expected
+    asked = split_last(rows.select_columns(["messages"]))
+    assert [json.dumps([*row["prompt"], *row["completion"]]) for row in asked] == [json.dumps(m) for m in MESSAGES]
+    assert [json.dumps(row["messages"]) for row in in_messages(rows.to_iterable_dataset())] == [
+        json.dumps(chat) for chat in MESSAGES
+    ]
+
+
+@pytest.mark.parametrize("make", ["structs", "json", "mixed", "stream"])
+def test_nulls_that_arrow_fills_in_are_left_out(make):
+    chats = [{"messages": called({"a": 1})}, {"messages": called({"b": "w"})}]
+    data = {
+        "structs": lambda: Dataset.from_list(chats),
+        "json": lambda: Dataset.from_list(chats, features=Features({"messages": List(Json())})),
+        "mixed": lambda: Dataset.from_list(chats, on_mixed_types="use_json"),
+        "stream": lambda: Dataset.from_list(chats).to_iterable_dataset(),
+    }[make]()
+    assert list(in_messages(data)) == chats
+
+
+def test_plain_chats_are_left_alone_and_numbers_of_json_are_read_exactly():
+    plain = Dataset.from_list([{"messages": answered({"content": "w2"})}])
+    assert is_plain(plain.features) and in_messages(plain) is plain
+    rows = Dataset.from_dict(
+        {"messages": [[as_json(m) for m in called({"x": 0.3})]]}, Features({"messages": List(Json())})
+    )
+    assert in_messages(rows)[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"x": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [([{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}], "w1 w2"), (["w1"], "w1"), ([], "")],
+)
+def test_parts_of_text_are_joined(parts, text):
+    chats = [{"messages": [{"role": "user", "content": parts}, *answered({"content": "w3"})]}] * 2
+    assert in_messages(as_written({"messages": [c["messages"] for c in chats]}))[1]["messages"][0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": [{"type": "image"}]}, "row 1: column 'messages': expected content as text .* got a part 'image'"),
+        ({"content": [{"type": "thinking", "thinking": "w"}]}, "row 1: .*got a part 'thinking'"),
+        ({"content": "w2", "weight": 0.5}, "row 1: .*'weight'.*expected 0 or 1.*weight_column.*got 0.5"),
+        ({"content": "w2", "train": "no"}, "row 1: .*'train'.*got 'no'"),
+    ],
+)
+def test_other_parts_and_marks_are_refused_by_row(message, problem):
+    with pytest.raises(DataError, match=problem):
+        in_messages(as_written({"messages": [answered({"content": "w2"}), answered(message)]}))
+
+
+def supervised(chats: list, template: str, **options) -> list[str]:
+    tokenizer = with_template(template)
+    rows = as_written({"messages": chats}) if isinstance(chats, list) else chats
+    trainer = LigerTrainer(
+        tiny_model(), args=train_args(LigerConfig, **options), train_dataset=rows, processing_class=tokenizer
+    )
+    return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}, {"training": False}, {"loss_weight": 0.0}])
+@pytest.mark.parametrize(
+    ("template", "options", "learned"),
+    [
+        (MARKED, {"assistant_only_loss": True}, "w3"),
+        (BARE, {"assistant_only_loss": True, "supervised_part": "content"}, "w3"),
+        (BARE, {}, "<user> w1 <user> w1 <assistant> w3"),
+    ],
+)
+def test_a_marked_message_is_not_learned(mark, template, options, learned):
+    chats = [answered({"content": "w2", **mark}, {"content": "w3", **dict.fromkeys(mark, 1)})] * 2
+    assert supervised(chats, template, **options) == [learned] * 2
+
+
+def test_marks_of_a_stream():
+    chats = [{"messages": answered({"content": "w2", "weight": 0}, {"content": "w3"})}] * 4
+    rows = supervised(
+        IterableDataset.from_generator(lambda: iter(chats)), MARKED, assistant_only_loss=True, max_steps=1
+    )
+    assert rows == ["w3"] * 4
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"messages": called({"a": 1})},
+            "row 0: the chat template does not write 'tool_calls'.*allow_unwritten_fields",
+        ),
+        ({"messages": answered({"content": "w2", "reasoning_content": "w3"})}, "does not write 'reasoning_content'"),
+        ({"messages": answered({"content": "w2"}), "tools": [{"name": "f"}]}, "does not write 'tools'"),
+    ],
+)
+def test_fields_that_the_template_leaves_out(row, problem):
+    rows = in_messages(as_written({name: [value] for name, value in row.items()}))
+    with pytest.raises(DataError, match=problem):
+        check_chats(rows, with_template(BARE), None, "row {}".format)
+    check_chats(rows, with_template(BARE), None, "row {}".format, allow_unwritten=True)
+    writes = BARE + "{{ tools }}{% for m in messages %}{{ m.tool_calls }}{{ m.reasoning_content }}{% endfor %}"
+    check_chats(rows, with_template(writes), None, "row {}".format)
+
+
+@pytest.mark.parametrize(
+    ("writes", "text", "mapping"),
+    [
+        ("c.function.arguments | tojson", {"a": "é"}, {"a": "é"}),
+        ("'x' + c.function.arguments", '{"a": "é"}', '{"a": "é"}'),
+        ("c.function.arguments if c.function.arguments is string else c.function.arguments | tojson",
+         '{"a": "é"}', {"a": "é"}),
+    ],
+)  # fmt: skip
+def test_arguments_are_what_the_template_takes(writes, text, mapping):
+    tokenizer = with_template(CALLS.replace("ARGUMENTS", writes))
+    for given, expected in (('{"a": "é"}', text), ({"a": "é"}, mapping)):
+        rows = fit_arguments(as_written({"messages": [called(given)]}), tokenizer, None)
+        for chat in (fitting(called(given), tokenizer), rows[0]["messages"]):
+            assert chat[1]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_arguments_that_are_no_json():
+    rows = as_written({"messages": [called("{a")]})
+    with pytest.raises(DataError, match="row 0: .*expected a mapping or JSON text, got '{a'"):
+        check_chats(
+            rows, with_template(CALLS.replace("ARGUMENTS", "c.function.arguments | tojson")), None, "row {}".format
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "trainer"),
+    [
+        ({"chosen": "w1", "rejected": "w2"}, "chosen and rejected.*DPOTrainer"),
+        ({"rejected_response": "w2"}, "DPOTrainer"),
+        ({"label": False}, "column label.*KTOTrainer"),
+    ],
+)
+def test_rows_for_preferences_are_refused(more, trainer):
+    for rows in ({"messages": answered({"content": "w2"})}, {"prompt": "w1", "completion": "w2"}):
+        with pytest.raises(DataError, match=trainer):
+            in_messages(Dataset.from_list([{**rows, **more}]))
+    assert in_messages(Dataset.from_list([{"text": "w1", "label": 1}])).column_names == ["text", "label"]
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+def test_a_column_system_is_the_first_message(form):
+    row = {form: [ASKED], "system": "w9"}
+    rows = in_messages(Dataset.from_list([row, {**row, "system": None}]))
+    assert [[m["role"] for m in r[form]] for r in rows] == [["system", "user"], ["user"]]
+    assert "system" not in rows.column_names
+
+
+def test_a_formatting_func_is_read_where_rows_have_messages():
+    rows = Dataset.from_list([{"messages": answered({"content": "w2"})}] * 2)
+
+    def train(function):
+        return LigerTrainer(
+            tiny_model(), args=train_args(LigerConfig), train_dataset=rows, formatting_func=function,
+            processing_class=tiny_tokenizer(),
+        ).train_dataset  # fmt: skip
+
+    tokenizer = tiny_tokenizer()
+    assert {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train(lambda row: WORDS[7])} == {
+        WORDS[7]
+    }
+    with pytest.raises(DataError, match="formatting_func: expected the text of one row, got \\["):
+        train(lambda row: [WORDS[7]])
+
+
+def test_a_chat_without_an_answer_is_named():
+    with pytest.raises(DataError, match="row 1 of the train dataset: only answers are to be learned, but the chat has"):
+        supervised([answered({"content": "w2"}), [ASKED]], MARKED, assistant_only_loss=True)
