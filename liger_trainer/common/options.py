@@ -5,9 +5,10 @@ command line, `config.schema_writer` for the JSON Schema that editors read. Impo
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, get_args
 
 from .value_rules import LIMIT_NAMES, Rule, complaints
@@ -125,6 +126,20 @@ def missing(key: str, needed_by: Fact) -> Conflict:
     return Conflict(key, needed_by & ~on(key), f"missing; {needed_by.words} needs it.", missing=True)
 
 
+class DeclaredField(Field):
+    """A dataclass field with what `option` declares of it.
+
+    That is no part of its `metadata`, since transformers' HfArgumentParser hands all of that to argparse.
+    """
+
+    __slots__ = ("declared",)
+
+
+def declared(item: Field) -> Mapping[str, Any]:
+    """Return what `option` declares of a field: choices, limits, text, needs, needed_by, conflicts."""
+    return item.declared if isinstance(item, DeclaredField) else {}
+
+
 def option(
     default: Any,
     help: str,
@@ -145,28 +160,30 @@ def option(
         conflicts: facts under which it is refused, each with the reason.
         limits: ge, gt, le, lt.
     """
-    metadata = {
-        "help": help, "choices": list(choices), "limits": limits, "text": text or {}, "needs": needs,
-        "needed_by": needed_by, "conflicts": tuple(conflicts),
+    plain: Any = field(default=default, metadata={"help": help})
+    item = DeclaredField(*(getattr(plain, name) for name in inspect.signature(Field).parameters))
+    item.declared = {
+        "choices": list(choices), "limits": limits, "text": text or {}, "needs": needs, "needed_by": needed_by,
+        "conflicts": tuple(conflicts),
     }  # fmt: skip
-    return field(default=default, metadata=metadata)
+    return item
 
 
 def conflicts_of(cls: type) -> Iterator[Conflict]:
     """Yield the conflicts that the fields of a dataclass declare."""
     for item in dataclasses.fields(cls):
-        if item.metadata.get("needed_by"):
-            yield missing(item.name, item.metadata["needed_by"])
-        if item.metadata.get("needs"):
-            yield without(item.name, item.metadata["needs"])
-        for when, message in item.metadata.get("conflicts", ()):
+        if declared(item).get("needed_by"):
+            yield missing(item.name, declared(item)["needed_by"])
+        if declared(item).get("needs"):
+            yield without(item.name, declared(item)["needs"])
+        for when, message in declared(item).get("conflicts", ()):
             yield Conflict(item.name, when, message)
 
 
 def limits_of(item: dataclasses.Field) -> Rule:
     """What a field's declaration says about its values, beside their type."""
-    limits = {LIMIT_NAMES[name]: limit for name, limit in item.metadata.get("limits", {}).items()}
-    return {**limits, **item.metadata.get("text", {})}
+    limits = {LIMIT_NAMES[name]: limit for name, limit in declared(item).get("limits", {}).items()}
+    return {**limits, **declared(item).get("text", {})}
 
 
 def clashes(
@@ -207,7 +224,7 @@ def check_options(config: Any, *classes: type) -> None:
 
 def _python_rule(item: dataclasses.Field) -> Rule:
     """The rule of a value in Python: integers, limits and choices as in YAML; else anything, as in a dataclass."""
-    limits, choices = limits_of(item), item.metadata.get("choices")
+    limits, choices = limits_of(item), declared(item).get("choices")
     if choices:
         return {"enum": [*choices, *([None] if item.default is None else [])]}
     annotation: Any = item.type

@@ -17,7 +17,7 @@ import trl
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from ..common.non_finite import NonFiniteConfig
-from ..common.options import limits_of, on
+from ..common.options import declared, limits_of, on
 from ..common.value_rules import LIMIT_NAMES, Rule
 from ..losses.plan import entry_rule
 from ..losses.schedules import SCHEDULES, TAID
@@ -169,7 +169,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
 
 def _property(item: dataclasses.Field, hint: Any, section: str, described: bool) -> Rule:
     default = item.default if item.default_factory is MISSING else item.default_factory()
-    choices = CHOICES.get(item.name) or item.metadata.get("choices") or ()
+    choices = CHOICES.get(item.name) or declared(item).get("choices") or ()
     rule = dict(RULES.get(item.name) or _rule(hint, choices))
     rule |= limits_of(item) or {LIMIT_NAMES[name]: limit for name, limit in LIMITS.get(item.name, {}).items()}
     text = item.metadata.get("help") if described else None

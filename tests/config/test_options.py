@@ -8,6 +8,8 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import HfArgumentParser
+from trl import ModelConfig, TrlParser
 
 from liger_trainer.common.options import OptionValues, check_values, clashes, conflicts_of, option
 from liger_trainer.config.catalogue import built_in_configs
@@ -20,6 +22,7 @@ from liger_trainer.losses.config import LossConfig
 from liger_trainer.teachers.config import TeacherConfig
 from liger_trainer.trainers.distill_config import LigerDistillConfig
 from liger_trainer.trainers.sampling_config import SamplingConfig
+from liger_trainer.trainers.sft_config import LigerConfig
 
 EDITOR = jsonschema.Draft202012Validator(json.loads(shipped_text()))
 NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "recipe": "distill", "teacher_model_name_or_path": "t"}
@@ -121,3 +124,29 @@ def test_every_declared_option_is_a_key_with_a_meaning():
         declared = {conflict.key for conflict in conflicts_of(cls)}
         assert declared <= shipped_schema().keys.keys()
         assert all(shipped_schema().keys[name].description for name in cls.__dataclass_fields__)
+
+
+SCRIPT = ["--output_dir", "out", "--model_name_or_path", "m", "--use_cpu"]
+TYPED = {
+    "--on_non_finite skip_step": {"on_non_finite": "skip_step"},
+    "--teacher_cache_dir rows --teacher cache": {"teacher_cache_dir": "rows"},
+    '--schedules {"temperature":{"to":2.0}}': {"schedules": {"temperature": {"to": 2.0}}},
+    '--losses [{"type":"forward_kl","weight":2}]': {"losses": [{"type": "forward_kl", "weight": 2}]},
+    "--lmbda 0.5 --seq_kd false --generation_batch_size 3": {"lmbda": 0.5, "generation_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+@pytest.mark.parametrize("words", TYPED)
+def test_scripts_that_parse_their_command_line_take_our_configurations(parser, words):
+    configurations = (LigerDistillConfig, LigerConfig) if "non_finite" in words else (LigerDistillConfig,)
+    for configuration in configurations:
+        arguments = parser((configuration, ModelConfig))
+        config, model = arguments.parse_args_into_dataclasses([*SCRIPT, *words.split()])
+        assert {name: getattr(config, name) for name in TYPED[words]} == TYPED[words]
+        assert model.model_name_or_path == "m" and "weight_column" in arguments.format_help()
+
+
+def test_what_an_option_declares_holds_on_such_a_command_line():
+    with pytest.raises(ValueError, match="on_non_finite: expected one of stop, skip_step"):
+        HfArgumentParser(LigerConfig).parse_args_into_dataclasses([*SCRIPT[:2], "--use_cpu", "--on_non_finite", "x"])

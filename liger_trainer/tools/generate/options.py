@@ -5,7 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...common.options import HTTP, OptionValues, check_options, clashes, conflicts_of, given, limits_of, option
+from ...common.options import (
+    HTTP,
+    OptionValues,
+    check_options,
+    clashes,
+    conflicts_of,
+    declared,
+    given,
+    limits_of,
+    option,
+)
 from ...common.value_rules import Rule, complaints, did_you_mean, read
 from ...config.overrides import parse_overrides
 from ...config.settings import DROPPED
@@ -133,8 +143,8 @@ def read_options(arguments: Iterable[str]) -> GenerateOptions:
 
 
 def _rule(item: dataclasses.Field) -> Rule:
-    if item.metadata["choices"]:
-        return {"enum": list(item.metadata["choices"])}
+    if declared(item)["choices"]:
+        return {"enum": list(declared(item)["choices"])}
     annotation: Any = item.type
     kinds = [_KINDS[kind] for kind in (get_args(annotation) or (annotation,)) if kind in _KINDS]
     return {"type": [*kinds, "null"] if item.default is None else kinds, **limits_of(item)}
