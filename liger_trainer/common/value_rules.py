@@ -87,7 +87,8 @@ def read(value: Any, rule: Rule) -> Any:
     """Return the value as its rule means it.
 
     Where a rule does not allow text, text such as "2" becomes a number, as it must for arguments of a command line, and
-    YAML 1.1's words become true or false. Everything else stays as it is, for `complaints` to judge.
+    YAML 1.1's words become true or false. Where only lists of text are allowed, text becomes a list of one. Everything
+    else stays as it is, for `complaints` to judge.
     """
     allowed = kinds(rule)
     if isinstance(value, list) and "array" in allowed:
@@ -95,6 +96,8 @@ def read(value: Any, rule: Rule) -> Any:
     if isinstance(value, dict) and "object" in allowed:
         properties = rule.get("properties", {})
         return {key: read(item, properties.get(key, {})) for key, item in value.items()}
+    if isinstance(value, str) and set(allowed) <= {"array", "null"} and rule.get("items") == {"type": "string"}:
+        return [value]
     if not isinstance(value, str) or "string" in allowed:
         return value
     if "boolean" in allowed and value.lower() in _SWITCHES:

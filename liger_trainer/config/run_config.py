@@ -188,7 +188,12 @@ class RunConfig:
         """TRL's ModelConfig, from which `get_peft_config` and `get_quantization_config` read."""
         from trl import ModelConfig
 
-        return self._build(ModelConfig, ("model",))
+        from ..trainers.student import names_of_modules
+
+        args = self._build(ModelConfig, ("model",))
+        args.lora_target_modules = names_of_modules(args.lora_target_modules)
+        args.lora_target_parameters = names_of_modules(args.lora_target_parameters)
+        return args
 
     def mixture_args(self) -> "DatasetMixtureConfig":
         """TRL's DatasetMixtureConfig, for `datasets:`."""

@@ -38,7 +38,14 @@ from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
-from .student import check_no_prefix, loading_and_adapters, patch_student, take_liger_options, undo_evaluation_wrap
+from .student import (
+    check_no_prefix,
+    loading_and_adapters,
+    patch_student,
+    take_liger_options,
+    undo_evaluation_wrap,
+    with_names_of_modules,
+)
 from .token_metrics import TokenCount, TokenMetrics, count, num_tokens, remember_tokens
 
 
@@ -93,8 +100,9 @@ class LigerTrainer(RunLossTrainer):
             args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         check_settings(given.get("train_dataset"), config)
         freezes = getattr(config, "freeze_vision_tower", False)
-        if freezes and given.get("peft_config") is not None:
-            given["peft_config"] = without_adapters(given["peft_config"], given["model"])
+        if given.get("peft_config") is not None:
+            adapters = with_names_of_modules(given["peft_config"])
+            given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
             args, kwargs = (), {**given.pop("kwargs", {}), **given}
         give_back(given.get("model"))
         options = take_liger_options(config)

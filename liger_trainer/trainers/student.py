@@ -1,6 +1,8 @@
 """The student of a trainer: how it is loaded, patched and checked."""
 
 import contextlib
+import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,25 @@ def take_liger_options(args: Any) -> PatchOptions | None:
             "cross_entropy out of it, or use TRL's SFTTrainer with liger_trainer.enable()."
         )
     return options
+
+
+def names_of_modules(targets: Any) -> Any:
+    """Return a list for the name of one module, such as "q_proj"; patterns, "all-linear" and lists as they are.
+
+    TRL's ModelConfig makes text of a list of one, and PEFT matches text with the whole path of a module, so that it
+    finds none.
+    """
+    return [targets] if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
+
+
+def with_names_of_modules(peft_config: Any) -> Any:
+    """Return a configuration of adapters whose `target_modules` are `names_of_modules`."""
+    targets = getattr(peft_config, "target_modules", None)
+    if names_of_modules(targets) is targets:
+        return peft_config
+    changed = copy.copy(peft_config)
+    changed.target_modules = set(names_of_modules(targets))
+    return changed
 
 
 def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, memory: str = FAST) -> Patched:

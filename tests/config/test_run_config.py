@@ -199,7 +199,27 @@ def test_arguments_are_built_from_the_values(load, tmp_path):
     assert args.output_dir == f"outputs/{tmp_path.name}/run" or args.output_dir == "outputs/run"
     assert args.model_init_kwargs is None and args.resume_from_checkpoint is None
     assert config.init_kwargs("model_init_kwargs") == {"attn_implementation": "eager"}
-    assert config.model_args().lora_target_modules == "q_proj"
+    assert config.model_args().lora_target_modules == ["q_proj"]
+
+
+LISTED = ["q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        (["lora_target_modules=[q_proj]"], "lora_target_modules", LISTED),
+        (["lora_target_modules=q_proj"], "lora_target_modules", LISTED),
+        (["--lora_target_modules", "q_proj"], "lora_target_modules", LISTED),
+        (["--lora_target_modules", "attn.q", "v_proj"], "lora_target_modules", ["attn.q", "v_proj"]),
+        (["lora_target_modules=[all-linear]"], "lora_target_modules", "all-linear"),
+        (["lora_target_modules=[.*q_proj]"], "lora_target_modules", ".*q_proj"),
+        (["--lora_target_parameters", "experts.up"], "lora_target_parameters", ["experts.up"]),
+        (["--lora_modules_to_save", "lm_head"], "lora_modules_to_save", ["lm_head"]),
+    ],
+)  # fmt: skip
+def test_one_name_of_a_module_is_a_list_of_one(load, words, key, expected):
+    assert getattr(load(NEEDED, "use_peft=true", *words).model_args(), key) == expected
 
 
 def test_what_the_arguments_refuse_is_a_config_error(load):

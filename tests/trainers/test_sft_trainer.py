@@ -5,6 +5,7 @@ import copy
 import math
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tiny import (
     tiny_tokenizer,
     train_args,
 )  # fmt: skip
-from trl import SFTConfig, SFTTrainer
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 from trl.trainer import sft_trainer
 
 from liger_trainer import LigerDistillConfig, LigerTrainer, patch
@@ -410,6 +411,16 @@ def test_adapters_on_the_head_are_part_of_the_loss():
     assert len(names) == 2
     for name, gradient in zip(names, gradients, strict=True):
         torch.testing.assert_close(trainer.model.get_parameter(name).grad.double(), gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_one_module_in_trls_model_arguments_gets_adapters():
+    """ModelConfig makes text of the list, which PEFT takes for a pattern of whole paths."""
+    adapters: Any = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=["q_proj"], lora_r=2))
+    trainer = make(arguments={"peft_config": adapters})
+    names = {
+        name.split(".lora_")[0].rpartition(".")[2] for name, p in trainer.model.named_parameters() if p.requires_grad
+    }
+    assert names == {"q_proj"} and adapters.target_modules == "q_proj"
 
 
 def test_trl_still_refuses_them():
