@@ -17,6 +17,7 @@ from ..teachers.config import (
     is_its_own_teacher,
     teacher_problems,
 )
+from ..trainers.best_metric import FOLLOW_EVALUATIONS, greater_is_better, is_neither, no_direction
 from ..trainers.images_config import ImagesConfig
 from ..trainers.qat_config import QAT, QatConfig
 from ..trainers.rows_config import RowsConfig
@@ -129,6 +130,10 @@ _EVALUATES = equals("eval_strategy", "steps", "epoch")
 _SAVES_WHEN_EVALUATING = (equals("eval_strategy", "steps") & ~equals("save_strategy", "no", "epoch", "best")) | (
     equals("eval_strategy", "epoch") & equals("save_strategy", "epoch")
 )
+_NO_DIRECTION = Fact(
+    ("metric_for_best_model", "greater_is_better"),
+    lambda options: options["greater_is_better"] is None and is_neither(options["metric_for_best_model"]),
+)
 
 # Conflicts of keys that are TRL's, and of ours with these. Ours among themselves are declared with each option.
 _OF_TRL = (
@@ -194,9 +199,10 @@ _OF_TRL = (
     ),
     Conflict(
         "lr_scheduler_type",
-        equals("lr_scheduler_type", "reduce_lr_on_plateau", "greedy") & ~_EVALUATES,
+        equals("lr_scheduler_type", *FOLLOW_EVALUATIONS) & ~_EVALUATES,
         "{value} follows the evaluations; set eval_strategy to steps or epoch.",
     ),
+    Conflict("metric_for_best_model", _NO_DIRECTION, no_direction("{value}")),
     Conflict(
         "load_best_model_at_end",
         on("load_best_model_at_end") & ~_SAVES_WHEN_EVALUATING & ~equals("save_strategy", "best"),
@@ -352,6 +358,8 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
             yield Finding(setting.where, key, f"has no effect: {ELSEWHERE.get(key, 'nothing here reads it')}.")
         elif keys[key].section == "sampling" and (message := without_effect(key, sampled, vllm)):
             yield Finding(setting.where, key, message)
+    if "metric_for_best_model" in settings:
+        yield from _direction(settings["metric_for_best_model"], settings.get("greater_is_better"))
     # a distillation by nothing but its teacher is a file of TRL's, where beta has another default
     teacher = settings.get("teacher_model_name_or_path")
     if teacher is not None and recipe == "distill" and "recipe" not in settings:
@@ -359,6 +367,17 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
             yield Finding(teacher.where, "beta", DEFAULT_BETA)
         if not sampled and "lmbda" not in settings:
             yield Finding(teacher.where, "lmbda", DEFAULT_LMBDA)
+
+
+def _direction(metric: Setting, given: Setting | None) -> Iterator[Finding]:
+    """Say which way a metric of the trainers is better, and whether the settings choose by the other."""
+    known, chosen = greater_is_better(metric.value), None if given is None else given.value
+    if known is None or chosen == known:
+        return
+    words = ("less", "lowest"), ("more", "highest")
+    (better, best), (_, other) = words[known], words[not known]
+    what = f"the {other} is chosen, as greater_is_better says" if chosen is not None else f"the {best} is chosen"
+    yield Finding(metric.where, "metric_for_best_model", f"{better} {metric.value} is better: {what}.")
 
 
 def _mapping(settings: Mapping[str, Setting], key: str) -> Mapping[str, Any]:

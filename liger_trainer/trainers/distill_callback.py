@@ -30,6 +30,7 @@ from ..teachers.base import check_apart, patch_layers, teacher_logits
 from ..teachers.fingerprints import describe_frozen_model
 from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
+from .best_metric import correct_guess, follow_direction
 from .evaluation_rows import tokens_that_count
 from .finite_guard import FiniteGuard
 from .finite_weights import norm_of_gradients
@@ -107,7 +108,12 @@ class DistillationCallback(TrainerCallback):
         self._accelerator: Any = None
         self._undo = contextlib.ExitStack()
 
+    def on_init_end(self, args, state, control, **kwargs) -> None:
+        correct_guess(args)
+        follow_direction(args)
+
     def on_train_begin(self, args, state, control, model: Any = None, processing_class: Any = None, **kwargs) -> None:
+        correct_guess(args)  # where the callback was added to a trainer that was there
         self.undo()  # after a training that was interrupted, or begun anew with a smaller batch
         self._accelerator = Accelerator()  # shares the state of the trainer's
         refuse(args, self._accelerator)

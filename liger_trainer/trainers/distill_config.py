@@ -12,6 +12,7 @@ from ..losses.config import LossConfig
 from ..losses.plan import LossPlan, plan_of, without_effect
 from ..losses.spec import Distillation, distillation_of
 from ..teachers.config import SAMPLES, TeacherConfig
+from .best_metric import choose_direction
 from .images_config import ImagesConfig
 from .qat_config import QatConfig
 from .rows_config import RowsConfig
@@ -27,7 +28,7 @@ class LigerDistillConfig(
 ):  # fmt: skip
     """Configuration of `LigerDistillTrainer`.
 
-    Where `bf16` is not set, the device decides, as in `LigerConfig`.
+    Where `bf16` is not set, the device decides, and where `greater_is_better` is not, the metric, as in `LigerConfig`.
 
     Args:
         teacher, teachers, teacher_*, cache_*: whose distributions are learned; see `TeacherConfig`.
@@ -55,6 +56,7 @@ class LigerDistillConfig(
 
     def __post_init__(self):
         choose_bf16(self)
+        choose_direction(self)
         super().__post_init__()
         if self.loss_type == "dft":
             raise ValueError("loss_type='dft' weighs the cross-entropy of fine-tuning; distillation takes 'nll'.")

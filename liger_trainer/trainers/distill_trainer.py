@@ -18,6 +18,7 @@ from ..patching.patcher import Patched
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
+from .best_metric import correct_guess
 from .distill_config import LigerDistillConfig
 from .from_trl_args import moved
 from .giving_up import save_and_advise
@@ -83,6 +84,8 @@ class LigerDistillTrainer(LigerTrainer):
     def __init__(self, model, teacher_model: GivenTeacher = None, args=None, teacher_processor: Any = None, **kwargs):
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:
+            if args is not None:
+                correct_guess(args)
             args, kwargs = moved(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):

@@ -8,6 +8,7 @@ from trl import SFTConfig
 
 from ..common.non_finite import NonFiniteConfig
 from ..common.options import check_options
+from .best_metric import choose_direction
 from .images_config import ImagesConfig
 from .qat_config import QatConfig
 from .rows_config import RowsConfig
@@ -24,7 +25,8 @@ def choose_bf16(args: Any) -> None:
 class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig, SFTConfig):
     """Configuration of `LigerTrainer`, which takes TRL's SFTConfig too.
 
-    Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU.
+    Where `bf16` is not set, the device decides (`choose_bf16`); SFTConfig's default is an error on a CPU. Where
+    `greater_is_better` is not set, `metric_for_best_model` decides, if it is a metric of the trainers.
 
     Args:
         supervised_part, alpaca_prompt: what is learned of rows; see `RowsConfig`.
@@ -39,5 +41,6 @@ class LigerConfig(RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConf
 
     def __post_init__(self):
         choose_bf16(self)
+        choose_direction(self)
         super().__post_init__()
         check_options(self, RowsConfig, ImagesConfig, StepConfig, QatConfig, NonFiniteConfig)

@@ -24,6 +24,8 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
+from .best_metric import correct_guess, follow_direction
+from .distill_config import LigerDistillConfig
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
@@ -99,6 +101,9 @@ class LigerTrainer(RunLossTrainer):
             config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
             args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
         check_settings(given.get("train_dataset"), config)
+        if not isinstance(config, (LigerConfig, LigerDistillConfig)):
+            correct_guess(config)
+        follow_direction(config)
         freezes = getattr(config, "freeze_vision_tower", False)
         if given.get("peft_config") is not None:
             adapters = with_names_of_modules(given["peft_config"])

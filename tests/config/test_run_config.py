@@ -347,3 +347,28 @@ def test_keys_that_only_the_installed_trl_knows_are_found_there(load, monkeypatc
     monkeypatch.setattr(run_config, "shipped_schema", lambda: Schema(older, {"trl": "0.1", "transformers": "5.0"}))
     assert load(line)["neftune_noise_alpha"] == 5
     assert "quuxification: unknown key" in refused(load, line + "quuxification: 9\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["metric_for_best_model=perplexity"], ["less perplexity is better: the lowest is chosen."]),
+        (
+            ["metric_for_best_model=eval_rows_mean_token_accuracy"],
+            ["more eval_rows_mean_token_accuracy is better:"],
+        ),
+        (
+            ["metric_for_best_model=loss", "greater_is_better=true"],
+            ["less loss is better: the highest is chosen,"],
+        ),
+        (["metric_for_best_model=loss", "greater_is_better=false"], []),
+    ],
+)
+def test_the_direction_of_the_best_metric_is_said(load, words, told):
+    notices = [notice.message for notice in load(NEEDED, *words).notices]
+    assert len(notices) == len(told) and all(n.startswith(t) for n, t in zip(notices, told, strict=True))
+
+
+def test_a_best_metric_without_a_direction_is_refused(load):
+    with pytest.raises(ConfigError, match="metric_for_best_model: neither more nor less of entropy is better"):
+        load(NEEDED, "metric_for_best_model=entropy")
