@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CorruptError
 from .files import STATE, sync_folder
@@ -144,9 +145,9 @@ def _missing(checkpoint: Path) -> Iterator[str]:
 
 def _had_manifest(checkpoint: Path) -> bool:
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state: Any = _state(checkpoint)
         return state["stateful_callbacks"][TRAINER_STATE][WITH_MANIFEST] == state["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return False
 
 
@@ -183,6 +184,30 @@ def _safetensors_damage(path: Path) -> Iterator[str]:
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         yield f"{path.name} has {size} bytes instead of {expected}"
+
+
+def best_checkpoint(checkpoint: Path) -> str | None:
+    """Return the path of the best checkpoint that a checkpoint knows of: beside it, or else where it was.
+
+    What has its name may be another training's, as in the folder that a run was copied from. It is the one if all that
+    it has logged stands in this checkpoint too.
+    """
+    state = _state(checkpoint) or {}
+    if state.get("best_model_checkpoint") is None:
+        return None
+    known = Path(state["best_model_checkpoint"])
+    for found in (checkpoint.with_name(known.name), known):
+        logged = (_state(found) or {}).get("log_history")
+        if logged is not None and json.dumps(logged) == json.dumps(state["log_history"][: len(logged)]):
+            return str(found)
+    return None
+
+
+def _state(checkpoint: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def put_in_place(staged: Path, target: Path) -> None:

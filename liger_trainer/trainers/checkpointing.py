@@ -3,7 +3,8 @@
 Trainer writes a checkpoint file by file under its final name, removes older ones without a look at it, and takes the
 one with the highest number. Everything that it writes goes to the folder that `_get_output_dir` and `_save_checkpoint`
 name, so it is led to one beside. Who knows the final path is told after the renaming: callbacks (`on_save`) and the
-push to the hub. The state's pointer to the best checkpoint is put right before.
+push to the hub. The state's pointer to the best checkpoint is put right before, and again on resume, since a path is
+another one after a move, from another folder or on another mount.
 
 Trainer reads weights back by the names that they have in memory, and only warns where `save_pretrained` has written
 others: those of older files (LLaVA, Gemma 3), or one tensor for each expert (Mixtral).
@@ -15,15 +16,18 @@ others: those of older files (LLaVA, Gemma 3), or one tensor for each expert (Mi
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerState
 
 from ..common.checkpoints import (
     STAGING,
     TRAINER_STATE,
     WITH_MANIFEST,
+    best_checkpoint,
     clear_staging,
     has_manifest,
     newest_whole,
@@ -34,6 +38,7 @@ from ..common.checkpoints import (
 )
 from ..common.files import STATE, write_atomically
 from ..common.folder_lock import folder_lock
+from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
@@ -117,9 +122,39 @@ class CheckpointingTrainer(RowPreparingTrainer):
         return str(checkpoint)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args):
-        """Leave no epoch to a training that has made all its steps: Trainer would make one more."""
-        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
+        """Find the best checkpoint again, and leave no epoch to a training that has made all its steps: Trainer would
+        make one more."""
+        replacements = Replacements()
+        replacements.set(TrainerState, "load_from_json", self._state_with_best(TrainerState.load_from_json))
+        try:
+            begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
+        finally:
+            replacements.undo()
         return begun if self.state.global_step < max_steps else (num_train_epochs, 0)
+
+    def _state_with_best(self, load: Callable[[str], TrainerState]) -> Callable[[str], TrainerState]:
+        """Return a `load` whose states know the best checkpoint by the path that it has now.
+
+        Without it no other one can be compared with it, so the best is chosen anew from then on.
+        """
+
+        def loaded(path: str) -> TrainerState:
+            state = load(path)
+            if state.best_model_checkpoint is None:
+                return state
+            known, main = state.best_model_checkpoint, self.is_world_process_zero()
+            state.best_model_checkpoint = decided_by_first(main, lambda: best_checkpoint(Path(path).parent))
+            if state.best_model_checkpoint is None:
+                state.best_metric = state.best_global_step = None
+                if main:
+                    warnings.warn(
+                        f"The best checkpoint so far, {known}, is neither there nor next to {Path(path).parent} any "
+                        "more: the best is chosen among those that come.",
+                        stacklevel=8,
+                    )
+            return state
+
+        return loaded
 
     def _load_best_model(self):
         best = Path(str(self.state.best_model_checkpoint))

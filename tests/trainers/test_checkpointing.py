@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.common.checkpoints import STAGING, checkpoints_in, damage, rotate
 from liger_trainer.common.files import STATE
-from liger_trainer.common.manifest import MANIFEST
+from liger_trainer.common.manifest import MANIFEST, write_manifest
 from liger_trainer.errors import ConfigError, CorruptError
 
 
@@ -187,6 +187,64 @@ def test_the_best_checkpoint_is_known_by_its_name_kept_and_loaded(tmp_path):
     flip(best / "model.safetensors")
     with pytest.raises(CorruptError, match="checkpoint-1 is damaged: model.safetensors is not what was written"):
         trainer._load_best_model()
+
+
+FIRST_IS_BEST = {
+    "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2,
+    "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_trainings(tmp_path_factory) -> Path:
+    """Two trainings with other learning rates, whose first checkpoints are the best of theirs."""
+    folder = tmp_path_factory.mktemp("best")
+    for name, rate in (("a", 1e-2), ("other", 1e-3)):
+        make(folder / name, steps=3, **{**FIRST_IS_BEST, "learning_rate": rate}).train()
+    return folder
+
+
+def point_to_best(checkpoint: Path, best: str) -> None:
+    state = json.loads((checkpoint / STATE).read_text())
+    (checkpoint / STATE).write_text(json.dumps({**state, "best_model_checkpoint": best}))
+    write_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("place", ["moved", "relative", "copied", "resumed elsewhere"])
+def test_the_best_checkpoint_is_found_where_it_is_now(tmp_path, monkeypatch, two_trainings, place):
+    first = weights(two_trainings / "a" / "checkpoint-1")
+    run = Path(shutil.copytree(two_trainings / "a", tmp_path / "a"))
+    point_to_best(run / "checkpoint-3", "a/checkpoint-1" if place == "relative" else str(run / "checkpoint-1"))
+    resume: Any = True
+    if place == "moved":
+        run = run.rename(tmp_path / "b")
+    elif place == "relative":
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    elif place == "copied":  # and the folder that it was copied from holds another training's
+        run = Path(shutil.copytree(run, tmp_path / "b"))
+        shutil.rmtree(tmp_path / "a")
+        shutil.copytree(two_trainings / "other", tmp_path / "a")
+    else:
+        resume, run = str(run / "checkpoint-3"), tmp_path / "b"
+    for steps in (4, 5):
+        trainer = make(run, steps=steps, **FIRST_IS_BEST)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(tmp_path / f"saved-{steps}"))
+        assert weights(tmp_path / f"saved-{steps}") == first, steps
+        resume = True
+    assert names(run) == [*(["checkpoint-1"] if place != "resumed elsewhere" else []), "checkpoint-5"]
+
+
+def test_where_the_best_checkpoint_is_lost_the_best_of_what_comes_is_taken(tmp_path, two_trainings):
+    run = Path(shutil.copytree(two_trainings / "a", tmp_path / "a"))
+    shutil.rmtree(run / "checkpoint-1")
+    shutil.copytree(two_trainings / "other" / "checkpoint-1", run / "checkpoint-1")
+    point_to_best(run / "checkpoint-3", str(run / "checkpoint-1"))
+    trainer = make(run, steps=5, **FIRST_IS_BEST)
+    with pytest.warns(UserWarning, match="the best is chosen among those that come"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_model_checkpoint == str(run / "checkpoint-4") and "checkpoint-4" in names(run)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
