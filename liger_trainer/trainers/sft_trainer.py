@@ -5,7 +5,9 @@
 
 import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from trl.trainer.sft_trainer import (
 
 from ..common.console import announce
 from ..common.non_finite import STOP
+from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
@@ -136,6 +139,8 @@ class LigerTrainer(RunLossTrainer):
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
         self.add_callback(self.finite)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+        self._returned_loss = TokenMetrics()  # what evaluations return, those of subclasses too
+        self._evaluated_items: Tensor | float | None = None  # what the loss of the batch at hand is a mean over
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
@@ -246,6 +251,10 @@ class LigerTrainer(RunLossTrainer):
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the loss, or with `return_outputs` also the model's outputs, which carry no gradient, as TRL's.
+
+        What a subclass returns in its place is what is trained, logged, evaluated and chosen by.
+        """
         self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
         if self.compute_loss_func is not None and self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -332,9 +341,7 @@ class LigerTrainer(RunLossTrainer):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items)
-        measured = model(**inputs, fused_lm_head=True).in_fp32()
-        measured.token_loss = loss
-        self._record(inputs, measured, num_items)
+        self._record(inputs, model(**inputs, fused_lm_head=True).in_fp32(), num_items)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, *args, **kwargs):
@@ -355,7 +362,23 @@ class LigerTrainer(RunLossTrainer):
 
     def evaluation_loop(self, *args, **kwargs):
         self._drop_metrics("eval")
-        return super().evaluation_loop(*args, **kwargs)
+        replacements = Replacements()
+        replacements.set(self, "prediction_step", partial(self._with_returned_loss, self.prediction_step))
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            replacements.undo()
+
+    def _with_returned_loss(self, prediction_step: Callable[..., Any], *args, **kwargs) -> Any:
+        """Evaluate a batch, and add the loss that comes of it to the mean over tokens, without waiting for it."""
+        self._evaluated_items = None
+        loss, *rest = prediction_step(*args, **kwargs)
+        if loss is not None and self._evaluated_items is not None:  # else transformers' mean over rows stands
+            items = torch.as_tensor(self._evaluated_items, dtype=torch.float64, device=loss.device)
+            sums = loss.detach().double() * items, items
+            total, items = sums if self.evaluated_rows else map(torch.zeros_like, sums)
+            self._returned_loss.add({"loss": total}, items)
+        return loss, *rest
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
@@ -384,12 +407,9 @@ class LigerTrainer(RunLossTrainer):
         """
         tokens = count(outputs.label_mask)
         sums["mean_token_accuracy"] = count(outputs.is_top1)
-        items = tokens if num_items is None else num_items / self._averaged_ranks()
-        sums["loss"] = outputs.token_loss.double() * items
+        self._evaluated_items = tokens if num_items is None else num_items / self._averaged_ranks()
         if self.aux_loss_enabled:
             sums["aux_loss"] = outputs.aux_loss.double() * tokens
-            if self.compute_loss_func is None:
-                sums["loss"] = sums["loss"] + self.router_aux_loss_coef * sums["aux_loss"]
         local = torch.stack([*sums.values(), tokens])
         counted = local if self.evaluated_rows else torch.zeros_like(local)
         *totals, tokens = self.accelerator.reduce(counted, "sum").unbind()
@@ -420,6 +440,9 @@ class LigerTrainer(RunLossTrainer):
     def _means(self, mode: str, prefix: str) -> dict[str, float]:
         """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
         means = self._token_metrics[mode].flush()
+        if mode == "eval":
+            over_ranks: Any = partial(self.accelerator.reduce, reduction="sum")
+            means.update(self._returned_loss.flush(over_ranks))
         for name, values in self._metrics[mode].items():
             means[name] = sum(map(float, values)) / len(values)
         self._metrics[mode].clear()
@@ -429,6 +452,8 @@ class LigerTrainer(RunLossTrainer):
         """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
         self._token_metrics[mode] = TokenMetrics()
         self._metrics[mode].clear()
+        if mode == "eval":
+            self._returned_loss = TokenMetrics()
 
     @property
     def tokens_trained(self) -> int:
