@@ -21,7 +21,7 @@ from datasets import Dataset as HubDataset
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
-from .discreet import DiscreetTrainer
+from .training_rows import ReproducibleRows
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
 
@@ -155,7 +155,7 @@ def _tokens_behind_one_another(loader: Any, shard: BatchSamplerShard) -> int | N
     return sum(len(rows[place]["input_ids"]) for place in range(first, min(first + size, len(rows))))
 
 
-class EvaluationOfEachRow(DiscreetTrainer):
+class EvaluationOfEachRow(ReproducibleRows):
     """SFTTrainer whose evaluations count each row once, on any number of processes. See the top of this file.
 
     Attributes:

@@ -99,6 +99,13 @@ SEAMS = (
     Seam(_TRAINER, "Trainer._get_num_items_in_batch", "the tokens of a step are those of all slices",
          ("batch_samples", "device")),
     Seam(_TRAINER, "Trainer.model_accepts_loss_kwargs", "the loss is divided by these tokens, not by micro-batches"),
+    # the order of training rows
+    Seam(_TRAINER, "Trainer._get_train_sampler", "rows grouped by length get an order that seed and epoch decide",
+         ("train_dataset",)),
+    Seam(_TRAINER, "Trainer._run_epoch", "the sampler of batch_rebalance is told the epoch, on several processes too",
+         ("model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial",
+          "ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained",
+          "steps_trained_in_current_epoch")),
     # evaluation on several processes
     Seam(_TRAINER, "Trainer._get_dataloader", "the last batch is filled with rows that are known to be repeated",
          ("dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key")),
