@@ -10,7 +10,8 @@ counts nothing.
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from datasets import Dataset as HubDataset
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
+from ..common.replacements import Replacements
+from .token_metrics import TokenMetrics
 from .training_rows import ReproducibleRows
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
@@ -160,10 +163,16 @@ class EvaluationOfEachRow(ReproducibleRows):
 
     Attributes:
         evaluated_rows: how many rows of the batch at hand count. Without padding, all its rows are one.
+        evaluated_items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
     """
 
     evaluated_rows = 1
+    evaluated_items: Tensor | float | None = None
     _loss_only = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._losses = TokenMetrics()
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
         make, stream = super()._get_dataloader, isinstance(dataset, IterableDataset)
@@ -191,7 +200,29 @@ class EvaluationOfEachRow(ReproducibleRows):
     def evaluation_loop(self, *args, **kwargs):
         if self.accelerator.num_processes > 1:
             self.gather_function = self._gather_once
-        return super().evaluation_loop(*args, **kwargs)
+        self._losses = TokenMetrics()
+        replacements = Replacements()
+        replacements.set(self, "prediction_step", partial(self._with_returned_loss, self.prediction_step))
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            replacements.undo()
+
+    def _with_returned_loss(self, prediction_step: Callable[..., Any], *args, **kwargs) -> Any:
+        """Evaluate a batch, and add the loss that comes of it, a subclass's too, to the mean over tokens."""
+        self.evaluated_items = None
+        loss, *rest = prediction_step(*args, **kwargs)
+        if loss is not None and self.evaluated_items is not None:  # else transformers' mean over rows stands
+            items = torch.as_tensor(self.evaluated_items, dtype=torch.float64, device=loss.device)
+            sums = loss.detach().double() * items, items
+            total, items = sums if self.evaluated_rows else map(torch.zeros_like, sums)
+            self._losses.add({"loss": total}, items)
+        return loss, *rest
+
+    def returned_loss(self) -> dict[str, float]:
+        """Return the mean of the losses since the last call, over the tokens of all ranks; empty without any."""
+        over_ranks: Any = partial(self.accelerator.reduce, reduction="sum")
+        return self._losses.flush(over_ranks)
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
         self._loss_only = prediction_loss_only

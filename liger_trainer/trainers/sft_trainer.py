@@ -5,9 +5,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from trl.trainer.sft_trainer import (
 
 from ..common.console import announce
 from ..common.non_finite import STOP
-from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
@@ -139,8 +136,6 @@ class LigerTrainer(RunLossTrainer):
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
         self.add_callback(self.finite)
         self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
-        self._returned_loss = TokenMetrics()  # what evaluations return, those of subclasses too
-        self._evaluated_items: Tensor | float | None = None  # what the loss of the batch at hand is a mean over
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
@@ -251,10 +246,7 @@ class LigerTrainer(RunLossTrainer):
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss, or with `return_outputs` also the model's outputs, which carry no gradient, as TRL's.
-
-        What a subclass returns in its place is what is trained, logged, evaluated and chosen by.
-        """
+        """Return the loss, with `return_outputs` also outputs without gradient. What a subclass returns is reported."""
         self._padding_tokens, weights = inputs.pop(PADDING, 0), inputs.pop(TOKEN_WEIGHTS, None)
         if self.compute_loss_func is not None and self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -362,23 +354,7 @@ class LigerTrainer(RunLossTrainer):
 
     def evaluation_loop(self, *args, **kwargs):
         self._drop_metrics("eval")
-        replacements = Replacements()
-        replacements.set(self, "prediction_step", partial(self._with_returned_loss, self.prediction_step))
-        try:
-            return super().evaluation_loop(*args, **kwargs)
-        finally:
-            replacements.undo()
-
-    def _with_returned_loss(self, prediction_step: Callable[..., Any], *args, **kwargs) -> Any:
-        """Evaluate a batch, and add the loss that comes of it to the mean over tokens, without waiting for it."""
-        self._evaluated_items = None
-        loss, *rest = prediction_step(*args, **kwargs)
-        if loss is not None and self._evaluated_items is not None:  # else transformers' mean over rows stands
-            items = torch.as_tensor(self._evaluated_items, dtype=torch.float64, device=loss.device)
-            sums = loss.detach().double() * items, items
-            total, items = sums if self.evaluated_rows else map(torch.zeros_like, sums)
-            self._returned_loss.add({"loss": total}, items)
-        return loss, *rest
+        return super().evaluation_loop(*args, **kwargs)
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
@@ -407,7 +383,7 @@ class LigerTrainer(RunLossTrainer):
         """
         tokens = count(outputs.label_mask)
         sums["mean_token_accuracy"] = count(outputs.is_top1)
-        self._evaluated_items = tokens if num_items is None else num_items / self._averaged_ranks()
+        self.evaluated_items = tokens if num_items is None else num_items / self._averaged_ranks()
         if self.aux_loss_enabled:
             sums["aux_loss"] = outputs.aux_loss.double() * tokens
         local = torch.stack([*sums.values(), tokens])
@@ -441,8 +417,7 @@ class LigerTrainer(RunLossTrainer):
         """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
         means = self._token_metrics[mode].flush()
         if mode == "eval":
-            over_ranks: Any = partial(self.accelerator.reduce, reduction="sum")
-            means.update(self._returned_loss.flush(over_ranks))
+            means.update(self.returned_loss())
         for name, values in self._metrics[mode].items():
             means[name] = sum(map(float, values)) / len(values)
         self._metrics[mode].clear()
@@ -452,8 +427,6 @@ class LigerTrainer(RunLossTrainer):
         """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
         self._token_metrics[mode] = TokenMetrics()
         self._metrics[mode].clear()
-        if mode == "eval":
-            self._returned_loss = TokenMetrics()
 
     @property
     def tokens_trained(self) -> int:

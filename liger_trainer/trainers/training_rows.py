@@ -25,14 +25,14 @@ class GroupedByLength(LengthGroupedSampler):
     """Rows of about the same length together, in an order that seed and epoch decide."""
 
     def __init__(self, sampler: LengthGroupedSampler, seed: int):
-        super().__init__(sampler.batch_size, lengths=sampler.lengths, generator=torch.Generator())
+        super().__init__(sampler.batch_size, lengths=sampler.lengths)
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(self.seed + self.epoch)
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return super().__iter__()
 
 
@@ -83,7 +83,8 @@ class ReproducibleRows(DiscreetTrainer):
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
         if is_training and isinstance(dataset, IterableDataset) and not has_length(dataset):
             dataset = EndlessStream(dataset)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        rows: Any = dataset
+        return super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, **kwargs)
 
     def _run_epoch(self, **kwargs):
         # transformers does not reach the batch sampler of `batch_rebalance` in the shard of a process, once it skips
