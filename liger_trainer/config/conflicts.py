@@ -358,6 +358,9 @@ def notices(settings: Mapping[str, Setting], keys: Mapping[str, Key], recipe: st
             yield Finding(setting.where, key, f"has no effect: {ELSEWHERE.get(key, 'nothing here reads it')}.")
         elif keys[key].section == "sampling" and (message := without_effect(key, sampled, vllm)):
             yield Finding(setting.where, key, message)
+    if "auto_find_batch_size" in settings and settings["auto_find_batch_size"].value:
+        message = "after running out of memory a training begins again with the weights as they are by then."
+        yield Finding(settings["auto_find_batch_size"].where, "auto_find_batch_size", message)
     if "metric_for_best_model" in settings:
         yield from _direction(settings["metric_for_best_model"], settings.get("greater_is_better"))
     # a distillation by nothing but its teacher is a file of TRL's, where beta has another default

@@ -69,13 +69,14 @@ class MeasureFirst(TrainerCallback):
         self.began_at = self.tokens_before = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        _check_steps_left(args, state, self.trainer.resumed_from)
-        self.began_at, self.tokens_before = state.global_step, tokens_before(state)
-        with self.clock("measure_before"):
-            self.result = self._stored() or self.measure()
-        self.show(self.result.metrics)
-        self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
-        _check_best_metric(self.config, self.result.metrics)
+        if self.result is None:  # else auto_find_batch_size begins again, with weights that have trained by now
+            _check_steps_left(args, state, self.trainer.resumed_from)
+            self.began_at, self.tokens_before = state.global_step, tokens_before(state)
+            with self.clock("measure_before"):
+                self.result = self._stored() or self.measure()
+            self.show(self.result.metrics)
+            self.trainer.checkpoint_files[BEFORE] = json.dumps(asdict(self.result))
+            _check_best_metric(self.config, self.result.metrics)
         start_output(self.trainer, self.config)  # after all checks: it removes what is overwritten
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import TrainerState
 
 from ..common.checkpoints import (
@@ -44,6 +46,8 @@ from ..errors import ConfigError
 from .prepare_rows import RowPreparingTrainer
 from .qat import QuantisedWeights, check_not_taken, quantised_weights
 from .ranks import decided_by_first
+
+ENCODER = "prompt_encoder.safetensors"
 
 
 class CheckpointingTrainer(RowPreparingTrainer):
@@ -159,10 +163,33 @@ class CheckpointingTrainer(RowPreparingTrainer):
     def _load_best_model(self):
         best = Path(str(self.state.best_model_checkpoint))
         decided_by_first(self.is_world_process_zero(), lambda: refuse_damaged(best, contents=True))
+        if self._loaded_encoder(best):
+            return
         with self._reading(best):
             super()._load_best_model()
 
+    def _prompt_encoder(self) -> nn.Module | None:
+        """Return what makes the prompts of p-tuning or of projected prefixes; PEFT saves only what it makes."""
+        encoder = getattr(self.accelerator.unwrap_model(self.model), "prompt_encoder", None)
+        made_by_more = encoder is not None and any("embedding." not in name for name, _ in encoder.named_parameters())
+        return encoder if made_by_more else None
+
+    def _loaded_encoder(self, checkpoint: Path) -> bool:
+        """Load the encoder of prompts, which is all that is trained, and return whether the model has one."""
+        encoder, path = self._prompt_encoder(), checkpoint / ENCODER
+        if encoder is None:
+            return False
+        if not path.is_file():
+            raise ConfigError(
+                f"{checkpoint} has no {ENCODER}: an earlier version, another trainer, FSDP or DeepSpeed saved what the "
+                "encoder of prompts makes, without its weights. Begin anew."
+            )
+        encoder.load_state_dict(load_file(path))
+        return True
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self._loaded_encoder(Path(resume_from_checkpoint)):
+            return
         with self._reading(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -208,6 +235,9 @@ class CheckpointingTrainer(RowPreparingTrainer):
         self._is_staging = True
         try:
             super()._save_checkpoint(model, trial)
+            encoder, sharded = self._prompt_encoder(), self.is_fsdp_enabled or self.is_deepspeed_enabled
+            if encoder is not None and self.args.should_save and not sharded:
+                save_file({name: value.clone() for name, value in encoder.state_dict().items()}, staged / ENCODER)
             self._point_to_best(staged, target)
             self._put_in_place(staged, target)
         except BaseException:

@@ -31,7 +31,7 @@ from liger_trainer.run.drop_layers import drop_layers
 from liger_trainer.run.reports.html import _notes_on
 from liger_trainer.run.reports.read_run import read_run
 from liger_trainer.run.reports.tables import training_facts
-from liger_trainer.run.samples import held_out_prompts
+from liger_trainer.run.samples import held_out_prompts, measure
 from liger_trainer.trainers.finite_weights import is_finite
 from liger_trainer.trainers.sft_trainer import LigerTrainer
 
@@ -487,3 +487,25 @@ def test_a_metric_of_the_trained_model_that_is_nan_is_the_exit_code_and_in_the_m
     code, _, err = run(SETTINGS)
     assert code == 5 and "the trained model's loss is NaN" in err
     assert metrics(tmp_path / "out")["after"]["loss"] == "nan"
+
+
+def test_a_training_that_begins_again_with_smaller_batches_is_measured_once(run, tmp_path, monkeypatch):
+    measured, step, full = [], LigerTrainer.training_step, []
+
+    def out_of_memory_once(self, *args, **kwargs):
+        if self.state.global_step == 1 and not full:
+            full.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, *args, **kwargs)
+
+    def counted(*args, **kwargs):
+        measured.append(measure(*args, **kwargs))
+        return measured[-1]
+
+    monkeypatch.setattr(LigerTrainer, "training_step", out_of_memory_once)
+    monkeypatch.setattr(recipe, "measure", counted)
+    code, _, err = run(SETTINGS, "auto_find_batch_size=true", "max_steps=2", "learning_rate=1e-2")
+    assert code == 0 and full, err
+    assert "begins again with the weights as they are by then" in err
+    before = metrics(tmp_path / "out")["before"]
+    assert len(measured) == 2 and before["loss"] == measured[0].metrics["loss"]

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from engines.damaged_checkpoints import ENGINES
 from held_folders import held_by_a_child
+from peft import PrefixTuningConfig, PromptEncoderConfig
 from processes import run_on
 from tiny import completions, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
@@ -24,13 +26,14 @@ from liger_trainer.errors import ConfigError, CorruptError
 
 
 def make(folder: Path, steps: int = 4, cls: Any = LigerTrainer, **options) -> Any:
+    adapters = options.pop("peft_config", None)
     args = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "output_dir": str(folder), **options}
     teacher, config = {}, SFTConfig
     if cls is LigerDistillTrainer:
         teacher, config, args["teacher"] = {"teacher_model": tiny_model(seed=3)}, LigerDistillConfig, "model"
     return cls(
         tiny_model(), args=train_args(config, **args), train_dataset=completions(), eval_dataset=completions(4, seed=1),
-        processing_class=tiny_tokenizer(), **teacher,
+        processing_class=tiny_tokenizer(), peft_config=adapters, **teacher,
     )  # fmt: skip
 
 
@@ -267,6 +270,32 @@ def test_weights_that_files_have_under_other_names_are_read_back(tmp_path, monke
     best = min(log["eval_loss"] for log in whole.state.log_history if "eval_loss" in log)
     for trainer in (whole, resumed):
         assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
+        PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="MLP"),
+        PrefixTuningConfig(num_virtual_tokens=3, encoder_hidden_size=8, prefix_projection=True),
+    ],
+)
+def test_what_makes_prompts_is_in_checkpoints(tmp_path, adapters):
+    adapters.task_type = "CAUSAL_LM"
+    options = {"peft_config": adapters, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    whole = make(tmp_path, steps=3, learning_rate=1e-2, **options)
+    whole.train()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    torch.manual_seed(7)  # another encoder
+    resumed = make(tmp_path, steps=3, learning_rate=1e-2, **options)
+    resumed.train(resume_from_checkpoint=True)
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    (tmp_path / "checkpoint-3" / "prompt_encoder.safetensors").unlink()
+    (tmp_path / "checkpoint-3" / MANIFEST).unlink()
+    write_manifest(tmp_path / "checkpoint-3")
+    with pytest.raises(ConfigError, match="has no prompt_encoder.safetensors: an earlier version"):
+        make(tmp_path, steps=4, **options).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_is_pushed_under_its_name_when_it_is_whole(tmp_path, monkeypatch):
