@@ -169,7 +169,7 @@ def _fields() -> dict[str, list[tuple[dataclasses.Field, Any]]]:
 
 def _property(item: dataclasses.Field, hint: Any, section: str, described: bool) -> Rule:
     default = item.default if item.default_factory is MISSING else item.default_factory()
-    choices = CHOICES.get(item.name) or declared(item).get("choices") or ()
+    choices = CHOICES.get(item.name) or declared(item).get("choices") or item.metadata.get("choices") or ()
     rule = dict(RULES.get(item.name) or _rule(hint, choices))
     rule |= limits_of(item) or {LIMIT_NAMES[name]: limit for name, limit in LIMITS.get(item.name, {}).items()}
     text = item.metadata.get("help") if described else None
