@@ -1,6 +1,7 @@
 """A cache on disk: rows found by their content, damage found and named, fingerprints that tell apart what matters."""
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -183,3 +184,58 @@ def test_files_are_known_in_every_format(tmp_path):
     (tmp_path / "d").mkdir()
     with pytest.raises(ConfigError, match="No weights were found"):
         files_fingerprint(str(tmp_path / "d"))
+
+
+def changed_in_place(file):
+    flip(file, file.stat().st_size - 40, 5)
+
+
+def replaced(file):
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+    changed_in_place(file)
+
+
+def emptied(file):
+    file.write_bytes(b"")
+
+
+CHANGES = {"in place": changed_in_place, "replaced": replaced, "emptied": emptied, "removed": lambda f: f.unlink()}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_shard_that_changes_after_it_was_compared_ends_the_training(cache, tmp_path, change, verified):
+    """Changed after the first step, by when all are compared; also by a copy that has the old time of change."""
+    file, trainer = cache / "shard-00002.safetensors", None
+
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.teaching.settle()
+                times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+                CHANGES[change](file)
+                if file.exists():
+                    os.utime(file, ns=times)
+
+    out = tmp_path / "out"
+    options = {"output_dir": str(out), "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
+    trainer = trainer_of(config(cache, cache_entries=8, verify_teacher_cache=verified, **options))
+    trainer.add_callback(Change())
+    with pytest.raises(CorruptError, match="shard-00002.safetensors"):
+        trainer.train()
+    assert not list(out.glob("checkpoint-*"))
+
+
+def test_a_shard_that_is_touched_or_copied_is_read_on(cache):
+    """What is there is compared again, so a copy of the same content does no harm."""
+    read = TeacherCache(cache)
+    keys = [key.tobytes() for key in read._keys.astype(">u8")]
+    before = [read.records(key) for key in keys]
+    for file in cache.glob("shard-*"):
+        os.utime(file)
+        shutil.copy(file, cache / "copy")
+        (cache / "copy").replace(file)
+    assert all(torch.equal(record, read.records(key)) for record, key in zip(before, keys, strict=True))
+    assert read._states == [store._state(file) for file in sorted(cache.glob("shard-*"))]

@@ -211,9 +211,12 @@ class TeacherCache:
         path: its directory.
         verify: read every shard and compare its SHA-256 first.
 
+    A shard that changes while it is read is compared with its SHA-256 again, before more is read from it.
+
     Raises:
         ConfigError: there is no cache, or its capture was not finished.
         CorruptError: a shard is missing, has another length than the index says, or, if asked for, another content.
+            `records` raises it too, for one that has changed.
     """
 
     def __init__(self, path: str | os.PathLike, verify: bool = False):
@@ -225,8 +228,13 @@ class TeacherCache:
                 f"{self.index.tokens:,} tokens. Run the same `liger-trainer cache` command again, and it goes on."
             )
         self.format = self.index.settings.format
-        for _ in check_shards(self.path, self.index, contents=verify):
+        self._files = [self.path / shard.name for shard in self.index.shards]
+        for _ in check_shards(self.path, self.index, contents=False):
             pass
+        self._states = [_state(file) for file in self._files]  # from before contents are compared, here or in a thread
+        if verify:
+            for _ in check_shards(self.path, self.index, contents=True):
+                pass
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._read_keys()
 
@@ -294,11 +302,33 @@ class TeacherCache:
         if len(self._keys) != self.index.rows or len(self._offsets) != self.index.rows + len(self.index.shards):
             raise CorruptError(f"The shards of {self.path} hold {len(self._keys)} rows, the index {self.index.rows}.")
 
+    def check_unchanged(self) -> None:
+        """Raise CorruptError where a shard was written to, replaced or removed, and is no longer what it was."""
+        for place in range(len(self._files)):
+            self._check_unchanged(place)
+
+    def _check_unchanged(self, place: int) -> None:
+        try:
+            now = _state(self._files[place])
+        except OSError as error:
+            raise self._unreadable(place, error) from None
+        if now == self._states[place]:
+            return
+        try:
+            _check_file(self.path, self.index.shards[place], contents=True)  # a copy or new permissions do no harm
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error} It has changed since it was opened. Restore the file, or capture the cache again, then start "
+                "the same run again."
+            ) from None
+        self._states[place] = now
+        self._open.pop(place, None)
+
     def _shard(self, place: int) -> Any:
+        self._check_unchanged(place)
         if place not in self._open:
-            file = self.path / self.index.shards[place].name
             try:
-                self._open[place] = safe_open(file, framework="pt")
+                self._open[place] = safe_open(self._files[place], framework="pt")
             except (OSError, SafetensorError) as error:
                 raise self._unreadable(place, error) from None
             if len(self._open) > _OPEN_SHARDS:
@@ -307,8 +337,9 @@ class TeacherCache:
         return self._open[place]
 
     def _unreadable(self, place: int, error: Exception) -> CorruptError:
-        name = self.index.shards[place].name
-        return CorruptError(f"{self.path / name} cannot be read ({error}). `liger-trainer cache verify` says what is.")
+        return CorruptError(
+            f"{self._files[place]} cannot be read ({error}). `liger-trainer cache verify` says what is."
+        )
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ConfigError where the rows were made with another tokenizer or chat template."""
@@ -375,6 +406,12 @@ def check_shards(path: Path, index: CacheIndex, contents: bool) -> Iterator[Shar
     for file in (*(() if index.head is None else (index.head,)), *index.shards, *index.parts):
         _check_file(path, file, contents)
         yield file
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Return what becomes another when a file is written to or replaced."""
+    found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_file(path: Path, expected: Shard | HeadFile, contents: bool) -> None:
