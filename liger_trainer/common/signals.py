@@ -1,10 +1,18 @@
-"""The signals that end a run, and handling them for a while."""
+"""What ends a run: signals, which are handled for a while. And its worker processes, which end with it."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import multiprocess
+from multiprocess.util import register_after_fork
+
+WATCH_EVERY = 1.0  # seconds
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
@@ -28,3 +36,24 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
 def interrupt(number: int, frame: Any) -> None:
     """Take any signal for Ctrl-C: nothing is trained yet, or everything is."""
     raise KeyboardInterrupt
+
+
+@cache
+def end_workers_with_this_process() -> None:
+    """Have the processes of `dataset_num_proc` end within a second when this one is killed, instead of never.
+
+    Workers of torch's data loaders look after their parent themselves.
+    """
+    register_after_fork(_end_with_parent, _end_with_parent)  # this `multiprocess` is what `datasets` forks with
+
+
+def _end_with_parent(_: Any) -> None:
+    parent = multiprocess.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(WATCH_EVERY)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="liger-trainer-parent").start()

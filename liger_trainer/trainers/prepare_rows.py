@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..common.signals import end_workers_with_this_process
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from .chat_checks import check_chats, check_part, fit_arguments
@@ -36,6 +37,7 @@ class RowPreparingTrainer(EvaluationOfEachRow):
     """
 
     def __init__(self, *args, **kwargs):
+        end_workers_with_this_process()
         self.row_facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
         call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
