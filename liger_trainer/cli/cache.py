@@ -66,7 +66,7 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
     if context.obj:
-        launch(context.obj, ["cache", config, *(overrides or [])])
+        launch(context.obj, ["cache", config, *(overrides or [])], settings["use_cpu"])
     _quieten()
     try:
         with as_rank(), out_of_memory(TAKES_LESS):

@@ -72,7 +72,7 @@ def _start(config: str, overrides: list[str], command: list[str], launcher: list
         raise checked.error("report_to", missing)
     launcher = [*launcher_arguments(checked), *launcher] if launcher or not is_launched() else []
     if launcher:
-        launch(launcher, command)
+        launch(launcher, command, checked["use_cpu"])
     show_notices(checked)
     if not checked.schema.is_of_installed():  # TRL is needed from here on anyway, so the installed one can check
         checked = load_run_config(config, overrides, exact=True)

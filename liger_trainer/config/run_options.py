@@ -121,7 +121,7 @@ class LaunchOptions:
     accelerate_config: str | None = option(
         None, "ddp, fsdp2, zero2 or another of TRL's names, or a file of accelerate's."
     )
-    num_processes: int | None = option(None, "Processes in all, one a GPU.", ge=1)
+    num_processes: int | None = option(None, "Processes in all: one a GPU, or on the CPU where there is none.", ge=1)
     num_machines: int | None = option(None, "Machines in all.", ge=1)
     machine_rank: int | None = option(None, "Which of the machines this is, from 0.", ge=0)
     main_process_ip: str | None = option(None, "Address of machine 0.")

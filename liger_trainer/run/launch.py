@@ -56,17 +56,56 @@ def _accelerate_config(config: "RunConfig") -> Path:
     return file
 
 
-def launch(launcher: list[str], arguments: list[str]) -> NoReturn:
+def _as_asked(launcher: list[str], use_cpu: bool) -> list[str]:
+    """Return the arguments with which accelerate starts as many processes as they say, by itself one without GPUs.
+
+    Raises:
+        ConfigError: more processes on this machine than GPUs, or `--cpu`, with which accelerate starts one.
+    """
+    import torch
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    given = launch_command_parser().parse_args([*launcher, "liger_trainer"])
+    file = given.config_file or default_config_file
+    defaults = load_config_from_file(file) if Path(file).is_file() else None
+    processes, machines, gpu_ids = (
+        getattr(given, name) or getattr(defaults, name, None) for name in ("num_processes", "num_machines", "gpu_ids")
+    )
+    here = (processes or 1) // (machines or 1)
+    if here < 2 or given.mpirun_hostfile:
+        return launcher
+    if given.cpu:
+        raise ConfigError(f"--cpu: accelerate starts one process with it, not {here}. Set use_cpu: true instead.")
+    on_cpu = use_cpu or getattr(defaults, "use_cpu", False)
+    gpus = 0 if on_cpu else torch.accelerator.device_count()
+    gpus = min(gpus, len(str(gpu_ids).split(","))) if gpu_ids not in (None, "all") else gpus
+    if 0 < gpus < here:
+        raise ConfigError(
+            f"num_processes: expected at most {gpus}, one for each GPU that this machine has or gpu_ids names, got "
+            f"{here}. With use_cpu: true any number trains on its processor."
+        )
+    engine = given.use_fsdp or given.use_deepspeed or given.use_megatron_lm or given.tpu or given.multi_gpu
+    if engine or getattr(defaults, "distributed_type", "NO") in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        return launcher
+    return [*launcher, "--multi_gpu"]  # without GPUs too, for DDP over gloo
+
+
+def launch(launcher: list[str], arguments: list[str], use_cpu: bool = False) -> NoReturn:
     """Run `accelerate launch LAUNCHER -m liger_trainer ARGUMENTS` and pass signals on to its processes, the ranks.
 
     Signals go to the ranks alone: torchrun's agent would kill them 30 seconds after one, though they still save.
 
+    Args:
+        use_cpu: the processes train on the CPU, though the machine may have GPUs.
+
     Raises:
-        ConfigError: this process was started by a launcher itself.
+        ConfigError: this process was started by a launcher itself, or there are fewer GPUs than processes.
         SystemExit: always, with the exit code of the first rank that ended with an error, or that of the launcher.
     """
     if is_launched():
         raise ConfigError(f"arguments after --: this process was started by a launcher already; got {launcher}.")
+    launcher = _as_asked(launcher, use_cpu)
     # accelerate prints the command when a run fails, and `ps` shows it: secrets go by the environment.
     shown = [redact(word) for word in arguments]
     secret = {} if shown == arguments else {ARGUMENTS: json.dumps(arguments)}

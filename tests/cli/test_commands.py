@@ -243,11 +243,12 @@ def test_a_launchers_command_line_holds_no_secret(launched, tmp_path, monkeypatc
 
 def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     launch = ["-m", "accelerate.commands.launch"]
     ours = ["-m", "liger_trainer", "run", "smollm2/sft_full", "seed=1", "--packing"]
     words = ["run", "smollm2/sft_full", "seed=1", "--packing"]
     assert launched(*words) == ["sft"]
-    assert launched(*words, "--", "--num_processes", "2") == [*launch, "--num_processes", "2", *ours]
+    assert launched(*words, "--", "--num_processes", "2") == [*launch, "--num_processes", "2", "--multi_gpu", *ours]
 
     (tmp_path / "my.yaml").write_text(NEEDED + "num_processes: 4\naccelerate_config: zero2\n")
     command = launched("run", "my.yaml")
@@ -282,6 +283,40 @@ def test_what_follows_two_dashes_goes_to_the_launcher(launched, tmp_path, monkey
     assert "Did you mean max_steps?" in capsys.readouterr().err
     assert launched("validate", "my.yaml", "--", "--num_processes", "2") == []
     assert "only run, resume, cache take arguments for a launcher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "gpus, words, expected",
+    [
+        (0, ["num_processes=2"], "--multi_gpu"),  # accelerate would start one process
+        (1, ["num_processes=2"], "expected at most 1,"),
+        (1, ["num_processes=2", "use_cpu=true"], "--multi_gpu"),
+        (1, ["num_processes=4", "num_machines=4"], None),
+        (2, ["num_processes=2"], "--multi_gpu"),
+        (
+            2,
+            ["accelerate_config=ddp"],
+            "expected at most 2, one for each GPU that this machine has or gpu_ids names, got 8",
+        ),
+        (8, ["num_processes=2", "gpu_ids='3'"], "expected at most 1,"),
+        (2, ["accelerate_config=fsdp2", "num_processes=2"], None),
+        (2, ["accelerate_config=one.yaml", "num_processes=2"], "--multi_gpu"),
+        (0, ["--", "--cpu", "--num_processes", "2"], "--cpu: accelerate starts one process"),
+        (1, ["num_processes=1"], None),
+    ],
+    ids=str,
+)
+def test_as_many_processes_are_started_as_asked_for(launched, tmp_path, monkeypatch, capsys, gpus, words, expected):
+    """None: accelerate starts them without our help."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: false\n")
+    command = launched("run", "smollm2/sft_full", *words)
+    said = " ".join(capsys.readouterr().err.split())
+    if command:
+        assert ("--multi_gpu" in command) == (expected == "--multi_gpu"), command
+    else:
+        assert expected is not None and expected in said, said
 
 
 @pytest.mark.parametrize(
