@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import multiprocess
+from multiprocess.process import parent_process
 from multiprocess.util import register_after_fork
 
 WATCH_EVERY = 1.0  # seconds
@@ -48,7 +48,7 @@ def end_workers_with_this_process() -> None:
 
 
 def _end_with_parent(_: Any) -> None:
-    parent = multiprocess.parent_process()
+    parent = parent_process()
     assert parent is not None
 
     def watch() -> None:
