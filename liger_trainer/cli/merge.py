@@ -31,25 +31,37 @@ def merge(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Merge a run's or a checkpoint's LoRA adapter into its base. The sum is computed in float32."""
+    """Merge a run's or a checkpoint's LoRA adapter into its base. The sum is computed in float32.
+
+    Nothing is kept unless the merged model's logits are the adapter's.
+    """
     adapter = _adapter(run_dir)
     name = base or adapter.get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{run_dir / ADAPTER} does not name its base model; name it with --base MODEL.")
     _check_target(out, run_dir, name, force)
+    from ..common.adapters import check_mergeable
+
+    check_mergeable(str(adapter.get("peft_type")))
     quieten_deprecations()
     model, tokenizer = _merged(run_dir, name, None if base else adapter.get("revision"), dtype)
+    of, weights_dtype = model.config._name_or_path, model.dtype
     try:
         with writing_to(out), staged_folder(out) as staged:
+            from ..common.adapters import logits_of
+
+            expected = logits_of(model)
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
+            del model  # one copy of the weights is in memory when the files are read again
+            _check_files(staged, expected, weights_dtype)
             files = sorted(path.name for path in staged.iterdir())
             (staged / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
             if out.exists():
                 shutil.rmtree(out.resolve())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
-    typer.echo(f"Merged {run_dir} into {model.config._name_or_path}: {out}, {model.dtype}")
+    typer.echo(f"Merged {run_dir} into {of}: {out}, {weights_dtype}")
 
 
 def _adapter(run_dir: Path) -> dict[str, Any]:
@@ -95,10 +107,10 @@ def _merged_files(out: Path) -> set[str]:
 
 def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -> "tuple[PreTrainedModel, Any]":
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig
 
-    from ..common.weights import auto_class, load_whole, with_adapter
+    from ..common.adapters import merged, with_adapter
+    from ..common.weights import auto_class, load_whole
     from ..run.data.demo_model import resolve_model
 
     path = resolve_model(name)
@@ -116,16 +128,27 @@ def _merged(run_dir: Path, name: str, revision: str | None, dtype: str | None) -
     except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {name} cannot be loaded: {error} Name it with --base MODEL.") from None
     try:
-        merged: Any = with_adapter(model, run_dir).merge_and_unload(safe_merge=True)
-    except ConfigError:
-        raise
-    except (SafetensorError, EOFError) as error:
-        raise CorruptError(f"{run_dir}: the adapter's weights cannot be read: {error}") from None
-    except (ValueError, RuntimeError, AttributeError) as error:  # NaN weights, other shapes, a kind without a merge
-        raise ConfigError(f"{run_dir} cannot be merged into {name}: {error}") from error
+        plain = merged(with_adapter(model, run_dir))
+    except ConfigError as error:
+        raise ConfigError(f"{run_dir} on {name}: {error}") from error
     has_tokenizer = any((run_dir / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    merged.config.use_cache = True
-    return merged.to(target or config.dtype or torch.float32), _processing(str(run_dir) if has_tokenizer else path)
+    plain.config.use_cache = True
+    return plain.to(target or config.dtype or torch.float32), _processing(str(run_dir) if has_tokenizer else path)
+
+
+def _check_files(folder: Path, expected: Any, dtype: Any) -> None:
+    """Raise ConfigError unless the model that transformers loads from the folder has these logits."""
+    from transformers import AutoConfig
+
+    from ..common.adapters import TOLERANCE, check_alike, logits_of
+    from ..common.weights import auto_class, load_whole
+
+    try:
+        load = partial(auto_class(AutoConfig.from_pretrained(folder)).from_pretrained, trust_remote_code=False)
+        again = load_whole(load, str(folder), dtype=dtype)
+    except (ConfigError, OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"the merged model cannot be loaded again, so it was not kept: {error}") from error
+    check_alike(logits_of(again), expected, TOLERANCE[dtype], "saved")
 
 
 def _processing(folder: str) -> Any:

@@ -5,9 +5,7 @@ which names the tensors.
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -96,27 +94,6 @@ def _cut_off(name: Any, error: Exception) -> str:
     return f"{name}: a file of its weights is cut off or damaged ({reason}). Get the files anew."
 
 
-def with_adapter(model: Any, directory: Path) -> Any:
-    """Return a PEFT model: `model` with the whole adapter that was saved in a directory.
-
-    Raises:
-        ConfigError: the file lacks weights that the adapter's configuration asks for.
-    """
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*missing adapter keys")
-        try:
-            return PeftModel.from_pretrained(model, str(directory))
-        except UserWarning as error:
-            missing = re.findall(r"'([^' ]+\.[^' ]+)'", str(error))
-    raise ConfigError(
-        f"{directory} has no weights for some layers of {model.name_or_path}: it was trained on another base, or on "
-        "one that dropped layers (a run that drops layers saves the merged model itself, in its output_dir), or its "
-        f"file is not whole. Missing: {_named(missing)}."
-    )
-
-
 def _differences(info: Mapping[str, Any], any_shape: bool) -> Iterator[str]:
     reshaped = [
         f"{key} ({tuple(there)} in the files, {tuple(here)} in the model)"
@@ -125,9 +102,10 @@ def _differences(info: Mapping[str, Any], any_shape: bool) -> Iterator[str]:
     ]
     strange = [key for key in info["unexpected_keys"] if not MASKS.search(key)]
     kinds = {"missing": info["missing_keys"], "of another shape": reshaped, "not of the model": strange}
-    return (f"{kind}: {_named(names)}" for kind, names in kinds.items() if names)
+    return (f"{kind}: {named(names)}" for kind, names in kinds.items() if names)
 
 
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """Return the first names in order, and how many there are."""
     names = sorted(names)
     return ", ".join(names[:SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > SHOWN else "")

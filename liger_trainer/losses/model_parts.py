@@ -256,4 +256,8 @@ def embedding_rows(model: Any) -> int:
 def head_rows(model: Any) -> int:
     """Return how many token ids a model can write."""
     module = model.get_output_embeddings()
-    return getattr(module, "out_features", None) or shape_of(module.weight)[0]
+    rows = getattr(module, "out_features", None)
+    # of modules to save with ensure_weight_tying, PEFT makes a head whose features are swapped
+    if isinstance(rows, int) and shape_of(module.weight) != (getattr(module, "in_features", None), rows):
+        return rows
+    return shape_of(module.weight)[0]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from peft.utils import CONFIG_NAME as ADAPTER
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
+from ..common.adapters import ADAPTER, Adapter, adapter_at, check_mergeable, with_adapter
 from ..common.weights import auto_class, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
@@ -60,7 +60,7 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
     """Read the configuration and the tokenizer of the model named by `key`. A teacher may come without a tokenizer.
 
     Raises:
-        ConfigError: no such model, or files in it that transformers cannot read.
+        ConfigError: no such model, or files in it that transformers cannot read; the student is an adapter.
     """
     name = config[key]
     try:
@@ -72,18 +72,28 @@ def open_model(config: "RunConfig", key: str) -> ModelFiles:
         raise config.error(key, f"no such directory: {name}")
     revision = config["model_revision" if key == "model_name_or_path" else "teacher_model_revision"]
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": config["trust_remote_code"]}
-    path = os.path.expanduser(path)
+    path, of_student = os.path.expanduser(path), key == "model_name_or_path"
+    adapter = adapter_at(path, revision)
+    if adapter is not None and of_student:
+        raise config.error(key, f"{adapter}.")
     try:
-        model_config = AutoConfig.from_pretrained(path, **options)
-        of_student = key == "model_name_or_path"
+        if adapter is not None:
+            check_mergeable(adapter.kind)
+        model_config = _read_config(path, adapter, options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options) if of_student else tokenizer_of(path, **options)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise config.error(key, str(error)) from None
     except (OSError, ValueError, KeyError, ImportError) as error:
         missing = isinstance(error, OSError) and not Path(path).is_dir()
         where = f" (no folder in {Path.cwd()})" if missing else ""
         raise config.error(key, f"{name} cannot be read as a model directory{where} or hub id: {error}") from None
     return ModelFiles(key, path, revision, model_config, tokenizer)
+
+
+def _read_config(path: str, adapter: Adapter | None, options: dict[str, Any]) -> PreTrainedConfig:
+    if adapter is None:
+        return AutoConfig.from_pretrained(path, **options)
+    return AutoConfig.from_pretrained(adapter.base, **{**options, "revision": adapter.revision or "main"})
 
 
 def with_processor(config: "RunConfig", files: ModelFiles, data: RunData) -> ModelFiles:
@@ -231,7 +241,7 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | Pe
     model, before = load_base(config, files), config.starts_from
     if before is None or not is_adapter(before):
         return model
-    return PeftModel.from_pretrained(model, str(before), is_trainable=True)
+    return with_adapter(model, before, trainable=True)
 
 
 def load_base(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import Trainer
 
+from ..common.adapters import merged
 from ..common.checkpoints import checkpoints_in
 from ..common.console import is_main_process
 from ..common.files import CONFIG, DEFAULTS, METRICS, REPORT, write_atomically
@@ -138,10 +139,13 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
     disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on. So is the
     adapter of a corrected teacher, which is loaded as a model.
+
+    Raises:
+        ConfigError: the merged model's logits are not those with the adapter.
     """
     corrects = config.whole is not None and config.recipe == "sft"
     if isinstance(trainer.model, PeftModel) and (config.drops_layers() or corrects):
-        trainer.model = trainer.model.merge_and_unload()  # type: ignore[assignment]
+        trainer.model = merged(trainer.model)
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate
     trainer.save_model(str(output_dir), _internal_call=True)  # pushed once, with its card, at the end

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..common.adapters import ADAPTER, adapter_at
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 
@@ -116,7 +117,8 @@ def teacher_fingerprint(teacher: nn.Module | str, args: Any) -> str:
 
 
 def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | None = None) -> str:
-    """Hash the weights in a model directory or a hub id's local files, however they are split into files.
+    """Hash the weights in a model directory or a hub id's local files, however they are split into files; of adapters
+    with their settings and their base.
 
     The files are read once; no model is built and little memory is needed.
 
@@ -124,7 +126,18 @@ def files_fingerprint(name: str, revision: str | None = None, gguf_file: str | N
         ConfigError: the weights are not on this machine.
     """
     folder = _folder(name, revision)
-    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    if gguf_file is None and (adapter := adapter_at(folder)) is not None:
+        settings = _settings(json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
+        parts = [
+            settings,
+            files_fingerprint(adapter.base, adapter.revision),
+            _files_sha256(folder, sorted(folder.glob("adapter_model.*"))),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return _files_sha256(folder, weight_files(folder) if gguf_file is None else [folder / gguf_file])
+
+
+def _files_sha256(folder: Path, files: list[Path]) -> str:
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"No weights were found in {folder} (safetensors, .bin or .gguf).")
     if files[0].suffix == ".safetensors":

@@ -14,6 +14,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from ..common.adapters import adapter_at
 from ..errors import ConfigError, DataError
 from ..losses.spec import IGNORE_INDEX
 
@@ -34,7 +35,8 @@ def processor_of(model: Any, revision: str | None = None, **options: Any) -> Pro
             name, revision=revision or "main", local_files_only=not isinstance(model, str), **options
         )
     except (OSError, ValueError, KeyError, ImportError):
-        return None
+        adapter = adapter_at(name, revision) if isinstance(model, str) else None
+        return None if adapter is None else processor_of(adapter.base, adapter.revision, **options)
     return processor if isinstance(processor, ProcessorMixin) else None
 
 

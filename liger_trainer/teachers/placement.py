@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from ..common.weights import load_whole
+from ..common.adapters import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
 from ..losses.model_parts import Head, output_module
@@ -47,13 +47,13 @@ def load_teacher(teacher: PreTrainedModel | str, args: TeacherConfig) -> PreTrai
 
 
 def load_frozen(name: str, **options: Any) -> PreTrainedModel:
-    """Load a model that nobody trains, with all its weights in every process.
+    """Load a model that nobody trains, with all its weights in every process. Adapters are merged into their base.
 
     RAM-efficient loading leaves zeros in all ranks but the first (transformers 5.17). accelerate then sends the
     student's weights to the others, but nobody sends the teacher's.
     """
     with patch_environment(**{RAM_EFFICIENT: "false"}):
-        return load_whole(create_model_from_path, name, **options)
+        return load_merged(create_model_from_path, name, **options)
 
 
 def shard(teacher: PreTrainedModel, accelerator: Any, like: nn.Module | None = None) -> nn.Module:

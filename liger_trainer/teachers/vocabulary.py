@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from ..common.adapters import adapter_at
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import head_rows
 
@@ -159,6 +160,8 @@ def tokenizer_size(tokenizer: Any) -> int:
 def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any | None:
     """Return the tokenizer beside a model (a directory, a hub id, or a model loaded from either); None without one.
 
+    For adapters that were saved without a tokenizer it is their base's.
+
     Args:
         revision: of a hub id.
         **options: for `AutoTokenizer.from_pretrained`, such as trust_remote_code.
@@ -172,7 +175,8 @@ def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
     except (OSError, ValueError, KeyError, ImportError):
-        return None
+        adapter = adapter_at(name, revision) if isinstance(model, str) else None
+        return None if adapter is None else tokenizer_of(adapter.base, adapter.revision, **options)
     # Without files, transformers makes some classes with nothing but special tokens.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 

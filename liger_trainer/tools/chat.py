@@ -1,6 +1,5 @@
 """Chat with the student of a run, and with its teacher beside it: loading, the history, and streamed answers."""
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, TextStreamer
 
+from ..common.adapters import ADAPTER, adapter_at, with_adapter
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG, METRICS
-from ..common.weights import auto_class, load_whole, with_adapter
+from ..common.weights import auto_class, load_whole
 from ..config.run_config import RunConfig, load_run_config
-from ..errors import ConfigError, CorruptError
+from ..errors import ConfigError
 from ..run.data.demo_model import resolve_model
 from ..teachers.adapters_off import without_adapters
 
-ADAPTER = "adapter_config.json"
 Say = Callable[[str], None]
 """Takes the pieces of an answer as they come."""
 
@@ -196,25 +194,22 @@ def _device(name: str | None) -> torch.device:
 
 
 def _load(name: str, where: str, device: torch.device, trust: bool, revision: str | None = None) -> Speaker:
-    options: dict[str, Any] = {"trust_remote_code": trust, "revision": revision or "main"}
+    source, options = resolve_model(where), {"trust_remote_code": trust, "revision": revision or "main"}
     dtype = torch.float32 if device.type == "cpu" else "auto"  # few CPUs compute fast in bf16
-    path = Path(where)
     try:
-        base = where
-        if (path / ADAPTER).is_file():
-            adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
-            base, options["revision"] = adapter["base_model_name_or_path"], adapter.get("revision") or "main"
-        source = resolve_model(base)
-        load = auto_class(AutoConfig.from_pretrained(source, **options)).from_pretrained
-        model = load_whole(load, source, dtype=dtype, **options)
-        if base != where:
-            model = with_adapter(model, path)
-        beside = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer = AutoTokenizer.from_pretrained(where if beside else source, **options)
+        adapter = adapter_at(source, revision)
+        base, of_base = source, options
+        if adapter is not None:
+            base, of_base = resolve_model(adapter.base), {**options, "revision": adapter.revision or "main"}
+        load = auto_class(AutoConfig.from_pretrained(base, **of_base)).from_pretrained
+        model = load_whole(load, base, dtype=dtype, **of_base)
+        if adapter is not None:
+            model = with_adapter(model, source, revision)
+        beside = any((Path(source) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        named, options = (base, of_base) if adapter is not None and not beside else (source, options)
+        tokenizer = AutoTokenizer.from_pretrained(named, **options)
     except ConfigError:
         raise
-    except (SafetensorError, EOFError) as error:
-        raise CorruptError(f"{where}: the weights cannot be read: {error}") from None
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{where} cannot be loaded: {error}") from None
     model.config.use_cache = True

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
+from ..common.adapters import ADAPTER, with_adapter
 from ..common.checkpoints import checkpoints_in
 from ..common.files import CONFIG
-from ..common.weights import DamagedWeightsError, with_adapter
+from ..common.weights import DamagedWeightsError
 from ..config.overrides import setting
 from ..config.run_config import load_run_config
 from ..config.settings import Setting
@@ -56,7 +56,7 @@ ROWS = {
     ),
 }
 BINS = 15
-ADAPTER, WEIGHTS = "adapter_config.json", ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
+WEIGHTS = "*.safetensors", "pytorch_model*.bin", "adapter_model.bin"
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,6 @@ def _student(subject: Subject, config: "RunConfig", base: ModelFiles, files: Mod
         if (subject.weights / ADAPTER).is_file():
             return with_adapter(load_base(config, base), subject.weights)
         return load_weights(config, files)
-    except (SafetensorError, EOFError) as error:
-        raise CorruptError(f"{subject.weights}: the weights cannot be read: {error}") from None
     except ConfigError as error:
         if isinstance(error.__cause__, DamagedWeightsError):  # those that a run wrote
             raise CorruptError(f"{subject.weights}: the weights cannot be read: {error.__cause__}") from None
@@ -219,8 +217,9 @@ def _trainer(
 def signed_confidence(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the top-1 probability of each token, negative if it is not the label, 0 without a label.
 
-    logits: (batch, length, V); the result: (batch, length - 1).
+    logits: (batch, length, V), or longer by what prompt learning puts in front; the result: (batch, length - 1).
     """
+    logits = logits[:, -labels.shape[1] :]
     confident = torch.stack([_confidence(row) for row in logits[:, :-1]])
     target = labels[:, 1:].to(logits.device)
     right = logits[:, :-1].argmax(-1) == target

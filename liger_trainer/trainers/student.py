@@ -12,6 +12,7 @@ from torch import nn
 from trl.trainer import sft_trainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
+from ..common.adapters import adapter_at
 from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
@@ -103,12 +104,16 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
 def loading_and_adapters(args: Any) -> Iterator[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
-    A model that is given by its name must have all its weights in its files. And adapters on `lm_head`, which
-    SFTTrainer refuses because its own fused head would leave them out, are let through: our loss includes them.
+    A model that is given by its name must have all its weights in its files, and be no adapter. And adapters on
+    `lm_head`, which SFTTrainer refuses because its own fused head would leave them out, are let through: our loss
+    includes them.
     """
     replacements, allowed = Replacements(), getattr(args, "allow_missing_weights", False)
 
     def load(name: str, **options: Any) -> Any:
+        adapter = adapter_at(name, options.get("revision"))
+        if adapter is not None:
+            raise ConfigError(f"{adapter}.")
         return load_whole(create_model_from_path, name, **{"allow_missing_weights": allowed, **options})
 
     replacements.set(sft_trainer, "create_model_from_path", load)

@@ -12,8 +12,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.optimization import Adafactor
 from trl import get_peft_config
 
+from ...common.adapters import adapter_at
 from ...config.settings import Setting
-from ...errors import LigerTrainerError
+from ...errors import ConfigError, LigerTrainerError
 from ...losses.dense import RecordedAnswer
 from ...losses.sparse import SparseAnswer, TokenTargets
 from ...losses.spec import LossOptions
@@ -167,7 +168,14 @@ def read_config(config: "RunConfig", key: str, options: dict[str, Any]) -> PreTr
     if demo_key(name, DEMO_MODELS):
         return LlamaConfig(**DEMO_CONFIG, dtype="float32")
     try:
+        adapter = adapter_at(name, options.get("revision"))
+        if adapter is not None and key == "model_name_or_path":
+            raise config.error(key, f"{adapter}.")
+        if adapter is not None:  # it will be merged into its base
+            name, options = adapter.base, {**options, "revision": adapter.revision or "main"}
         return AutoConfig.from_pretrained(name, trust_remote_code=config["trust_remote_code"], **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config.error(key, f"{name} has no configuration that transformers can read: {error}") from None
 

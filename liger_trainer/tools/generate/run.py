@@ -17,12 +17,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import AutoTokenizer
 
+from ...common.adapters import adapter_at
 from ...common.files import write_atomically
 from ...common.storage import writing_to
 from ...errors import ConfigError, DataError
 from ...run.data.demo_model import resolve_model
 from ...run.reports.model_card import public
 from ...teachers.fingerprints import template_fingerprint, tokenizer_fingerprint
+from ...teachers.vocabulary import tokenizer_of
 from .card import card
 from .options import DRAWN_ROWS, GenerateOptions
 from .prompts import PromptSource, held_out_grams, prompt_source
@@ -214,7 +216,9 @@ def _row(sample: Sample) -> dict[str, Any]:
 
 def _tokenizer(teacher: str, path: str, options: GenerateOptions) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(
+        adapter = adapter_at(path, options.revision)
+        tokenizer = None if adapter is None else tokenizer_of(path, options.revision)
+        return tokenizer or AutoTokenizer.from_pretrained(
             path, revision=options.revision or "main", trust_remote_code=options.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:

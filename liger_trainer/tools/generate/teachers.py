@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...common.weights import load_whole
+from ...common.adapters import load_merged
 from ...errors import ConfigError
 from ...secrets import remember_settings
 from ...teachers.connection import Connection, ConnectionOptions, key_in
@@ -39,7 +39,7 @@ class LocalTeacher:
         where: Any = {"device_map": "auto"} if torch.cuda.is_available() else {}
         dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
         try:
-            self._model: Any = load_whole(
+            self._model: Any = load_merged(
                 AutoModelForCausalLM.from_pretrained, path, dtype=dtype, revision=options.revision or "main",
                 trust_remote_code=options.trust_remote_code, **where,
             )  # fmt: skip
