@@ -24,6 +24,8 @@ OF_TEACHER, PLACES = "teacher_reads/", "teacher_reads/places"  # of keys in a ba
 def processor_of(model: Any, revision: str | None = None, **options: Any) -> ProcessorMixin | None:
     """Return the processor beside a model (a directory, a hub id, or a model loaded from either); None without one.
 
+    For adapters that were saved without one it is their base's.
+
     Args:
         options: for `AutoProcessor.from_pretrained`, such as trust_remote_code.
     """
@@ -35,9 +37,11 @@ def processor_of(model: Any, revision: str | None = None, **options: Any) -> Pro
             name, revision=revision or "main", local_files_only=not isinstance(model, str), **options
         )
     except (OSError, ValueError, KeyError, ImportError):
-        adapter = adapter_at(name, revision) if isinstance(model, str) else None
-        return None if adapter is None else processor_of(adapter.base, adapter.revision, **options)
-    return processor if isinstance(processor, ProcessorMixin) else None
+        processor = None
+    if isinstance(processor, ProcessorMixin):
+        return processor
+    adapter = adapter_at(name, revision) if isinstance(model, str) else None
+    return None if adapter is None else processor_of(adapter.base, adapter.revision, **options)
 
 
 def take_processor(teacher: Any, processor: Any) -> None:
