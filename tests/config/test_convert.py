@@ -2,10 +2,12 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from convert_corpus import count
 
 from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.convert import Converted, convert
@@ -155,7 +157,7 @@ def test_a_setting_that_no_table_knows_is_told(origin):
 def test_tables_name_keys_that_exist(origin):
     tool, keys = table(origin), shipped_schema().keys
     assert set(tool.names.values()) <= keys.keys()
-    told = [set(tool.names), set(tool.values), set(tool.unneeded), set(tool.unsupported)]
+    told = [set(tool.names), set(tool.values), set(tool.unneeded), set(tool.same), set(tool.unsupported)]
     assert sum(map(len, told)) == len(set.union(*told)), "a name is in two tables"
 
 
@@ -206,10 +208,10 @@ def test_trl_distillation_and_gkd_start_from_other_defaults():
         ),
         ("axolotl", "datasets: [{path: d, type: chat_template}]\ntrain_on_inputs: true\n", "assistant_only_loss", None),
         ("axolotl", "datasets: [{path: d, type: completion, field: body}]\n", "dataset_text_field", "body"),
-        ("axolotl", "bf16: full\n", "bf16", True),
+        ("axolotl", "bf16: full\n", "bf16", False),
         ("axolotl", "base_model: m\n", "max_length", 512),
         ("axolotl", "base_model: m\n", "warmup_steps", 0.03),
-        ("axolotl", "saves_per_epoch: 0\n", "save_strategy", "no"),
+        ("axolotl", "base_model: m\nsaves_per_epoch: 0\n", "save_strategy", "epoch"),
         ("axolotl", "gradient_checkpointing: offload\n", "activation_offloading", True),
         ("axolotl", "datasets: [{path: d, type: completion}]\n", "dataset_name", "d"),
         ("axolotl", "datasets: [{path: d, split: 'train[:5%]'}]\n", "datasets", [{"path": "d", "split": "train[:5%]"}]),
@@ -247,7 +249,7 @@ def test_one_setting(origin, text, key, value):
     ("origin", "text", "reason"),
     [
         ("torchtune", "batch_size: 1\nresume_from_checkpoint: true\n", "checkpoints of torchtune cannot be continued"),
-        ("torchtune", "batch_size: 1\noptimizer: {_component_: my.Lion9}\n", "no such optimizer"),
+        ("torchtune", "batch_size: 1\noptimizer: {_component_: my.Lion9}\n", "optim: expected one of"),
         ("torchtune", "batch_size: 1\nmax_steps_per_epoch: soon\n", "not what torchtune has here"),
         ("axolotl", "base_model: m\nkd_trainer: true\n", "name a teacher in teacher_model_name_or_path"),
         ("axolotl", "base_model: m\nqat: {weight_dtype: int4, activation_dtype: int8}\n", "neither activation_dtype"),
@@ -312,12 +314,6 @@ def test_a_teacher_behind_vllm():
         ("torchtune", "dataset: {_component_: a.instruct_dataset, source: d}\n", "rows of this form are not read"),
         (
             "axolotl",
-            "datasets: [{path: d, type: chat_template, roles_to_train: [user]}]\n",
-            "roles_to_train: ['user'] cha",
-        ),
-        ("axolotl", "datasets: [{path: d, type: chat_template, train_on_eos: all}]\n", "train_on_eos: 'all' changes"),
-        (
-            "axolotl",
             "datasets: [{path: d, type: chat_template, field_messages: talk}]\n",
             "the column talk must be called",
         ),
@@ -333,7 +329,7 @@ def test_alpaca_needs_no_note():
         ("torchtune", "dataset: {_component_: torchtune.datasets.alpaca_dataset}\n"),
         ("axolotl", "datasets: [{path: d, type: alpaca}]\n"),
     ]:
-        assert converted(origin, text).notes == []
+        assert [note.key for note in converted(origin, text).notes] == [""]  # none but that no rows are held out
 
 
 def test_a_switched_off_option_is_no_loss():
@@ -341,22 +337,197 @@ def test_a_switched_off_option_is_no_loss():
 
 
 def test_llamafactory_finds_files_in_its_table(tmp_path):
-    table_of_rows = {"chats": {"file_name": "chats.jsonl", "formatting": "sharegpt"}}
+    table_of_rows: dict = {"chats": {"file_name": "chats.jsonl", "formatting": "sharegpt"}}
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table_of_rows))
     text = "stage: sft\ndataset: chats\n"
     result = convert(text, str(tmp_path / "train.yaml"), table("llamafactory"))
-    assert result.settings["dataset_name"] == str(tmp_path / "data" / "chats.jsonl") and result.notes == []
+    assert result.settings["dataset_name"] == str(tmp_path / "data" / "chats.jsonl")
+    assert not result.lost and [note.key for note in result.notes] == ["freeze_vision_tower", ""]
     assert result.settings["assistant_only_loss"]
 
     table_of_rows["chats"] = {"file_name": "chats.jsonl", "columns": {"prompt": "asked", "history": "history"}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table_of_rows))
     result = convert(text, str(tmp_path / "train.yaml"), table("llamafactory"))
     assert "assistant_only_loss" not in result.settings  # Alpaca: the completion is what is learned anyway
-    assert [note.message for note in result.notes] == [
-        "chats: the column asked must be called instruction.",
-        "chats: the answers in history are context here; LLaMA-Factory learns them too.",
-    ]
+    notes = {note.key.removeprefix("dataset_info.json.chats."): note.message for note in result.notes}
+    assert notes["columns.prompt"] == "the column asked must be called instruction."
+    assert notes["columns.history"] == "these answers are context here; LLaMA-Factory learns them too."
+
+
+ENTRY = """\
+base_model: m
+datasets:
+  - path: d
+    type: chat_template
+    revision: 0123abc
+    shards: 10
+    message_property_mappings: {role: speaker, content: utterance, tool_calls: calls}
+    chat_template: llama3
+    roles_to_train: [user]
+    train_on_eos: all
+    frob: {nicate: 3}
+"""
+INFO = {
+    "file_name": "rows.jsonl", "formatting": "sharegpt", "num_samples": 9, "split": "part", "folder": "there",
+    "columns": {"messages": "conversations", "system": "orders", "rejected": "worse"},
+    "tags": {"user_tag": "customer", "function_tag": "call"}, "ranking": True, "frob": {"nicate": 3},
+}  # fmt: skip
+DISTILLKIT = """\
+model: m
+teacher: {kind: hf, path: t, frob: 3}
+dataset: {train_dataset: {repo_id: d, revision: abc}, eval_dataset: {repo_id: d, split: test, revision: abc}}
+loss_functions: [{function: kl, weight: 1.0, margin: 0.5, frob: {nicate: 3}}]
+"""
+TORCHTUNE = """\
+model: {_component_: torchtune.models.llama3.llama3_8b, lora_rank: 8}
+dataset: {_component_: a.chat_dataset, source: d, new_system_prompt: x, column_map: {a: b}, frob: {nicate: 3}}
+tokenizer: {prompt_template: t, frob: 3}
+checkpointer: {checkpoint_dir: m, adapter_checkpoint: a.pt}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss}
+"""
+
+
+@pytest.mark.parametrize(
+    ("origin", "text", "left"),
+    [
+        ("axolotl", ENTRY, {"revision", "shards", "message_property_mappings.tool_calls", "chat_template",
+                            "roles_to_train", "train_on_eos", "frob.nicate"}),
+        ("llamafactory", "dataset: rows\n", {"num_samples", "columns.system", "columns.rejected", "tags.user_tag",
+                                             "tags.function_tag", "ranking", "frob.nicate"}),
+        ("distillkit", DISTILLKIT, {"teacher.frob", "dataset.train_dataset.revision", "dataset.eval_dataset.revision",
+                                    "loss_functions.0.margin", "loss_functions.0.frob.nicate"}),
+        ("torchtune", TORCHTUNE, {"model.lora_rank", "dataset.new_system_prompt", "dataset.column_map.a",
+                                  "dataset.frob.nicate", "tokenizer.prompt_template", "tokenizer.frob",
+                                  "checkpointer.adapter_checkpoint", "loss._component_"}),
+    ],
+)  # fmt: skip
+def test_what_is_left_at_any_depth_is_told_by_its_path(origin, text, left, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": INFO}))
+    result = convert(text, str(tmp_path / "theirs.yaml"), table(origin))
+    prefix = {"axolotl": "datasets.0.", "llamafactory": "dataset_info.json.rows."}.get(origin, "")
+    assert {finding.key.removeprefix(prefix) for finding in result.lost} == left
+    if origin == "axolotl":
+        assert "not speaker and utterance" in result.to_yaml()
+    if origin == "llamafactory":
+        assert result.settings["datasets"][0].items() >= {"split": "part", "data_dir": "there"}.items()
+
+
+def test_rows_on_another_hub_are_told(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": {"ms_hub_url": "org/rows"}}))
+    result = convert("dataset: rows\n", str(tmp_path / "theirs.yaml"), table("llamafactory"))
+    assert "dataset_info.json.rows.ms_hub_url" in [finding.key for finding in result.unneeded]
+    assert any("neither in a file nor on Hugging Face's hub" in note.message for note in result.notes)
+
+
+def test_a_null_means_what_it_means_there():
+    rows = "model_name_or_path: s\ndataset_name: d\n"
+    trl = converted("trl", rows + "max_length: null\nlearning_rate: null\n")
+    assert trl.settings["max_length"] is None and [finding.key for finding in trl.lost] == ["learning_rate"]
+    assert settings("llamafactory", "stage: sft\nneftune_noise_alpha: null\ndataset: d\n")["max_length"] == 2048
+    assert settings("axolotl", "base_model: m\nsequence_len: null\nseed: null\n")["max_length"] == 512
+
+
+@pytest.mark.parametrize(
+    ("origin", "text", "expected"),
+    [
+        ("llamafactory", "finetuning_type: full\nbf16: true\n", ("float32", True)),  # trained weights stay in fp32
+        ("llamafactory", "finetuning_type: full\npure_bf16: true\nstage: sft\nseed: 1\n", ("bfloat16", False)),
+        ("llamafactory", "finetuning_type: full\nseed: 1\n", ("float32", False)),
+        ("llamafactory", "seed: 1\n", ("auto", False)),
+        ("llamafactory", "fp16: true\n", ("float16", False)),
+        ("axolotl", "base_model: m\n", ("bfloat16", None)),  # auto
+        ("axolotl", "base_model: m\nbf16: false\n", (None, False)),
+        ("axolotl", "base_model: m\nfp16: true\n", ("float16", None)),
+        ("torchtune", "batch_size: 1\n", (None, False)),
+        ("distillkit", "model: m\n", ("bfloat16", None)),  # with flash attention
+        ("distillkit", "model: m\nuse_flash_attention: false\n", (None, None)),
+    ],
+)
+def test_precision(origin, text, expected):
+    here = settings(origin, text)
+    assert (here.get("dtype"), here.get("bf16")) == expected
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_that_rows_are_held_out_here_is_told(origin):
+    text = {"torchtune": "batch_size: 1\n", "distillkit": "model: m\n", "axolotl": "base_model: m\nval_set_size: 0\n"}
+    assert "holdout_fraction" in converted(origin, text.get(origin, "model_name_or_path: m\nseed: 1\n")).to_yaml()
+    named = {"axolotl": "val_set_size: 0.1\n", "llamafactory": "val_size: 0.1\n", "trl": "holdout_fraction: 0.1\n"}
+    if origin in named:
+        assert "no rows are held out" not in converted(origin, named[origin]).to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("val_set_size: 0.1\neval_steps: 5\n", ("steps", 5, True)),
+        ("val_set_size: 0.1\neval_strategy: epoch\n", ("epoch", None, True)),
+        ("val_set_size: 0\neval_steps: 5\n", (None, None, None)),
+    ],
+)
+def test_axolotl_evaluates_where_it_has_rows_for_it(text, expected):
+    here = settings("axolotl", "base_model: m\n" + text)
+    assert tuple(here.get(f"eval_{key}") for key in ("strategy", "steps", "on_start")) == expected
+
+
+def test_what_quantises_twice():
+    four_bits = "base_model: m\nadapter: qlora\nload_in_4bit: true\n"
+    assert settings("axolotl", four_bits)["use_bnb_nested_quant"]
+    assert not settings("axolotl", four_bits + "bnb_4bit_use_double_quant: false\n")["use_bnb_nested_quant"]
+    assert not settings("llamafactory", "quantization_bit: 4\ndouble_quantization: false\n")["use_bnb_nested_quant"]
+    assert settings("llamafactory", "quantization_bit: 4\n")["use_bnb_nested_quant"]
+    assert "use_bnb_nested_quant" not in settings("llamafactory", "quantization_bit: 8\n")
+
+
+def test_forms_and_styles_of_axolotl():
+    old = converted("axolotl", "datasets: [{path: d, type: sharegpt, conversation: chatml}]\n")
+    assert old.settings["assistant_only_loss"] and [finding.key for finding in old.lost] == ["datasets.0.conversation"]
+    styled = converted("axolotl", "datasets: [{path: d, type: 'alpaca:chat'}]\n")
+    assert any("alpaca:chat writes another prompt" in note.message for note in styled.notes)
+    two = "datasets: [{path: a, type: completion, field: body}, {path: b, type: completion, field: text}]\n"
+    assert any("which were to differ" in note.message for note in converted("axolotl", two).notes)
+    regex = "base_model: m\nadapter: lora\nlora_target_modules: 'layers.[0-9]+.(q|k,v)_proj'\n"
+    assert settings("axolotl", regex)["lora_target_modules"] == "layers.[0-9]+.(q|k,v)_proj"
+    plugins = "base_model: m\nplugins: [axolotl.integrations.liger.LigerPlugin, axolotl.integrations.kd.KDPlugin]\n"
+    assert [finding.key for finding in converted("axolotl", plugins).lost] == ["plugins"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "text"),
+    [
+        (
+            "torchtune",
+            "dataset: {_component_: a.chat_dataset, source: json, data_files: x.json, split: 'train[:5%]'}\n",
+        ),
+        ("distillkit", "dataset: {train_dataset: {repo_id: x.json, split: 'train[:5%]'}}\nmodel: m\n"),
+    ],
+)
+def test_a_part_of_a_split_becomes_a_mixture(origin, text):
+    expected = [{"path": "json", "split": "train[:5%]", "data_files": "x.json"}]
+    assert settings(origin, text)["datasets"] == expected
+
+
+def test_settings_of_predictions_and_secrets_stay_out():
+    text = "cutoff_len: 9\nmax_length: 512\ntemperature: 0.5\nhf_hub_token: hf_abcdef\npacking: true\n"
+    result = converted("llamafactory", text)
+    assert result.settings["max_length"] == 9 and "temperature" not in result.settings
+    assert {finding.key for finding in result.lost} == {"max_length", "temperature", "hf_hub_token"}
+    assert "hf_abcdef" not in result.to_yaml() and any("neat_packing" in note.message for note in result.notes)
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_no_key_of_a_real_configuration_is_unsaid(origin):
+    counts, unsaid = count(FILES / f"{origin}.yaml", table(origin))
+    assert counts["convert and validate"] == 1 and counts["keys"] > 20 and unsaid == []
+
+
+def test_a_key_that_is_read_and_not_used_is_unsaid(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("model_name_or_path: m\nfrobnication: 3\n")
+    careless = replace(table("trl"), values={"frobnication": lambda value, source: {}})
+    assert count(tmp_path / "theirs.yaml", careless)[1] == ["frobnication"]
 
 
 def test_what_is_no_configuration_of_that_tool():

@@ -1,73 +1,79 @@
 """axolotl: supervised fine-tuning, full, LoRA and QLoRA."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from ...trainers.qat_config import INT4, INT8, NVFP4
-from . import ForeignConfig, NotHere, Settings, Tool
+from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
+    FUSED,
+    NO_EVAL_ROWS,
     OTHER_ROWS,
-    adapter_modules,
-    chat_column,
+    chat_columns,
     datasets_of,
-    optimizer,
+    learned_alike,
     share_or_number,
     when_true,
 )
 
 _TEXTS = ("completion", "pretrain")
-_OTHER_COLUMNS = ("load_qa", "load_camel_ai")
-_WHAT_IS_LEARNED = {  # in chats; the first values are axolotl's defaults, which mean the same as ours
-    "roles_to_train": (None, ["assistant"], ["gpt"]),
-    "train_on_eos": (None, "turn"),
-    "train_on_eot": (None, "turn"),
-    "message_field_training": (None,),
-    "message_field_training_detail": (None,),
-    "drop_system_message": (None, False),
-    "roles": (None,),
-}
-_KERNELS = "the layers and the loss are fused anyway."
+_STANFORD = ("alpaca", "alpaca:instruct", "alpaca_instruct", "alpaca_instruct.load")
 _LOGPROBS = (
     "axolotl distils from log-probabilities in the rows or from a server; name a teacher in teacher_model_name_or_path."
 )
 _SHARDING = "sharding is accelerate's: `accelerate_config: fsdp2`, or one of its files."
+_LEARNED = "changes what is learned there, and nothing here."
+_TEMPLATE = "a template of axolotl; the tokenizer's own is used. Or save one as .jinja: chat_template_path."
+_DIVIDED = "a run is divided by accelerate: see accelerate_config, and num_processes."
 
 
 def _datasets(value: Any, source: ForeignConfig) -> Settings:
-    entries, here = [], {}
-    for entry in value or []:
-        here.update(_supervised(entry, source))
-        files = entry.get("data_files")
-        files = files[0] if isinstance(files, list) and len(files) == 1 else files
-        if isinstance(files, list):
-            raise NotHere("several data_files of one dataset; join them, or list them as datasets of their own.")
-        path = files or entry["path"]
-        entries.append({"path": path, "name": entry.get("name"), "split": entry.get("split")})
-    return {**datasets_of(entries, source), **here} if entries else {}
+    entries, learned = [], {}
+    for at in source.entries("datasets") if value else []:
+        learned[at] = _supervised(at, source)
+        keys = ("path", "name", "split", "data_files")
+        entries.append({key: source.take(f"{at}.{key}") for key in keys})
+    return {**datasets_of(entries, source), **learned_alike(learned, source)} if entries else {}
 
 
-def _kind(entry: dict[str, Any]) -> str:
-    """Return chat, alpaca, text or other."""
-    kind = entry.get("type")
-    if kind == "chat_template" or kind in _TEXTS:
-        return "text" if kind in _TEXTS else "chat"
-    alpaca = isinstance(kind, str) and kind.startswith("alpaca") and not kind.endswith(_OTHER_COLUMNS)
-    return "alpaca" if alpaca else "other"
+def _kind(entry: Any) -> str:
+    """Return chat, alpaca, text, tokens or other."""
+    kind = entry.get("type") if isinstance(entry, dict) else entry
+    if kind is None:
+        return "tokens"
+    if not isinstance(kind, str):
+        return "other"
+    if kind in _TEXTS:
+        return "text"
+    if kind == "chat_template" or kind.startswith("sharegpt"):
+        return "chat"
+    return "alpaca" if kind.startswith("alpaca") and not kind.endswith(("load_qa", "load_camel_ai")) else "other"
 
 
-def _supervised(entry: dict[str, Any], source: ForeignConfig) -> Settings:
+def _supervised(at: str, source: ForeignConfig) -> Settings:
     """Supervise the answers of a chat and the output of Alpaca; with train_on_inputs prompts too, but no header."""
-    kind, on_prompt = _kind(entry), source.get("train_on_inputs")
+    kind = _kind(source.nodes[at])
+    name = source.take(f"{at}.type") if isinstance(source.get(f"{at}.type"), str) else None
     if kind == "text":
-        return {"dataset_text_field": entry["field"]} if entry.get("field") else {}
+        text = source.take(f"{at}.field")
+        return {"dataset_text_field": text} if text else {}
+    on_prompt = kind != "tokens" and source.take("train_on_inputs")
     if kind == "chat":
-        chat_column(entry.get("field_messages"), entry["path"], source)
-        for key, like_here in _WHAT_IS_LEARNED.items():
-            if entry.get(key) not in like_here:
-                source.note(f"{entry['path']}: {key}: {entry[key]!r} changes what is learned there, and nothing here.")
+        old = str(name).startswith("sharegpt")
+        role, content, column = ("from", "value", "conversations") if old else ("role", "content", "messages")
+        properties = f"{at}.message_property_mappings"
+        role = source.take(f"{at}.message_field_role") or source.take(f"{properties}.role", role)
+        content = source.take(f"{at}.message_field_content") or source.take(f"{properties}.content", content)
+        column = source.take(f"{at}.field_messages", column)
+        chat_columns({f"{at}.field_messages": column, properties: (role, content)}, source)
         return {"supervised_part": "content"} if on_prompt else {"assistant_only_loss": True}
     if kind == "other":
-        source.note(f"{entry['path']}: {OTHER_ROWS}")
+        source.note(OTHER_ROWS, f"{at}.type")
+    if kind == "alpaca" and name not in _STANFORD:
+        source.note(
+            f"{name} writes another prompt around these rows than Stanford Alpaca's, which is taken here.", f"{at}.type"
+        )
     prompt = {"alpaca_prompt": "stanford_text"} if kind == "alpaca" else {}
     return {**prompt, **({"completion_only_loss": False} if on_prompt else {})}
 
@@ -79,6 +85,8 @@ def _differences(source: ForeignConfig) -> Iterator[str]:
         yield "Of a text longer than max_length the rest is cut off; axolotl makes further rows of it."
     if kinds - {"text"} and source.get("excess_length_strategy", "drop") == "drop":
         yield "Of a row longer than max_length the rest is cut off; axolotl leaves such a row out."
+    if source.get("warmup_steps") is None and source.get("warmup_ratio") is None:
+        yield "The rate is warmed up over 3 % of the steps; axolotl does so for 100 steps at most."
 
 
 def _adapter(value: Any, source: ForeignConfig) -> Settings:
@@ -86,7 +94,13 @@ def _adapter(value: Any, source: ForeignConfig) -> Settings:
         return {}
     if value not in ("lora", "qlora"):
         raise NotHere("expected lora or qlora.")
-    return {"use_peft": True, **({"load_in_4bit": True} if value == "qlora" else {})}
+    if value == "lora":
+        return {"use_peft": True, "load_in_8bit": source.take("load_in_8bit", False)}
+    if not source.take("load_in_4bit"):
+        source.note("axolotl asks for load_in_4bit: true with qlora; here it is set.")
+    double = source.take("bnb_config_kwargs.bnb_4bit_use_double_quant")
+    double = source.take("bnb_4bit_use_double_quant", True if double is None else double)
+    return {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": double}
 
 
 def _all_linear(value: Any, source: ForeignConfig) -> Settings:
@@ -99,10 +113,21 @@ def _half(name: str, dtype: str) -> Any:
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value or value == "false":
             return {name: False} if value is False else {}
-        left_open = value == "auto"  # then the recipe asks the GPU
-        return {"dtype": dtype} if left_open else {name: True, "dtype": dtype}
+        if name == "fp16" and source.get("bf16") in (True, "full"):
+            raise NotNeeded("bf16 goes before it.")
+        if value == "auto":  # then the recipe asks the GPU
+            return {} if source.get("fp16") else {"dtype": dtype}
+        if value == "full":  # the weights alone, without autocast
+            return {name: False, "dtype": dtype, f"{name}_full_eval": True}
+        return {name: True, "dtype": dtype}
 
     return function
+
+
+def _old_half(value: Any, source: ForeignConfig) -> Settings:
+    if source.get("bf16"):
+        raise NotNeeded("bf16 says it.")
+    return {"bf16": True, "dtype": "bfloat16"} if value else {}
 
 
 def _checkpointing(value: Any, source: ForeignConfig) -> Settings:
@@ -111,17 +136,36 @@ def _checkpointing(value: Any, source: ForeignConfig) -> Settings:
     return {"gradient_checkpointing": bool(value)}
 
 
-def _per_epoch(what: str) -> Any:
-    """Turn evaluations or checkpoints per epoch into a share of all steps."""
+def _every(what: str, per_epoch: bool = False) -> Any:
+    """Read a number of steps, or a number per epoch, which becomes a share of all steps."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
         if not value:
-            return {f"{what}_strategy": "no"} if value == 0 else {}
-        if value == 1:
-            return {f"{what}_strategy": "epoch"}
-        return {f"{what}_strategy": "steps", f"{what}_steps": round(1 / (value * source.get("num_epochs", 1)), 6)}
+            return {}
+        start = _evaluated(source) if what == "eval" else {}
+        if per_epoch and value == 1:
+            return {f"{what}_strategy": "epoch", **start}
+        steps = round(1 / (value * source.get("num_epochs", 1)), 6) if per_epoch else value
+        return {f"{what}_strategy": "steps", f"{what}_steps": steps, **start}
 
     return function
+
+
+def _evaluated(source: ForeignConfig) -> Settings:
+    if not (source.get("val_set_size") or source.get("test_datasets")):
+        raise NotNeeded("without held-out rows axolotl evaluates nothing in training.")
+    return {"eval_on_start": True}
+
+
+def _strategy(value: Any, source: ForeignConfig) -> Settings:
+    return {"eval_strategy": value, **_evaluated(source)} if value and value != "no" else {}
+
+
+def _accumulated(value: Any, source: ForeignConfig) -> Settings:
+    """Read the size of a whole batch of a process."""
+    if not value or source.get("gradient_accumulation_steps"):
+        return {}
+    return {"gradient_accumulation_steps": value // source.get("micro_batch_size", 1)}
 
 
 def _tracker(value: Any, source: ForeignConfig) -> Settings:
@@ -129,42 +173,62 @@ def _tracker(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _template(value: Any, source: ForeignConfig) -> Settings:
-    if not value or value == "tokenizer_default":
+    written = source.take("chat_template_jinja")
+    path = written if value in (None, "jinja") else value
+    if not path or str(path).startswith("tokenizer_default"):
         return {}
-    if str(value).endswith((".jinja", ".j2")):
-        return {"chat_template_path": value}
-    raise NotHere("a template of axolotl; the tokenizer's own is used. Or save one as .jinja: chat_template_path.")
+    if str(path).endswith((".jinja", ".j2")):
+        return {"chat_template_path": path}
+    raise NotHere(_TEMPLATE)
 
 
 def _qat(value: Any, source: ForeignConfig) -> Settings:
     """Read quantisation of the weights alone; that of activations has no counterpart."""
-    weights = str(value.get("weight_dtype")).removeprefix("torch.")
-    if weights not in (INT4, INT8, NVFP4) or value.get("activation_dtype") or value.get("quantize_embedding"):
+    weights = str(source.take("qat.weight_dtype")).removeprefix("torch.")
+    if (
+        weights not in (INT4, INT8, NVFP4)
+        or source.take("qat.activation_dtype")
+        or source.take("qat.quantize_embedding")
+    ):
         raise NotHere("expected weight_dtype int4, int8 or nvfp4, and neither activation_dtype nor quantize_embedding.")
-    return {"qat": weights, **({"qat_group_size": value.get("group_size", 32)} if weights == INT4 else {})}
+    return {"qat": weights, **({"qat_group_size": source.take("qat.group_size", 32)} if weights == INT4 else {})}
 
 
 def _sharded(value: Any, source: ForeignConfig) -> Settings:
+    version = source.take("fsdp_version") or source.take("fsdp_config.fsdp_version")
     if not value:
         return {}
-    version = source.get("fsdp_version") or source.get("fsdp_config", {}).get("fsdp_version")
     source.note(f"{_SHARDING} What fsdp_config says in detail goes into such a file.")
     return {"accelerate_config": "fsdp2" if version == 2 else "fsdp1"}
 
 
-def _defaults(source: ForeignConfig) -> Settings:
-    """Set axolotl's defaults where they differ from TRL's."""
-    warmup = {} if {"warmup_steps", "warmup_ratio"} & source.values.keys() else {"warmup_steps": 0.03}
-    return {
-        "recipe": "sft",
-        "max_length": 512,
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 1,
-        "lr_scheduler_type": "cosine",
-        "gradient_checkpointing": False,
-        **({"lora_dropout": 0.0} if source.get("adapter") else {}),
-        **warmup,
-    }
+def _pushed(value: Any, source: ForeignConfig) -> Settings:
+    private = {"hub_private_repo": True, "hub_always_push": True}
+    return {"hub_model_id": value, "push_to_hub": True, **private} if value else {}
+
+
+_DEFAULTS: tuple[Default, ...] = (
+    ("sequence_len", 512, "max_length"),
+    ("micro_batch_size", 1, "per_device_train_batch_size"),
+    ("num_epochs", 1, "num_train_epochs"),
+    ("learning_rate", 5e-5, "learning_rate"),
+    ("lr_scheduler", "cosine", "lr_scheduler_type"),
+    ("gradient_checkpointing", False, "gradient_checkpointing"),
+    ("save_strategy", "epoch", "save_strategy"),
+    ("save_total_limit", 4, "save_total_limit"),
+    ("average_tokens_across_devices", False, "average_tokens_across_devices"),  # not among its keys
+)
+
+
+def _defaults(source: ForeignConfig) -> Iterator[Default]:
+    yield from _DEFAULTS
+    yield "eval_batch_size", source.get("micro_batch_size", 1), "per_device_eval_batch_size"
+    if source.get("warmup_steps") is None and source.get("warmup_ratio") is None:
+        yield "warmup_ratio", 0.03, "warmup_steps"
+    if source.get("bf16") is None and not source.get("fp16"):  # auto
+        yield "bf16", "bfloat16", "dtype"
+    if source.get("adapter"):
+        yield "lora_dropout", 0.0, "lora_dropout"
 
 
 TOOL = Tool(
@@ -179,80 +243,143 @@ TOOL = Tool(
         "eval_batch_size": "per_device_eval_batch_size",
         "num_epochs": "num_train_epochs",
         "lr_scheduler": "lr_scheduler_type",
-        "adam_beta1": "adam_beta1",
-        "adam_beta2": "adam_beta2",
         "peft_use_rslora": "use_rslora",
         "peft_use_dora": "use_dora",
         "wandb_name": "run_name",
         "special_tokens.pad_token": "pad_token",
         "special_tokens.eos_token": "eos_token",
         "dataset_processes": "dataset_num_proc",
-        "dataset_num_proc": "dataset_num_proc",
-        "trust_remote_code": "trust_remote_code",
-        "saves_total_limit": "save_total_limit",
+        "optimizer": "optim",
+        "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+        "bnb_config_kwargs.bnb_4bit_quant_type": "bnb_4bit_quant_type",
     },
     values={
         "datasets": _datasets,
         "adapter": _adapter,
+        "lora_target_modules": lambda value, source: {"lora_target_modules": value} if value else {},
         "lora_target_linear": _all_linear,
-        "lora_target_modules": lambda value, source: adapter_modules(value, source) if value else {},
         "val_set_size": share_or_number,
         "bf16": _half("bf16", "bfloat16"),
+        "bfloat16": _old_half,
         "fp16": _half("fp16", "float16"),
+        "tf32": when_true(tf32=True),
         "gradient_checkpointing": _checkpointing,
+        "activation_offloading": when_true(activation_offloading=True),
+        "attn_implementation": lambda value, source: {"attn_implementation": value} if value else {},
         "flash_attention": when_true(attn_implementation="flash_attention_2"),
         "sdp_attention": when_true(attn_implementation="sdpa"),
         "eager_attention": when_true(attn_implementation="eager"),
-        "optimizer": lambda value, source: optimizer(value, source) if value else {},
-        "evals_per_epoch": _per_epoch("eval"),
-        "saves_per_epoch": _per_epoch("save"),
+        "batch_size": _accumulated,
+        "eval_strategy": _strategy,
+        "evaluation_strategy": _strategy,
+        "evals_per_epoch": _every("eval", per_epoch=True),
+        "eval_steps": _every("eval"),
+        "save_strategy": lambda value, source: {"save_strategy": value} if value else {},
+        "saves_per_epoch": _every("save", per_epoch=True),
+        "save_steps": _every("save"),
+        "hub_model_id": _pushed,
+        "use_tensorboard": when_true(report_to="tensorboard"),
         "wandb_project": _tracker,
         "chat_template": _template,
-        "train_on_inputs": lambda value, source: {},  # read together with datasets
+        "chat_template_jinja": _template,
         "group_by_length": when_true(train_sampling_strategy="group_by_length"),
         "fsdp": _sharded,
         "qat": _qat,
-        "fsdp_version": lambda value, source: {},
-        "load_in_4bit": when_true(load_in_4bit=True),
-        "load_in_8bit": when_true(load_in_8bit=True),
     },
     unneeded={
-        "model_type": "the class of the model is found by its configuration.",
         "tokenizer_type": "the tokenizer of the model's directory is used.",
+        "processor_type": "the processor of the model's directory is used.",
         "dataset_prepared_path": "prepared rows are kept by datasets' own cache.",
+        "datasets.*.ds_type": "the ending of a file says its form: .json, .jsonl, .csv, .parquet or .txt.",
         "pad_to_sequence_len": "rows are padded to the longest of their batch, or packed.",
+        "sample_packing_eff_est": "rows are packed before training, so that nothing is estimated.",
+        "total_num_tokens": "rows are counted before training.",
         "strict": "every key is checked.",
-        "plugins": _KERNELS,
-        "liger_rope": _KERNELS,
-        "liger_rms_norm": _KERNELS,
-        "liger_glu_activation": _KERNELS,
-        "liger_swiglu": _KERNELS,
-        "liger_layer_norm": _KERNELS,
-        "liger_fused_linear_cross_entropy": _KERNELS,
-        "liger_cross_entropy": _KERNELS,
-        "lora_mlp_kernel": _KERNELS,
-        "lora_qkv_kernel": _KERNELS,
-        "lora_o_kernel": _KERNELS,
+        "save_safetensors": "weights are always saved as safetensors.",
+        "low_cpu_mem_usage": "transformers always loads weights so.",
+        **dict.fromkeys(
+            (
+                "cut_cross_entropy",
+                "flash_attn_cross_entropy",
+                "flash_attn_fuse_mlp",
+                "flash_attn_rms_norm",
+                "liger_rope",
+                "liger_rms_norm",
+                "liger_glu_activation",
+                "liger_swiglu",
+                "liger_layer_norm",
+                "liger_fused_linear_cross_entropy",
+                "liger_cross_entropy",
+                "lora_mlp_kernel",
+                "lora_qkv_kernel",
+                "lora_o_kernel",
+                "lora_embedding_kernel",
+                "use_kernels",
+            ),
+            FUSED,
+        ),
         "wandb_watch": "weights and biases of a run are not uploaded.",
     },
+    same={
+        "model_type": (
+            re.compile(r"\w*ForCausalLM|AutoModelForImageTextToText|\w*ForConditionalGeneration"),
+            "only language models have a recipe.",
+        ),
+        "plugins": (
+            re.compile(r"(\[|, |'axolotl\.integrations\.(liger|cut_cross_entropy|kernels)\.\w+'|\])*"),
+            "of plugins, those for kernels are not needed; the others are not here.",
+        ),
+        "load_in_4bit": ((False,), "axolotl quantises to 4 bits with `adapter: qlora` only."),
+        "load_in_8bit": ((False,), "axolotl quantises to 8 bits with `adapter: lora` only."),
+        "train_on_inputs": ((False,), "these rows have no prompts."),
+        "excess_length_strategy": (("drop", "truncate"), "rows that are too long are cut off."),
+        "shuffle_merged_datasets": ((True,), "rows are drawn in an order of their own in each epoch."),
+        "datasets.*.chat_template": (re.compile("tokenizer_default.*"), _TEMPLATE),
+        "datasets.*.roles_to_train": ((["assistant"], ["gpt"]), _LEARNED),
+        "datasets.*.train_on_eos": (("turn",), _LEARNED),
+        "datasets.*.train_on_eot": (("turn",), _LEARNED),
+        "datasets.*.drop_system_message": ((False,), "take the system messages out of the rows."),
+        "datasets.*.roles.user": ((["human", "user"], ["user", "human"], ["user"]), "rename the roles in the rows."),
+        "datasets.*.roles.assistant": (
+            (["gpt", "assistant"], ["assistant", "gpt"], ["assistant"]),
+            "rename the roles in the rows.",
+        ),
+        "datasets.*.roles.system": ((["system"],), "rename the roles in the rows."),
+        "datasets.*.roles.tool": ((["tool"],), "rename the roles in the rows."),
+        "datasets.*.field_tools": (("tools",), "the column must be called tools."),
+        "datasets.*.field_thinking": (("reasoning_content",), "messages must have it as reasoning_content."),
+    },
     unsupported={
-        "kd_trainer": _LOGPROBS,
-        "kd_alpha": _LOGPROBS,
-        "kd_ce_alpha": _LOGPROBS,
-        "kd_temperature": _LOGPROBS,
-        "kd_online_server_base_url": _LOGPROBS,
-        "kd_online_topk": _LOGPROBS,
+        "datasets.*.conversation": "a template of axolotl; the tokenizer's own is used.",
+        "datasets.*.message_field_training*": "name the rows' weights in weight_column, or split the rows.",
+        "datasets.*.trust_remote_code": "datasets no longer runs code of a dataset.",
+        "datasets.*.revision": "rows are read at the newest revision; download that one, and name its files.",
+        "datasets.*.shards*": "name a part of the split: `datasets: [{path: ..., split: 'train[:10%]'}]`.",
+        "qat.group_size": "only int4 has groups.",
+        "kd_*": _LOGPROBS,
         "fsdp_config": _SHARDING,
+        "fsdp_config.*": _SHARDING,
+        "fsdp_version": _SHARDING,
+        "*_parallel_size": _DIVIDED,
+        "sequence_parallel_degree": _DIVIDED,
+        "dp_*_size": _DIVIDED,
+        "test_datasets": NO_EVAL_ROWS,
+        "test_datasets.*": NO_EVAL_ROWS,
         "lora_model_dir": "merge that adapter first: liger-trainer merge RUN_DIR OUT.",
+        "lora_fan_in_fan_out": "PEFT finds it out by the layer.",
+        "gptq*": "a model that is quantised already says so in its config.json.",
         "rl": "only supervised fine-tuning and distillation have a recipe.",
-        "special_tokens.": "only eos_token and pad_token can be set.",
-        "loss_watchdog_threshold": "a loss is not watched.",
-        "loss_watchdog_patience": "a loss is not watched.",
+        "reward_model": "only supervised fine-tuning and distillation have a recipe.",
+        "process_reward_model": "only supervised fine-tuning and distillation have a recipe.",
+        "special_tokens": "only eos_token and pad_token can be set.",
+        "special_tokens.*": "only eos_token and pad_token can be set.",
+        "loss_watchdog_*": "a loss is not watched.",
         "early_stopping_patience": "a run ends with its last step.",
+        "unfrozen_parameters": "train adapters instead, with use_peft and lora_target_modules.",
         "wandb_entity": "set WANDB_ENTITY under `env`.",
         "wandb_log_model": "set WANDB_LOG_MODEL under `env`.",
     },
-    passes=("",),
+    passes={"": OF_TRANSFORMERS},
     defaults=_defaults,
     differences=_differences,
 )

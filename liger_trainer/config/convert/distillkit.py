@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import ForeignConfig, NotHere, Settings, Tool
+from . import ALL, Default, ForeignConfig, NotHere, Settings, Tool
+from .rows import datasets_of
 
 _TYPES = {
     "kl": "forward_kl", "jsd": "jsd", "tvd": "tvd", "cross_entropy": "ce", "hs_mse": "hidden_mse",
@@ -14,35 +15,34 @@ _CAPTURED = (
     "logits captured with DistillKit become a cache of ours first: `liger-trainer cache import CONFIG --from "
     "distillkit --records FOLDER --compression FILE`, with the folder of its Parquet files and this file."
 )
+_REST = "what is beyond the listed tokens counts as one more outcome here, whatever this says."
 _LEGACY = "logits in DistillKit's legacy compression are not read; sample them again with its sample_logits_vllm."
 
 
 def _losses(value: Any, source: ForeignConfig) -> Settings:
     """Read the losses. DistillKit divides by the sum of the weights."""
     total = sum(entry["weight"] for entry in value)
-    kept, missing, temperatures, here = [], [], set(), {}
-    for entry in value:
-        kind = _TYPES.get(entry["function"])
-        if kind is None:
-            missing.append(entry["function"])
+    kept, temperatures, here = [], set(), {}
+    sparse = source.get("teacher.kind", "hf") != "hf"
+    for at in source.entries("loss_functions"):
+        function, weight = source.take(f"{at}.function"), source.take(f"{at}.weight")
+        temperature = source.take(f"{at}.temperature", 1.0)
+        if function not in _TYPES:
+            source.note(f"no counterpart to {function}; left out, the others keep their weights.", at)
             continue
+        kind = _TYPES[function]
         hidden = _layers(source) if kind.startswith("hidden_") else {}
-        kept.append({"type": kind, "weight": round(entry["weight"] / total, 6), **hidden})
+        kept.append({"type": kind, "weight": round(weight / total, 6), **hidden})
         if kind != "ce" and not hidden:
-            temperatures.add(entry.get("temperature") or 1.0)
+            temperatures.add(temperature)
+            if sparse:
+                source.take(f"{at}.missing_probability_handling")
+                source.note(_REST, f"{at}.missing_probability_handling")
         if kind == "jsd":
             here["beta"] = 0.5
-    if missing:
-        known = ", ".join(_TYPES)
-        source.note(f"no counterpart to {', '.join(missing)}; left out, the others keep their weights. Known: {known}.")
-    if source.get("teacher.kind") in ("vllm", "dataset"):
-        if temperatures - {1.0}:
-            source.note("such log-probabilities are of temperature 1, and so are the losses here.")
-        source.note(
-            "what is beyond the listed tokens counts as one more outcome here, whatever missing_probability_handling "
-            "says."
-        )
-        temperatures = set()
+    if sparse and temperatures - {1.0}:
+        source.note("such log-probabilities are of temperature 1, and so are the losses here.")
+    temperatures = set() if sparse else temperatures
     if len(temperatures) > 1:
         source.note(f"one temperature for all losses here; they had {sorted(temperatures)}, the highest is taken.")
     if temperatures:
@@ -54,21 +54,14 @@ def _losses(value: Any, source: ForeignConfig) -> Settings:
 
 def _layers(source: ForeignConfig) -> Settings:
     """Read pairs of layers. DistillKit counts in transformers' hidden_states, which begin with the embeddings."""
-    given = source.get("layer_mapping", "all")
-    found: Settings = {"layers": "uniform" if given == "all" else [[own - 1, other - 1] for own, other in given]}
+    given = source.take("layer_mapping", "all")
+    found: Settings = {"projector": True} if source.take("force_hidden_state_projection") else {}
     if given == "all":
-        source.note("layer_mapping: all: blocks are spread uniformly, one to one where both models have as many.")
-    elif any(0 in pair for pair in given):
+        source.note("blocks are spread uniformly, one to one where both models have as many.", "layer_mapping")
+        return {"layers": "uniform", **found}
+    if any(0 in pair for pair in given):
         raise NotHere("layer_mapping names the embeddings (0); blocks alone are compared here.")
-    return {**found, **({"projector": True} if source.get("force_hidden_state_projection") else {})}
-
-
-def _with_losses(value: Any, source: ForeignConfig) -> Settings:
-    """Check keys that `_losses` reads."""
-    listed = source.get("loss_functions") or []
-    if value and not any(entry.get("function", "").startswith("hs_") for entry in listed):
-        raise NotHere("has no effect: loss_functions compares no hidden states.")
-    return {}
+    return {"layers": [[own - 1, other - 1] for own, other in given], **found}
 
 
 def _kind(value: Any, source: ForeignConfig) -> Settings:
@@ -103,36 +96,53 @@ def _top_k(value: Any, source: ForeignConfig) -> Settings:
     return {"teacher_server_top_k": value} if value else {}
 
 
+def _rows(value: Any, source: ForeignConfig) -> Settings:
+    at = source.reading
+    path = source.take(f"{at}.repo_id") or source.take(f"{at}.disk_path")
+    return datasets_of(
+        [{"path": path, "name": source.take(f"{at}.config_name"), "split": source.take(f"{at}.split")}], source
+    )
+
+
 def _evaluation(value: Any, source: ForeignConfig) -> Settings:
     """Return the held-out split of the same dataset."""
-    name = source.reading.rpartition(".")[0]
-    for key in ("repo_id", "disk_path"):
-        if source.get(f"{name}.{key}") != source.get(f"dataset.train_dataset.{key}"):
+    at, train = source.reading, source.get("dataset.train_dataset", {})
+    for key in ("repo_id", "disk_path", "config_name"):
+        if source.take(f"{at}.{key}") != train.get(key):
             raise NotHere("held-out rows come from the same dataset; put both splits into one directory.")
-    return {"dataset_test_split": value} if source.reading.endswith(".split") and value else {}
+    split = source.take(f"{at}.split")
+    return {"dataset_test_split": split} if split else {}
 
 
 def _options(key: str) -> Any:
     """Read keywords of `from_pretrained`."""
 
     def function(value: Any, source: ForeignConfig) -> Settings:
-        return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in (value or {}).items()}}
+        options = source.take(source.reading, {})
+        return {key: {"dtype" if name == "torch_dtype" else name: item for name, item in options.items()}}
 
     return function
 
 
 def _attention(value: Any, source: ForeignConfig) -> Settings:
-    return {"attn_implementation": "flash_attention_2"} if value else {}
+    """Read the switch that sets the dtype of the student too."""
+    return {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if value else {}
 
 
-def _defaults(source: ForeignConfig) -> Settings:
-    losses = [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}]
-    server = {"teacher_server_timeout": 120.0, "teacher_server_retries": 3}
-    return {
-        "recipe": "distill",
-        **({} if "loss_functions" in source.values else {"losses": losses}),
-        **(server if source.get("teacher.kind") == "vllm" else {}),
-    }
+def _defaults(source: ForeignConfig) -> Iterator[Default]:
+    yield "teacher", "distill", "recipe"
+    yield "loss_functions", [{"type": "ce", "weight": 0.5}, {"type": "forward_kl", "weight": 0.5}], "losses"
+    if source.get("use_flash_attention", True):
+        yield "use_flash_attention", "bfloat16", "dtype"
+    if source.get("teacher.kind") == "vllm":
+        yield "teacher.timeout", 120.0, "teacher_server_timeout"
+        yield "teacher.max_retries", 3, "teacher_server_retries"
+    elif source.get("teacher.path") and not source.get("teacher.kwargs", {}).keys() & {"torch_dtype", "dtype"}:
+        source.note(
+            "no dtype is named for the teacher: transformers 4 loads it in float32, 5 in that of its files; here it "
+            "has the run's, see teacher_dtype.",
+            "teacher.kwargs",
+        )
 
 
 def _differences(source: ForeignConfig) -> Iterator[str]:
@@ -141,7 +151,11 @@ def _differences(source: ForeignConfig) -> Iterator[str]:
         "Of conversations with from and value, DistillKit leaves out other roles than system, human and gpt; here they "
         "are an error where the chat template does not know them."
     )
+    if source.get("teacher.kind", "hf") == "hf":
+        yield "Rows are tokenized by the student's tokenizer and chat template; DistillKit takes the teacher's."
 
+
+_FROZEN = "train adapters instead, with use_peft and lora_target_modules."
 
 TOOL = Tool(
     name="DistillKit",
@@ -155,46 +169,45 @@ TOOL = Tool(
         "sequence_length": "max_length",
         "project_name": "project",
         "trust_remote_code": "trust_remote_code",
-        "dataset.train_dataset.repo_id": "dataset_name",
-        "dataset.train_dataset.disk_path": "dataset_name",
-        "dataset.train_dataset.config_name": "dataset_config",
-        "dataset.train_dataset.split": "dataset_train_split",
         "dataset.seed": "data_seed",
         "dataset.num_eval_samples": "max_eval_rows",
     },
     values={
         "loss_functions": _losses,
-        "layer_mapping": _with_losses,
-        "force_hidden_state_projection": _with_losses,
         "teacher.kind": _kind,
         "teacher.base_url": _url,
         "teacher.api_key": _api_key,
         "teacher.top_k": _top_k,
-        "dataset.eval_dataset.repo_id": _evaluation,
-        "dataset.eval_dataset.disk_path": _evaluation,
-        "dataset.eval_dataset.split": _evaluation,
+        "dataset.train_dataset": _rows,
+        "dataset.eval_dataset": _evaluation,
         "use_flash_attention": _attention,
         "teacher.kwargs": _options("teacher_model_init_kwargs"),
         "model_kwargs": _options("model_init_kwargs"),
     },
     unneeded={
         "dataset.prepared_dataset_path": "prepared rows are kept by datasets' own cache.",
-        "teacher.logprob_compressor": "`liger-trainer cache import` reads it in this file.",
-        "teacher.logprob_compressor.": "`liger-trainer cache import` reads it in this file.",
+        "teacher.logprob_compressor*": "`liger-trainer cache import` reads it in this file.",
         "model_auto_class": "the class of the model is found by its configuration.",
+        "loss_functions.*.missing_probability_handling": "the teacher's whole distribution is compared.",
+        "loss_functions.*.sparse_chunk_length": "divergences are always computed in chunks.",
     },
     unsupported={
-        "teacher.legacy_logit_compression.": _LEGACY,
-        "teacher.": "only a teacher in the same process: teacher_model_name_or_path and teacher_model_init_kwargs.",
+        "layer_mapping": "has no effect: loss_functions compares no hidden states.",
+        "force_hidden_state_projection": "has no effect: loss_functions compares no hidden states.",
+        "teacher.legacy_logit_compression.*": _LEGACY,
+        "teacher.vocab_size": "the cache of captured logits has it.",
+        "teacher.*": "only a teacher in the same process: teacher_model_name_or_path and teacher_model_init_kwargs.",
         "functionary_packing": "set `packing: true`.",
-        "frozen_modules": "train adapters instead, with use_peft and lora_target_modules.",
-        "frozen_res": "train adapters instead, with use_peft and lora_target_modules.",
+        "frozen_modules": _FROZEN,
+        "frozen_res": _FROZEN,
         "resize_embeddings_to_multiple_of": "vocabularies that are padded differently are compared as they are.",
         "dataset.prepacked": "rows that are tokenized need the column input_ids and `packing: false`.",
         "dataset.num_samples": "shorten the dataset itself, or set max_steps.",
         "dataset.eos_label_token_ids": "replace these tokens in the rows.",
+        "*dataset.revision": "rows are read at the newest revision; download that one, and name its files.",
     },
-    passes=("training_args.",),
+    passes={"training_args.": ALL},
+    nulls=True,
     defaults=_defaults,
     differences=_differences,
 )

@@ -1,14 +1,15 @@
 """torchtune: recipes for one device or several, full and LoRA, fine-tuning and knowledge distillation."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import ForeignConfig, NotHere, Settings, Tool
-from .rows import BUILDERS, OTHER_ROWS, chat_column, optimizer
+from . import Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
+from .rows import NO_EVAL_ROWS, OTHER_ROWS, chat_columns, datasets_of, learned_alike, optimizer
 
 _ATTENTION = {"output_proj": "o_proj"}
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP = ["gate_proj", "up_proj", "down_proj"]
 _DATASETS = {
     "alpaca_dataset": "tatsu-lab/alpaca",
     "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
@@ -27,6 +28,13 @@ _TEXTS = {
 }
 _ANSWERS: Settings = {"assistant_only_loss": True, "supervised_part": "message"}  # torchtune masks whole messages
 _NO_FILES = "transformers finds the files of a model by its directory."
+_HF_FORMAT = "only directories in Hugging Face's format are read; name one in model_name_or_path."
+_CHUNKS = "the loss is always computed in chunks, without logits."
+_SHARDING = "sharding is accelerate's: `accelerate_config: fsdp2`."
+_ROWS = "rows are read as they are, as prompt and completion, messages or text."
+_RECIPE = "only supervised fine-tuning and distillation have a recipe."
+_OWN_CONFIG = "the model's own config.json says how it is built, and lora_target_modules what adapters train."
+_WEIGHTS = "the weights of the model's directory are taken."
 
 
 def _component(value: Any) -> str:
@@ -36,22 +44,23 @@ def _component(value: Any) -> str:
 def _model(value: Any, source: ForeignConfig) -> Settings:
     name = _component(value)
     if not name.startswith(("lora_", "qlora_")):
-        return {}
-    adapter: Settings = {"use_peft": True, "lora_r": source.get("model.lora_rank", 8)}
-    adapter["lora_alpha"] = source.get("model.lora_alpha", 16)
-    adapter["lora_dropout"] = source.get("model.lora_dropout", 0.0)
-    modules = [_ATTENTION.get(module, module) for module in source.get("model.lora_attn_modules", [])]
-    modules += _MLP if source.get("model.apply_lora_to_mlp") else ()
-    modules += ("lm_head",) if source.get("model.apply_lora_to_output") else ()
+        raise NotNeeded(_OWN_CONFIG)
+    rank, alpha = source.take("model.lora_rank", 8), source.take("model.lora_alpha", 16)
+    adapter: Settings = {"use_peft": True, "lora_r": rank, "lora_alpha": alpha}
+    adapter["lora_dropout"] = source.take("model.lora_dropout", 0.0)
+    modules = [_ATTENTION.get(module, module) for module in source.take("model.lora_attn_modules", [])]
+    modules += _MLP if source.take("model.apply_lora_to_mlp") else []
+    modules += ["lm_head"] if source.take("model.apply_lora_to_output") else []
     adapter["lora_target_modules"] = modules
-    return {**adapter, "load_in_4bit": True} if name.startswith("qlora_") else adapter
+    quantized = name.startswith("qlora_") or source.take("model.quantize_base")
+    return {**adapter, "load_in_4bit": True, "use_bnb_nested_quant": True} if quantized else adapter
 
 
 def _precision(value: Any, source: ForeignConfig) -> Settings:
     """Read the dtype; torchtune keeps the weights themselves in it."""
-    if value not in ("bf16", "fp16", "fp32"):
+    if value not in (None, "bf16", "fp16", "fp32"):
         raise NotHere("expected bf16, fp16 or fp32.")
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value]
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value or "fp32"]
     return {"dtype": dtype, "bf16": value == "bf16", "fp16": value == "fp16"}
 
 
@@ -60,7 +69,10 @@ def _clipping(value: Any, source: ForeignConfig) -> Settings:
 
 
 def _steps(value: Any, source: ForeignConfig) -> Settings:
-    return {} if value is None else {"max_steps": round(value * source.get("epochs", 1))}
+    if value is None:
+        return {}
+    source.note("where an epoch has fewer steps, torchtune ends after the epochs; here max_steps counts.")
+    return {"max_steps": round(value * source.get("epochs", 1))}
 
 
 def _schedule(value: Any, source: ForeignConfig) -> Settings:
@@ -76,8 +88,8 @@ def _schedule(value: Any, source: ForeignConfig) -> Settings:
 
 def _distillation(value: Any, source: ForeignConfig) -> Settings:
     """Read (1 - kd_ratio) cross-entropy + kd_ratio divergence."""
-    name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.get("kd_ratio", 0.5)
-    symmetric = source.get("kd_loss.sym_kd_ratio", 0.5)
+    name, ratio = _component(value).replace("WithChunkedOutputLoss", "Loss"), source.take("kd_ratio", 0.5)
+    symmetric = source.take("kd_loss.sym_kd_ratio", 0.5)
     weights = {
         "ForwardKLLoss": {"forward_kl": ratio},
         "ReverseKLLoss": {"reverse_kl": ratio},
@@ -89,44 +101,55 @@ def _distillation(value: Any, source: ForeignConfig) -> Settings:
     return {"losses": [{"type": kind, "weight": round(weight, 6)} for kind, weight in losses.items() if weight]}
 
 
-def _dataset(value: Any, source: ForeignConfig) -> Settings:
-    name, where = _component(value), source.get("dataset.source")
-    if where is None and name not in _DATASETS:
-        raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
-    files = source.get("dataset.data_files")
-    files = files if isinstance(files, list) else [files]
-    if len(files) > 1:
-        raise NotHere("several data_files; put them into one directory, and name that in dataset_name.")
-    named = files[0] if where in BUILDERS.values() and files[0] is not None else where or _DATASETS[name]
-    return {"dataset_name": named, **_supervised(name, source)}
+def _datasets(value: Any, source: ForeignConfig) -> Settings:
+    entries, learned = [], {}
+    for at in source.entries("dataset"):
+        name, where = _component(source.take(f"{at}._component_")), source.take(f"{at}.source")
+        if where is None and name not in _DATASETS:
+            raise NotHere("a dataset of your own code; write its rows to a file and name it in dataset_name.")
+        keys = {"name": "name", "split": "split", "data_dir": "data_dir", "data_files": "data_files"}
+        entry = {ours: source.take(f"{at}.{theirs}") for ours, theirs in keys.items()}
+        entries.append({"path": where or _DATASETS[name], **entry})
+        learned[at] = {**_supervised(at, name, source), "packing": source.take(f"{at}.packed", False)}
+    return {**datasets_of(entries, source), **learned_alike(learned, source)}
 
 
-def _supervised(name: str, source: ForeignConfig) -> Settings:
+def _supervised(at: str, name: str, source: ForeignConfig) -> Settings:
     """Supervise Alpaca's prompt unless train_on_input says otherwise, but not that of other datasets."""
-    on_prompt = source.get("dataset.train_on_input", name in _ALPACA)
     if name in _TEXTS:
-        return {"dataset_text_field": source.get("dataset.column", _TEXTS[name])}
+        return {"dataset_text_field": source.take(f"{at}.column", _TEXTS[name])}
+    on_prompt = source.take(f"{at}.train_on_input", name in _ALPACA)
     if name in _CHATS:
-        chat_column(source.get("dataset.conversation_column"), "dataset", source)
+        style = source.take(f"{at}.conversation_style", "sharegpt" if name == "slimorca_dataset" else "openai")
+        column = source.take(f"{at}.conversation_column", "conversations" if style == "sharegpt" else "messages")
+        fields = ("from", "value") if style == "sharegpt" else ("role", "content")
+        chat_columns({f"{at}.conversation_column": column, f"{at}.conversation_style": fields}, source)
         return {} if on_prompt else _ANSWERS
     if name not in _ALPACA:
-        source.note(OTHER_ROWS)
+        source.note(OTHER_ROWS, at)
         return {"completion_only_loss": False} if on_prompt else {}
     return {"alpaca_prompt": "stanford", "completion_only_loss": False, **({} if on_prompt else _ANSWERS)}
 
 
 def _differences(source: ForeignConfig) -> Iterator[str]:
-    name = _component(source.get("dataset._component_", ""))
-    if not name or name in _TEXTS:
+    listed = source.get("dataset")
+    entries = listed if isinstance(listed, list) else [listed]
+    names = {_component(entry.get("_component_", "")): entry for entry in entries if isinstance(entry, dict)}
+    if source.get("dtype") != "fp32" and _component(source.get("model._component_", "")).startswith("lora_"):
+        yield "Adapters are kept in fp32 here, in torchtune in its dtype."
+    if names.keys() & _TEXTS:
+        yield "Of a text longer than max_length the rest is cut off; packed ones go on in the next row of torchtune."
+    chats = {name: entry for name, entry in names.items() if name not in _TEXTS}
+    if not chats:
         return
-    if name not in (*_CHATS, *_ALPACA) and not source.get("dataset.train_on_input"):
+    if any(name not in (*_CHATS, *_ALPACA) and not entry.get("train_on_input") for name, entry in chats.items()):
         yield "torchtune supervises the header before an answer too, such as <|im_start|>assistant; here it is context."
     yield "The chat template is that of the model's tokenizer; it may begin with a system prompt, torchtune's do not."
 
 
 def _optimizer(value: Any, source: ForeignConfig) -> Settings:
-    here = optimizer(value, source)
-    return {"optim": "adamw_torch_fused"} if here["optim"] == "adamw_torch" and source.get("optimizer.fused") else here
+    here, fused = optimizer(value, source), source.take("optimizer.fused")
+    return {"optim": "adamw_torch_fused"} if here["optim"] == "adamw_torch" and fused else here
 
 
 def _betas(value: Any, source: ForeignConfig) -> Settings:
@@ -135,11 +158,22 @@ def _betas(value: Any, source: ForeignConfig) -> Settings:
 
 def _tracker(value: Any, source: ForeignConfig) -> Settings:
     words = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
-    return {"report_to": words.get(_component(value), "none")}
+    name = _component(value)
+    if name not in (*words, "DiskLogger", "StdoutLogger"):
+        raise NotHere("a logger of your own; see report_to.")
+    return {"report_to": words.get(name, "none")}
 
 
 def _device(value: Any, source: ForeignConfig) -> Settings:
-    return {"use_cpu": True} if value == "cpu" else {}
+    if value not in ("cuda", "cpu"):
+        raise NotHere("expected cuda or cpu.")
+    return {"use_cpu": value == "cpu"}
+
+
+def _seed(value: Any, source: ForeignConfig) -> Settings:
+    if value is None:
+        raise NotNeeded("torchtune draws a seed then; here it is 42, so that a run can be had again.")
+    return {"seed": value}
 
 
 def _resumed(value: Any, source: ForeignConfig) -> Settings:
@@ -152,27 +186,34 @@ def _validation(value: Any, source: ForeignConfig) -> Settings:
     return {"eval_strategy": "steps", "eval_steps": value} if value else {}
 
 
-def _said_elsewhere(value: Any, source: ForeignConfig) -> Settings:
-    return {}
-
-
-def _defaults(source: ForeignConfig) -> Settings:
-    """Set torchtune's defaults where they differ from TRL's."""
-    return {
-        "recipe": "distill" if "teacher_checkpointer.checkpoint_dir" in source.values else "sft",
-        "gradient_checkpointing": False,
-        "max_grad_norm": 0.0,
-        "max_length": None,
-        "lr_scheduler_type": "constant",
-        **({"weight_decay": 0.01} if "AdamW" in str(source.get("optimizer._component_")) else {}),
-    }
-
-
 def _path(key: str) -> Any:
     def function(value: Any, source: ForeignConfig) -> Settings:
         return {key: str(Path(value))} if value else {}
 
     return function
+
+
+_DEFAULTS: tuple[Default, ...] = (
+    ("clip_grad_norm", 0.0, "max_grad_norm"),
+    ("tokenizer.max_seq_len", None, "max_length"),
+    ("lr_scheduler", "constant", "lr_scheduler_type"),
+    ("enable_activation_checkpointing", False, "gradient_checkpointing"),
+    ("dtype", False, "bf16"),  # fp32
+    ("save_every_n_steps", "epoch", "save_strategy"),
+)
+_OF_ADAMW: tuple[Default, ...] = (
+    ("optimizer.weight_decay", 0.01, "weight_decay"),
+    ("optimizer.lr", 1e-3, "learning_rate"),
+)
+
+
+def _defaults(source: ForeignConfig) -> Iterator[Default]:
+    if "teacher_checkpointer.checkpoint_dir" in source.nodes:
+        yield "teacher_checkpointer", "distill", "recipe"
+    yield from _DEFAULTS
+    yield from _OF_ADAMW if "AdamW" in str(source.get("optimizer._component_")) else ()
+    if source.get("batch_size"):
+        yield "batch_size_val", source.get("batch_size"), "per_device_eval_batch_size"
 
 
 TOOL = Tool(
@@ -187,14 +228,13 @@ TOOL = Tool(
         "optimizer.weight_decay": "weight_decay",
         "optimizer.eps": "adam_epsilon",
         "lr_scheduler.num_warmup_steps": "warmup_steps",
-        "dataset.packed": "packing",
-        "dataset.split": "dataset_train_split",
         "enable_activation_checkpointing": "gradient_checkpointing",
         "enable_activation_offloading": "activation_offloading",
         "compile": "torch_compile",
-        "seed": "seed",
         "log_every_n_steps": "logging_steps",
+        "checkpointer.keep_last_n_checkpoints": "save_total_limit",
         "model.use_dora": "use_dora",
+        "loss.label_smoothing": "label_smoothing_factor",
         "metric_logger.project": "project",
         "metric_logger.name": "run_name",
     },
@@ -209,54 +249,62 @@ TOOL = Tool(
         "optimizer.betas": _betas,
         "lr_scheduler._component_": _schedule,
         "kd_loss._component_": _distillation,
-        "dataset._component_": _dataset,
+        "dataset": _datasets,
         "tokenizer.max_seq_len": lambda value, source: {"max_length": value},
         "metric_logger._component_": _tracker,
         "device": _device,
+        "seed": _seed,
+        "shuffle": lambda value, source: {"train_sampling_strategy": "random" if value else "sequential"},
         "resume_from_checkpoint": _resumed,
         "run_val_every_n_steps": _validation,
-        **dict.fromkeys(
-            (
-                "model.lora_rank",
-                "model.lora_alpha",
-                "model.lora_dropout",
-                "model.lora_attn_modules",
-                "model.apply_lora_to_mlp",
-                "model.apply_lora_to_output",
-                "optimizer.fused",
-                "kd_ratio",
-                "kd_loss.sym_kd_ratio",
-                "dataset.source",
-                "dataset.data_files",
-                "dataset.train_on_input",
-                "dataset.column",
-                "dataset.conversation_column",
-                "dataset.conversation_style",
-            ),
-            _said_elsewhere,
-        ),
     },
     unneeded={
-        "checkpointer.": _NO_FILES,
-        "teacher_checkpointer.": _NO_FILES,
-        "teacher_model.": _NO_FILES,
-        "tokenizer.": "the tokenizer of the model's directory is used.",
-        "loss.": "the cross-entropy is always computed in chunks, without logits.",
-        "kd_loss.": "the divergence is always computed in chunks, without logits.",
-        "shuffle": "training rows are always shuffled.",
+        **{
+            f"*checkpointer.{key}": _NO_FILES
+            for key in ("checkpoint_files", "checkpoint_files.*", "model_type", "output_dir", "safe_serialization")
+        },
+        "tokenizer._component_": "the tokenizer of the model's directory is used.",
+        "tokenizer.*path": "the tokenizer of the model's directory is used.",
+        "tokenizer.merges_file": "the tokenizer of the model's directory is used.",
+        "tokenizer.special_tokens_path": "the tokenizer of the model's directory is used.",
+        "*loss.num_output_chunks": _CHUNKS,
         "metric_logger.log_dir": "logs are in output_dir.",
         "log_level": "see log_level of transformers.",
         "log_peak_memory_stats": "peak memory is always reported.",
+        "low_cpu_ram": "models are loaded so anyway.",
+        "memory_efficient_fsdp_wrap": "accelerate wraps each decoder layer.",
         "save_adapter_weights_only": "a run with adapters saves them alone.",
-        "profiler.": "there is no profiler in a run.",
+        "profiler.*": "there is no profiler in a run.",
+    },
+    same={
+        "*checkpointer._component_": (re.compile(r".*FullModelHFCheckpointer"), _HF_FORMAT),
+        "teacher_model._component_": (re.compile(r".*\.(?!q?lora_)\w+"), "merge the teacher's adapter first."),
+        "loss._component_": (
+            re.compile(r".*(CEWithChunkedOutputLoss|LinearCrossEntropyLoss|nn\.CrossEntropyLoss)"),
+            _RECIPE,
+        ),
+        "*loss.ignore_index": ((-100,), "tokens that are not learned have the label -100."),
+        "tokenizer.truncation_type": (("right",), "set truncation_mode."),
+        "lr_scheduler.num_cycles": ((0.5,), "see lr_scheduler_kwargs."),
     },
     unsupported={
+        "checkpointer.*": _WEIGHTS,
+        "teacher_checkpointer.*": _WEIGHTS,
         "optimizer_in_bwd": "choose another optimizer in `optim`, such as lomo.",
-        "custom_sharded_layers": "sharding is accelerate's: `accelerate_config: fsdp2`.",
-        "fsdp_cpu_offload": "sharding is accelerate's: `accelerate_config: fsdp2`.",
-        "dataset.": "rows are read as prompt and completion, messages or text.",
-        "val_dataset.": "rows are held out of the training rows; see holdout_fraction and dataset_test_split.",
-        "dataset_val.": "rows are held out of the training rows; see holdout_fraction and dataset_test_split.",
+        "tokenizer.prompt_template": "the chat template of the model's tokenizer is used; see chat_template_path.",
+        "custom_sharded_layers": _SHARDING,
+        "fsdp_cpu_offload": _SHARDING,
+        "fsdp_reshard_after_forward": _SHARDING,
+        "tensor_parallel_*": _SHARDING,
+        "data_parallel_*": _SHARDING,
+        "model.*": _OWN_CONFIG,
+        "teacher_model.*": "the teacher's own config.json says how it is built.",
+        "collate_fn": "batches are padded by the trainer.",
+        "dataset.*": _ROWS,
+        "val_dataset.*": NO_EVAL_ROWS,
+        "dataset_val.*": NO_EVAL_ROWS,
+        "policy_model.*": _RECIPE,
+        "ref_*checkpointer.*": _RECIPE,
     },
     defaults=_defaults,
     differences=_differences,
