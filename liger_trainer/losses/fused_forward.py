@@ -11,6 +11,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,17 @@ class FusedLoss:
         finally:
             self._active = True
 
+    @contextlib.contextmanager
+    def without_cross_entropy(self) -> Iterator[None]:
+        """Within the context the loss is what the teacher says of the labels, and they are not learned themselves."""
+        before = self.options, self.eval_options
+        self.options = _without_cross_entropy(self.options)
+        self.eval_options = None if self.eval_options is None else _without_cross_entropy(self.eval_options)
+        try:
+            yield
+        finally:
+            self.options, self.eval_options = before
+
     def own_forward(self, model: Any) -> Callable:
         """Return what `model` runs without this loss: its class's forward, or what has replaced that."""
         if self._inner is None:
@@ -135,6 +147,10 @@ class FusedLoss:
 
     def seen(self, model: Any, outputs: Any, loss: "LossOfOneForward") -> None:
         """Do nothing. A subclass may read the per-token values of every pass by `loss.token_output(outputs)`."""
+
+
+def _without_cross_entropy(options: LossOptions) -> LossOptions:
+    return replace(options, distillation=replace(options.for_teacher(), ce_weight=0.0))
 
 
 @contextlib.contextmanager

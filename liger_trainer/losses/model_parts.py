@@ -247,6 +247,26 @@ def reads_images(model: Any) -> bool:
     return "pixel_values" in inspect.signature(type(model).forward).parameters
 
 
+_FIXED_POSITIONS = ("embed_positions", "pos_encoding")  # tables of sines, as GPT-J's and CTRL's
+
+
+def known_positions(model: Any) -> int | None:
+    """Return how many positions a model has in a table, learned or fixed; None where it computes them, as RoPE does.
+
+    Only the part that reads text counts. The tables of OPT and RoBERTa begin with rows that stand for no position.
+    """
+    reader = model.get_decoder() if hasattr(model, "get_decoder") else None
+    sizes = []
+    for name, module in (reader or model).named_modules():
+        if isinstance(module, nn.Embedding) and any(part == "wpe" or "pos" in part for part in name.split(".")):
+            padding = module.padding_idx
+            unused = getattr(module, "offset", 0 if padding is None else padding + 1)
+            sizes.append(module.num_embeddings - unused)
+        tables = (getattr(module, table, None) for table in _FIXED_POSITIONS)
+        sizes += [len(table) for table in tables if isinstance(table, Tensor) and table.dim() == 2]
+    return min(sizes, default=None)
+
+
 def embedding_rows(model: Any) -> int:
     """Return how many token ids a model can read."""
     module = model.get_input_embeddings()

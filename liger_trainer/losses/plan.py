@@ -216,6 +216,14 @@ def without_effect(plan: LossPlan, fields: Mapping[str, Any], given: Collection[
     for key, scalar in (("skew_alpha", "skew_alpha"), ("kd_temperature", "temperature")):
         if key in given and scalar not in plan.used:
             yield key, "has no effect: nothing in the loss depends on it."
+    if "lmbda" in given and fields["lmbda"] == 1.0 and "lmbda" not in plan.schedules and plan.of("ce"):
+        yield (
+            "lmbda",
+            (
+                "is 1.0, so that the student samples every completion, and ce in losses has no effect: it is of given "
+                "completions, not of the student's own samples. Take ce out, or lower lmbda."
+            ),
+        )
     if fields.get("label_smoothing_factor") and knows_few_tokens(fields):
         yield "label_smoothing_factor", f"is not part of the loss against {_SPARSE[fields['teacher']]}: leave it at 0."
     elif fields.get("label_smoothing_factor") and plan.of("alm"):

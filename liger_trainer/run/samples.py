@@ -18,9 +18,12 @@ from trl import prepare_multimodal_messages
 
 from ..common.console import is_main_process, visible
 from ..common.zero3 import is_partitioned, shape_of
-from ..losses.model_parts import device_of
+from ..losses.model_parts import device_of, known_positions
+from ..patching.patcher import base_of
 from ..trainers.chat_checks import fitting
 from ..trainers.message_marks import ANSWERS
+from ..trainers.rows import text_prompt_ids
+from ..trainers.samplers import nothing_by_default
 from .data.datasets import RunData
 from .data.images import images_of
 from .metric_rows import MetricRow
@@ -147,7 +150,7 @@ def _prompt(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
         cut = min(TEXT_PROMPT_TOKENS, max(1, len(ids) // 2))
         return Prompt(_decode(tokenizer, ids[:cut]), list(ids[:cut]), _decode(tokenizer, ids[cut:]))
     if form in ("prompt", "prompt-completion") and isinstance(row["prompt"], str):
-        return Prompt(row["prompt"], tokenizer(row["prompt"])["input_ids"], row.get("completion"))
+        return Prompt(row["prompt"], text_prompt_ids(row["prompt"], tokenizer), row.get("completion"))
     messages, answer = _asked_and_answered(row, form)
     messages = fitting(messages, tokenizer)
     tools = row.get("tools")
@@ -180,7 +183,7 @@ def _prompt_with_images(row: dict[str, Any], form: str, processor: Any, text_fie
         text, answer = _text_of(messages[-1:]), _text_of(reply) if reply else None
         inputs = processor.apply_chat_template(
             prepare_multimodal_messages(messages, images=images), add_generation_prompt=True, tokenize=True,
-            return_dict=True, return_tensors="pt",
+            return_dict=True, return_tensors="pt", **(row.get("chat_template_kwargs") or {}),
         )  # fmt: skip
     others = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     return Prompt(text, inputs["input_ids"][0].tolist(), answer, others)
@@ -225,12 +228,16 @@ def complete(
     )
     silent = None if is_main_process() else True  # None: where there is no terminal
     model.eval()
-    device = device_of(model)
+    device, positions = device_of(model), known_positions(base_of(model))
     texts = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), nothing_by_default(model):
             for prompt in tqdm(prompts, "completing prompts", leave=False, disable=silent, dynamic_ncols=True):
-                ids, began = torch.tensor([prompt.input_ids], device=device), time.perf_counter()
+                tokens = prompt.input_ids
+                if positions is not None:  # the end of a longer prompt, and what can be written behind it
+                    tokens = tokens[-max(1, positions - max_new_tokens) :]
+                    settings.max_new_tokens = min(max_new_tokens, positions - len(tokens))
+                ids, began = torch.tensor([tokens], device=device), time.perf_counter()
                 images = {name: value.to(device) for name, value in prompt.images.items()}
                 generated = model.generate(
                     input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, **images

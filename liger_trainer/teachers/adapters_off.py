@@ -19,6 +19,9 @@ from ..patching.patcher import base_of
 from .base import DistillHost, Teacher, teacher_logits, without_labels
 from .vocabulary import check_student_vocabulary, tokenizer_size
 
+# The starts of LoRA's adapters with which PEFT leaves the base's weights as they are.
+KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
+
 
 class SelfTeacher(Teacher):
     """The base of a PEFT student, with every adapter, saved module and trained token switched off.
@@ -92,6 +95,15 @@ def _check_adapters(student: Any) -> None:
         raise ConfigError(
             "teacher: self needs adapters of layers, such as LoRA's; prompt learning adds tokens or more."
         )
+    for name, config in student.peft_config.items():
+        start = getattr(config, "init_lora_weights", True)
+        if start not in KEEP_THE_BASE:
+            raise ConfigError(
+                f"teacher: self is the student without its adapters, but init_lora_weights={start!r} of the adapter "
+                f"{name!r} moves part of the base's weights into it, so what is left is not the model before training. "
+                "Set init_lora_weights to true, or load the base as a teacher of its own: teacher: model with "
+                "teacher_model_name_or_path."
+            )
     if any(getattr(module, "merged_adapters", None) for module in student.modules()):
         raise ConfigError("teacher: self needs adapters that are apart from the weights: call unmerge_adapter() first.")
     moving = [name for name, p in student.named_parameters() if p.requires_grad and not _is_adapters(student, name)]

@@ -120,6 +120,10 @@ class Teacher(ABC):
     def answer(self, inputs: dict[str, Any]) -> Logits | TeacherAnswer:
         """Its knowledge at the positions of a batch, without gradient. What only it needs is taken out of `inputs`."""
 
+    def longest_row(self, tokens: int) -> int:
+        """Return how many tokens it reads of the longest row, of which the student reads so many."""
+        return tokens
+
     def settle(self) -> None:
         """Return once all that it has answered is known to be sound, or raise. Called before anything is saved."""
         return None

@@ -165,6 +165,9 @@ class CrossTokenizerTeacher(ModelTeacher):
             raise ConfigError(f"The teacher knows {rows} tokens, but its tokenizer has {size}: name its own tokenizer.")
         return check_student_vocabulary(trainer.student, tokenizer_size(trainer.tokenizer))
 
+    def longest_row(self, tokens: int) -> int:
+        return self.rows.longest
+
     def answer(self, inputs: dict[str, Any]) -> Any:
         ids, mask, in_batch = (inputs.pop(name) for name in (INPUT_IDS, MASK, IN_BATCH))
         logits = self.logits(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -205,6 +208,11 @@ class TeacherRows:
         for index, row in enumerate(rows.select_columns(["input_ids", "labels"])):
             self._places[row_key(row["input_ids"], row["labels"])] = (len(self._datasets), index)  # pyright: ignore
         self._datasets.append(rows.select_columns(self._columns))
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest row."""
+        return max((len(ids) for dataset in self._datasets for ids in dataset[IDS]), default=0)
 
     def find(self, key: bytes) -> Any:
         """Return what is kept of a row; None where its key is not known."""

@@ -69,6 +69,10 @@ class EnsembleTeacher(Teacher):
     def models(self) -> dict[str, Any]:
         return {name: teacher.model for name, teacher in self.teachers.items()}
 
+    def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
+        for teacher in self.teachers.values():
+            teacher.see(dataset, tokenizer, name)
+
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
         """Remember the teacher of every document, by its key after truncation."""
         if self._column is None:

@@ -21,7 +21,14 @@ from .config import TeacherConfig
 from .fingerprints import describe_frozen_model
 from .own_images import OwnImages, collator_of_images, draws_alike, moved, own_inputs, processor_of
 from .placement import Carrier, check_alike, check_processes, load_teacher, shard, stays, stream_weights
-from .vocabulary import Vocabulary, compare_tokenizers, options_of_teacher, teacher_tokenizer, with_heads
+from .vocabulary import (
+    Vocabulary,
+    announce_other_template,
+    compare_tokenizers,
+    options_of_teacher,
+    teacher_tokenizer,
+    with_heads,
+)
 
 
 class ModelTeacher(Teacher):
@@ -42,6 +49,11 @@ class ModelTeacher(Teacher):
         self._fingerprints: dict[str, Any] = {}
         self._sees_images = False
         self._sliced: SlicedRows | None = None
+
+    def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
+        if name == "train" and self.tokenizer is None:
+            of_teacher = teacher_tokenizer(self._teacher, **options_of_teacher(self._teacher, self._args))
+            announce_other_template(dataset, tokenizer, of_teacher, self._name)
 
     def collator(self, collator: Any) -> Any:
         """Return a collator that makes the teacher's rows too, where its processor draws images otherwise."""

@@ -138,6 +138,7 @@ class PrivilegedTeacher(Teacher):
         alpaca = "instruction" in first and "output" in first and self._args.alpaca_prompt != "stanford_text"
         is_chat = is_conversational_from_value(first) or is_conversational(first) or "conversations" in first or alpaca
         self._tokenizer, self._chat[name] = tokenizer, bool(is_chat)
+        self._inner.see(dataset, tokenizer, name)
 
     def read_rows(self, dataset: Dataset, name: str, cut: Cut) -> None:
         """Remember the prompt of every row, by its key after truncation."""
@@ -184,6 +185,9 @@ class PrivilegedTeacher(Teacher):
             )
         self.reads, self.unshared = self._inner.reads, self._inner.unshared
         return size
+
+    def longest_row(self, tokens: int) -> int:
+        return tokens + max((len(front.ids) - len(front.head) for front in self._fronts.values()), default=0)
 
     def settle(self) -> None:
         self._inner.settle()

@@ -15,7 +15,13 @@ from .completions_client import CompletionsServer, Question, ServerOptions, TopT
 from .config import TeacherConfig
 from .connection import key_in
 from .row_keys import documents, row_key
-from .vocabulary import Vocabulary, check_student_vocabulary, compare_tokenizers, teacher_tokenizer
+from .vocabulary import (
+    Vocabulary,
+    announce_other_template,
+    check_student_vocabulary,
+    compare_tokenizers,
+    teacher_tokenizer,
+)
 
 REMEMBERED = 256 * 2**20  # bytes of answers that are kept, because each evaluation asks for the same rows
 PROBED = 8  # tokens of the question that is asked before training
@@ -55,6 +61,11 @@ class ServerTeacher(Teacher):
         self._known: dict[bytes, TopTokens] = {}
         self._samples, self._rows = bool(args.samples), set[bytes]()
         self._known_bytes = 0
+
+    def see(self, dataset: Any, tokenizer: Any, name: str) -> None:
+        if name == "train" and self._tokenizer:
+            named = teacher_tokenizer(None, self._tokenizer, trust_remote_code=self._trust_remote_code)
+            announce_other_template(dataset, tokenizer, named, "the teacher's server")
 
     def check(self, dataset: Any, name: str, tokenizer: Any) -> None:
         """Ask every server about the first tokens of the dataset, so that a faulty one shows before training."""

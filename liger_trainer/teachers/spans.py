@@ -20,12 +20,14 @@ from ..kernels.linear_alm import sum_of_spans
 from ..kernels.types import RowSelection
 from ..losses.alm import AlmAnswer, teacher_log_probs
 from ..losses.spec import IGNORE_INDEX
+from ..patching.patcher import base_of
+from .base import DistillHost
 from .collators import DocumentCollator
 from .cross_tokenizer import IDS, CrossTokenizerTeacher, TeacherRows
 from .row_keys import row_key, supervised_tokens
 from .span_alignment import aligned_spans, special_token
 from .text_alignment import TextRun, runs
-from .vocabulary import tokenizer_size
+from .vocabulary import end_tokens, tokenizer_size
 
 SPANS, PROMPT = "teacher_spans", "teacher_prompt_size"  # columns
 INPUT_IDS, MASK, LABELS, THEIRS, OURS = (
@@ -102,6 +104,7 @@ class SpanTeacher(CrossTokenizerTeacher):
     knows_new_tokens = True
     rows: SpanRows
     _ending: list[int] | None = None
+    _ends: Sequence[int] = ()
 
     def new_rows(self) -> SpanRows:
         return SpanRows()
@@ -122,8 +125,9 @@ class SpanTeacher(CrossTokenizerTeacher):
         if not isinstance(dataset, Dataset):
             raise ConfigError(f"alm needs the text of all rows at first, and the {name} dataset is streamed.")
         self.student_tokenizer, first = tokenizer, dataset[0]
-        answer = [{"role": "assistant", "content": PROBE}] if is_conversational(first) else PROBE
-        self._read_by_teacher(Dataset.from_list([{**first, "completion": answer}]), None)
+        if self._ending is None:
+            answer = [{"role": "assistant", "content": PROBE}] if is_conversational(first) else PROBE
+            self._read_by_teacher(Dataset.from_list([{**first, "completion": answer}]), None)
         ours, theirs = read(tokenizer), read(self.tokenizer)
         rows = {"input_ids": ours, "labels": [[IGNORE_INDEX] * len(ids) for ids in ours], IDS: theirs}
         rows |= {SPANS: [[] for _ in ours], PROMPT: [len(ids) for ids in theirs]}
@@ -149,12 +153,17 @@ class SpanTeacher(CrossTokenizerTeacher):
     def sampled_collator(self, collator: Any) -> "SpanCollator":
         return SpanCollator(collator, self.rows, self.sampled_row)
 
+    def prepare(self, trainer: DistillHost) -> int:
+        self._ends = end_tokens(base_of(trainer.student), trainer.tokenizer)
+        return super().prepare(trainer)
+
     def sampled_row(self, ids: list[int], labels: list[int]) -> SpanRow:
         """Return what the teacher reads in the place of a prompt with a sampled completion, and their spans."""
         prompt = self.rows.prompt(ids[: _prompt_size(labels)])
         (run,) = runs(ids, labels, self.student_tokenizer)
-        # Where the student has not come to its end, no span holds the teacher's, and it is not read.
-        completion = self._continued(prompt, run.front + run.text) + (self._ending or [])
+        # A completion may stop behind a special token that is no end, where max_completion_length cuts it.
+        ending = (self._ending or []) if ids[-1] in self._ends else []
+        completion = self._continued(prompt, run.front + run.text) + ending
         row = {
             "input_ids": ids, "labels": labels, IDS: prompt + completion,
             "teacher_labels": [IGNORE_INDEX] * len(prompt) + completion,

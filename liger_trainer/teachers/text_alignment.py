@@ -89,11 +89,13 @@ def _run(first: int, ids: Sequence[int], tokenizer: Any) -> TextRun:
 
 
 def aligned(student: Sequence[TextRun], teacher: Sequence[TextRun]) -> dict[int, int]:
-    """Return {student's position: teacher's position}; nothing where the two have different numbers of runs."""
-    if len(student) != len(teacher):
+    """Return {student's position: teacher's position}; nothing where the two have different numbers of runs, unless
+    the student's row has fewer because it was cut within a run that begins as the teacher's does."""
+    was_cut = 0 < len(student) < len(teacher) and teacher[len(student) - 1].text.startswith(student[-1].text)
+    if len(student) != len(teacher) and not was_cut:
         return {}
     pairs: dict[int, int] = {}
-    for student_run, teacher_run in zip(student, teacher, strict=True):
+    for student_run, teacher_run in zip(student, teacher, strict=False):
         common = len(os.path.commonprefix([student_run.text, teacher_run.text]))
         teacher_places = teacher_run.places(common)
         for start, positions in student_run.places(common).items():

@@ -4,18 +4,24 @@ Heads are often padded beyond the tokenizer (Qwen2.5 has 151,665 tokens in 151,9
 tokenizers may have tokens added at its end. Both are cut off. Where an id means different tokens, nothing is shared.
 """
 
+import json
 from dataclasses import dataclass, replace
+from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ..common.adapters import adapter_at
+from ..common.console import announce
 from ..errors import ConfigError, DataError
 from ..losses.model_parts import head_rows
 
 SHOWN = 3  # tokens that a message names
+COMPARED, SHOWN_TEXT = 8, 40  # chats whose templates are compared, and characters of each that are shown
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,13 @@ def tokenizer_size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return what ends a completion: the tokenizer's end of sequence, and what the model declares, as end of turn."""
+    declared: Any = model.generation_config.eos_token_id if model.generation_config else None
+    ends: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return sorted({token for token in ends if token is not None})
+
+
 def tokenizer_of(model: Any, revision: str | None = None, **options: Any) -> Any | None:
     """Return the tokenizer beside a model (a directory, a hub id, or a model loaded from either); None without one.
 
@@ -197,6 +210,44 @@ def teacher_tokenizer(teacher: Any, named: str | None = None, **options: Any) ->
     if tokenizer is None:
         raise ConfigError(f"teacher_tokenizer_name_or_path: {named} has no tokenizer that transformers can read.")
     return tokenizer
+
+
+def announce_other_template(rows: Any, student: Any, teacher: Any, name: str) -> None:
+    """Say where a teacher's own chat template writes one of the first chats otherwise than the student's, in which the
+    teacher reads them.
+
+    Args:
+        rows: not tokenized yet; plain text passes.
+        student, teacher: tokenizers.
+        name: the teacher's.
+    """
+    own = getattr(teacher, "chat_template", None)
+    if not own or own == student.chat_template:
+        return
+    for row in islice(rows, COMPARED):
+        messages = row.get("messages") or row.get("prompt")
+        if not isinstance(messages, list):
+            return
+        ours, theirs = (_rendered(tokenizer, row, messages) for tokenizer in (student, teacher))
+        if ours != theirs:
+            same = len(commonprefix([ours, theirs]))
+            announce(
+                f"{name}: reads chats in the student's chat template, and its own writes them otherwise: "
+                f"{ours[same : same + SHOWN_TEXT]!r} and {theirs[same : same + SHOWN_TEXT]!r} behind {same:,} equal "
+                "characters. Set chat_template_path to the template that the teacher knows, if that is meant."
+            )
+            return
+
+
+def _rendered(tokenizer: Any, row: Any, messages: Any) -> str:
+    """Return a chat up to where an answer is asked for; what the template says where it refuses the chat."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        return str(error)
 
 
 def options_of_teacher(teacher: Any, args: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..teachers.fingerprints import teacher_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
 from .distill_config import LigerDistillConfig
 from .prepare_rows import PreparedRows
+from .rows import check_positions
 from .step_config import AUTO
 from .student import take_liger_options
 from .token_ids import check_ids
@@ -63,6 +64,7 @@ def model_source(
     _check_vocabulary(model, vocabulary)
     check_ids(rows.largest_ids, "tokens", embedding_rows(model), "the teacher has")
     check_ids(rows.largest_ids, "labels", vocabulary, "the tokenizer has")
+    check_positions(rows.datasets, args, model, "the teacher")
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     reader, settings = (
         _hidden(model, args, vocabulary, autocast) if form is None else _tokens(model, args, form, autocast)

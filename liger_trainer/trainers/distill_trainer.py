@@ -4,17 +4,19 @@
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
+from trl.data_utils import is_conversational
 
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
-from ..patching.patcher import Patched
+from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
@@ -24,9 +26,18 @@ from .from_trl_args import moved
 from .giving_up import save_and_advise
 from .images import check_settings
 from .loss_schedule import LossProgress
-from .on_policy import SOURCE, OnPolicy
+from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
 from .prepare_rows import cut_of, rows_for_reading
-from .rows import check_prompts, has_only_prompts, prepare_prompts, prompt_ids
+from .rows import (
+    GENERATION_PROMPT,
+    asked,
+    check_positions,
+    check_prompts,
+    has_only_prompts,
+    prepare_prompts,
+    prompt_ids,
+    with_generation_prompts,
+)
 from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
@@ -100,6 +111,7 @@ class LigerDistillTrainer(LigerTrainer):
             raise ConfigError("data_collator: a teacher cache is laid out by TRL's own collator. Leave it out.")
         self.distillation = args.distillation()
         self.lmbda, self.prompts_alone = args.lmbda, set[str]()
+        self._late_chats = False  # whether the rows are chats whose generation prompts were not prepared
         super().__init__(model, args, **kwargs)
         check_teacher_of_slices(self, samples=bool(args.samples or self.prompts_alone))
         if args.teacher != "self":  # which wants adapters that can be switched off
@@ -119,8 +131,15 @@ class LigerDistillTrainer(LigerTrainer):
         if self._skip_prepare_dataset:
             self._check_unprepared_rows()
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
+        if self.args.samples:
+            self.data_collator = PromptCollator(self.data_collator)
         vocab_size = self.teaching.prepare(self)
         self._check_rows_of_both(vocab_size)
+        if self.args.teacher != "self":
+            with self.teaching.live() as models:
+                for name, model in models.items():
+                    whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
+                    check_positions(self.named_datasets(), self.args, base_of(model), whose, read)
         self.progress = LossProgress(self, self.args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
@@ -204,9 +223,27 @@ class LigerDistillTrainer(LigerTrainer):
 
         how = {"tokenizer": processing_class, "formatting_func": formatting_func}
         prepared = self.teaching.prepare_dataset(prepare, dataset, packing, dataset_name, **how)
-        if args.samples and dataset_name == "train":
+        if dataset_name != "train":
+            return prepared
+        if args.samples:
             check_prompts(prepared)
-        return prepared
+        columns = set(next(iter(prepared)))
+        if formatting_func is not None or columns.isdisjoint({"prompt", "messages"}):  # tokens, text or packed rows
+            return prepared
+        self._late_chats = not args.samples and is_conversational(next(iter(prepared)))
+        return self._with_generation_prompts(prepared, processing_class, args) if args.samples else prepared
+
+    def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
+        template = self.chat_template
+        rows = with_generation_prompts(prepared, tokenizer, args, template)
+
+        def read(reader: Any) -> list[list[int]]:
+            if reader is tokenizer:
+                return rows[GENERATION_PROMPT][:]
+            return prompt_ids(prepared.map(lambda row: asked(row, tokenizer, template)), reader, None, None)
+
+        self.teaching.see_prompts(rows, "train", read, tokenizer=tokenizer)
+        return rows
 
     def check_rows(self) -> None:
         """Do nothing yet: where the tokenizers differ, the teacher's refusal says more (`_check_rows_of_both`)."""
@@ -256,6 +293,11 @@ class LigerDistillTrainer(LigerTrainer):
         """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""
         if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._late_chats:
+            raise ConfigError(
+                "lmbda was 0.0 when the chats were prepared, so how their template asks for an answer is not known: "
+                "start with schedules of lmbda, or with a small one."
+            )
         batches = self._sampling().replace(list(islice(epoch_iterator, num_batches)))
         return super().get_batch_samples(iter(batches), num_batches, device)
 
@@ -263,6 +305,11 @@ class LigerDistillTrainer(LigerTrainer):
         if self._on_policy is None:  # lmbda has risen since, or prompts alone were given to an evaluation
             self._on_policy = OnPolicy(self, self._rows_collator)
         return self._on_policy
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if GENERATION_PROMPT not in self._signature_columns:
+            self._signature_columns.append(GENERATION_PROMPT)
 
     def evaluation_loop(self, *args, **kwargs):
         self._evaluated = 0
@@ -299,7 +346,11 @@ class LigerDistillTrainer(LigerTrainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._source = inputs.pop(SOURCE, None)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        self.use_own_loss()
+        assert self.fused is not None
+        # What the student has just written is no label: to learn it would only make the student surer of itself.
+        with self.fused.without_cross_entropy() if self._source == STUDENT else nullcontext():
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         super().add_metrics(mode, totals, tokens)

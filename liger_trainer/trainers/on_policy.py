@@ -17,7 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .distill_config import LigerDistillConfig
-from .rows import NO_PROMPT
+from .rows import GENERATION_PROMPT, NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
 from .token_ids import Writable
 from .token_metrics import TokenMetrics
@@ -28,7 +28,8 @@ STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
 
 
 def prompts_of(batch: Batch) -> list[Tokens]:
-    """Return each row's tokens before its first supervised one, or all tokens of a row that has none.
+    """Return each row's generation prompt. Where it has none, as rows of tokens or of prompts alone, return its tokens
+    before the first supervised one, or all of them.
 
     Args:
         batch: input_ids, attention_mask, labels, each (batch, length), padded on the right.
@@ -36,6 +37,8 @@ def prompts_of(batch: Batch) -> list[Tokens]:
     Raises:
         DataError: a row that begins with a supervised token.
     """
+    if GENERATION_PROMPT in batch:
+        return [ids.tolist() for ids in batch[GENERATION_PROMPT]]
     supervised = batch["labels"] != -100
     first = supervised.int().argmax(1)
     lengths = torch.where(supervised.any(1), first, batch["attention_mask"].sum(1)).tolist()
@@ -91,6 +94,17 @@ def check_sampling(trainer: Any) -> None:
                 )
 
 
+class PromptCollator:
+    """Add `generation_prompt`, an array of token ids for each row that has one."""
+
+    def __init__(self, collator: Any):
+        self.collator = collator
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+        asked = [np.asarray(row[GENERATION_PROMPT]) for row in rows if GENERATION_PROMPT in row]
+        return {**self.collator(rows), **({GENERATION_PROMPT: asked} if asked else {})}
+
+
 class OnPolicy:
     """Samples completions for a trainer.
 
@@ -142,7 +156,10 @@ class OnPolicy:
                 self._count([replaced[i] for i in places], time.perf_counter() - begin)
         self._add(micro_batches=len(origins), on_policy=origins.count(STUDENT))
         self._seen |= {source == STUDENT for source in origins}
-        return [{**batch, SOURCE: source} for batch, source in zip(replaced, origins, strict=True)]
+        for batch, source in zip(replaced, origins, strict=True):
+            batch.pop(GENERATION_PROMPT, None)
+            batch[SOURCE] = source
+        return replaced
 
     @property
     def mixes(self) -> bool:
@@ -154,7 +171,8 @@ class OnPolicy:
         # The seed is that of the batch's place among all processes, so that one process would draw the same.
         accelerator = self._trainer.accelerator
         place = (index - 1) * accelerator.num_processes + accelerator.process_index
-        return self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)[0]
+        (sampled,) = self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)
+        return {**sampled, SOURCE: STUDENT}
 
     def add_metrics(self, source: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch's sums over the tokens of all ranks to the metrics of its source."""

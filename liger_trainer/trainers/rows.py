@@ -1,21 +1,27 @@
 """Rows of a dataset: what tokenizing, `max_length` and masks leave of them, and rows of prompts alone."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
+from ..losses.model_parts import known_positions
 from ..teachers.row_keys import ragged
+from .chat_rows import NO_ANSWERS
 
 NO_PROMPT = (
     "A row has no prompt to complete: its first token is supervised. On-policy distillation and seq_kd need rows with "
     "prompt and completion, with a prompt alone, or messages with assistant_only_loss: true."
 )
+
+
+GENERATION_PROMPT = "generation_prompt"  # a column of token ids
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,56 @@ def _count(
     return lengths, predicted(starts, ends), predicted(first, last)
 
 
+def longest_row(dataset: Dataset) -> int:
+    """Return the number of tokens of the longest row, or of the longest document in packed ones."""
+    if "seq_lengths" in dataset.column_names:
+        return max((int(values.max(initial=0)) for values, _ in values_of(dataset, "seq_lengths")), default=0)
+    return max((int(np.diff(starts).max(initial=0)) for _, starts in values_of(dataset, "input_ids")), default=0)
+
+
+def longest_prompt(dataset: Dataset) -> int:
+    """Return the number of tokens of the longest prompt that is completed in training."""
+    if GENERATION_PROMPT in dataset.column_names:
+        return max(len(ids) for ids in dataset[GENERATION_PROMPT])
+    return max(next((i for i, x in enumerate(row) if x != -100), len(row)) for row in dataset["labels"])
+
+
+def check_positions(
+    datasets: Mapping[str, Any], args: Any, model: Any, whose: str, read: Callable[[int], int] = int
+) -> None:
+    """Raise ConfigError where rows are longer than the positions that a model has in a table.
+
+    A model that computes its positions, as RoPE does, has no such limit.
+
+    Args:
+        datasets: prepared rows by name; of a stream, max_length is the length that is known.
+        args: supplies max_length, pad_to_multiple_of, and max_completion_length where completions are sampled.
+        read: the length of the longest row that the model reads, by that of the student's.
+    """
+    positions = known_positions(model)
+    if positions is None:
+        return
+    multiple = getattr(args, "pad_to_multiple_of", None) or 1
+    for name, rows in datasets.items():
+        if isinstance(rows, Dataset):
+            longest, what = -(-read(longest_row(rows)) // multiple) * multiple, "the longest row"
+        else:
+            longest, what = args.max_length or positions + 1, "a row of the stream, by max_length,"
+        if longest > positions:
+            raise ConfigError(
+                f"max_length is {args.max_length}, and {what} of the {name} dataset has {longest:,} tokens, but "
+                f"{whose} has {positions:,} positions in a table and none beyond. Set max_length to {positions}, "
+                "or take a model that computes its positions."
+            )
+    if getattr(args, "samples", False) and isinstance(datasets.get("train"), Dataset):
+        longest = read(longest_prompt(datasets["train"])) + args.max_completion_length
+        if longest > positions:
+            raise ConfigError(
+                f"max_completion_length: {args.max_completion_length} tokens behind the longest prompt make "
+                f"{longest:,}, and {whose} has {positions:,} positions in a table and none beyond. Lower it."
+            )
+
+
 def has_only_prompts(dataset: Any) -> bool:
     """Return whether rows are prompts without completions, not tokenized yet."""
     columns = set(next(iter(dataset)))
@@ -147,9 +203,16 @@ def prepare_prompts(
     return (kept.shuffle(seed=args.seed) if args.shuffle_dataset else kept), facts
 
 
+def text_prompt_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt of plain text, without the end that some tokenizers put behind every text."""
+    ids = list(tokenizer(text)["input_ids"])
+    ended = ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
+    return ids[:-1] if ended else ids
+
+
 def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list[int]:
     if not is_conversational(row):
-        return tokenizer(row["prompt"])["input_ids"]
+        return text_prompt_ids(row["prompt"], tokenizer)
     tools = row.get("tools")
     return tokenizer.apply_chat_template(
         row["prompt"], tools=json.loads(tools) if isinstance(tools, str) else tools, add_generation_prompt=True,
@@ -157,8 +220,46 @@ def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list
     )["input_ids"]  # fmt: skip
 
 
+def with_generation_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str | None) -> Any:
+    """Return prepared rows with the column GENERATION_PROMPT: the token ids behind which a model is asked to go on.
+
+    That is what the chat template ends with for a prompt alone, and need not be how the row itself begins: many
+    templates open a turn by `<think>` and leave it out of turns that are written.
+
+    Args:
+        dataset: rows with input_ids, labels and what they were made of: `prompt`, or `messages`.
+        args: supplies max_length, of which a longer prompt keeps the end, and dataset_num_proc.
+        chat_template: instead of the tokenizer's own.
+    """
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        ids = _ids(asked(row, tokenizer, chat_template), tokenizer, chat_template)
+        return {GENERATION_PROMPT: ids if args.max_length is None else ids[-args.max_length :]}
+
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+    return dataset.map(ask, **options)
+
+
+def asked(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> dict[str, Any]:
+    """Return a prepared row as one with a prompt; of a chat, that of its first answer that is learned."""
+    if "prompt" in row:
+        return row
+    messages = row["messages"]
+    learned = next((i for i, label in enumerate(row["labels"]) if label != -100), 0)
+    before, best = row["input_ids"][:learned], (-1, row)
+    for place in (i for i, message in enumerate(messages) if i and message["role"] not in NO_ANSWERS):
+        candidate = {**row, "prompt": messages[:place]}
+        same = len(commonprefix([before, _ids(candidate, tokenizer, chat_template)]))
+        best = max(best, (same, candidate), key=lambda each: each[0])
+        if same == len(before):
+            break
+    if best[0] < 0:
+        raise DataError(NO_PROMPT)
+    return best[1]
+
+
 def prompt_ids(dataset: Dataset, tokenizer: Any, chat_template: str | None, num_proc: int | None) -> list[list[int]]:
-    """Return the token ids of every prompt, in order; see `prepare_prompts`."""
+    """Return the token ids of every prompt, in order; see `prepare_prompts`. Rows may be those that `asked` returns."""
     rows = dataset.map(
         lambda row: {"input_ids": _ids(row, tokenizer, chat_template)}, remove_columns=dataset.column_names,
         num_proc=num_proc,

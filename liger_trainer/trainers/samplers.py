@@ -14,17 +14,11 @@ from ..common.zero3 import whole_for_many_passes
 from ..errors import ConfigError
 from ..losses.model_parts import device_of
 from ..patching.patcher import base_of
+from ..teachers.vocabulary import end_tokens
 from .distill_config import LigerDistillConfig
 from .token_ids import Writable
 
 Tokens = list[int]
-
-
-def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what ends a completion: the tokenizer's end of sequence, and what the model declares, as end of turn."""
-    declared: Any = model.generation_config.eos_token_id if model.generation_config else None
-    ends: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
-    return sorted({token for token in ends if token is not None})
 
 
 def until_the_end(tokens: Sequence[int], ends: Sequence[int]) -> Tokens:
@@ -67,8 +61,8 @@ class ModelSampler:
         ends = settings.eos_token_id
         completions: list[Tokens] = []
         with (
-            seeded(seed, device), in_eval_mode(model), no_router_logits(model), _gathered(model, self._reshards),
-            torch.no_grad(), self._autocast(),
+            seeded(seed, device), in_eval_mode(model), no_router_logits(model), nothing_by_default(model),
+            _gathered(model, self._reshards), torch.no_grad(), self._autocast(),
         ):  # fmt: skip
             for at in range(0, len(prompts), size):
                 completions += self._complete(model, prompts[at : at + size], settings, device)
@@ -114,6 +108,20 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def nothing_by_default(model: nn.Module) -> Iterator[None]:
+    """Have `generate` do what its settings say and no more.
+
+    What they leave open it would take from the model's own generation config, such as beams or a penalty.
+    """
+    base = base_of(model)
+    own, base.generation_config = base.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from .prepare_rows import check_names, cut_of
 from .qat import give_back, quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
+from .rows import check_positions
 from .run_loss import RunLossTrainer
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
@@ -42,6 +43,7 @@ from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import (
     check_no_prefix,
+    check_savable,
     loading_and_adapters,
     patch_student,
     take_liger_options,
@@ -117,11 +119,13 @@ class LigerTrainer(RunLossTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        check_savable(self.model, self.processing_class)
         if freezes:
             freeze_tower(self.model)
         # TRL's own configuration knows no such field, and its labels stay as they are.
         self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
+        check_positions(self.named_datasets(), self.args, base_of(self.model), "the model")
         check_slices(self)
         if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
             self.model_accepts_loss_kwargs = True

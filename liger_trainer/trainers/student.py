@@ -5,10 +5,12 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from peft import PeftModel, PeftType
 from torch import nn
+from transformers.trainer_utils import align_special_tokens
 from trl.trainer import sft_trainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
@@ -127,6 +129,28 @@ def loading_and_adapters(args: Any) -> Iterator[None]:
 
 class _NoLayer:
     """Nothing is an instance of it."""
+
+
+def check_savable(model: Any, processing_class: Any) -> None:
+    """Raise ConfigError where transformers would refuse, when training is over, to save the generation config.
+
+    It saves one that breaks its rules, as published ones do, only if nothing in it has changed since it was loaded.
+    The special tokens that TRL and transformers set are no reason to refuse it, so they are set here, and what there
+    is then counts as unchanged.
+    """
+    config = None if isinstance(model, PeftModel) else getattr(model, "generation_config", None)
+    if config is None:  # adapters are saved without one
+        return
+    align_special_tokens(model, processing_class)
+    config._original_object_hash = hash(config)
+    try:
+        with TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The model's generation_config could not be saved with the trained model: {error} Change "
+            "model.generation_config, or the generation_config.json that it was loaded from."
+        ) from error
 
 
 def undo_evaluation_wrap(model: Any) -> None:

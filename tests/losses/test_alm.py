@@ -336,8 +336,10 @@ def test_sampled_completions(teacher, ours, family):
         "completions": completions(6), "chats": chats(6), "prompts": completions(6).remove_columns("completion"),
         "chat prompts": chats(6).map(lambda row: {"prompt": row["messages"][:1]}, remove_columns="messages"),
     }  # fmt: skip
+    alone = "prompt" in family  # with lmbda below 1 a row must have a completion, and with 1 there is no ce
     trainer = make(
-        teacher, ours, data[family], losses=MIXED, lmbda=1.0, max_completion_length=12, per_device_train_batch_size=6,
+        teacher, ours, data[family], losses=MIXED[:1] if alone else MIXED, lmbda=1.0 if alone else 0.999,
+        max_completion_length=12, per_device_train_batch_size=6,
         assistant_only_loss=family == "chats", optim="sgd", learning_rate=0.0, max_steps=2, seed=3,
         generation_kwargs={"eos_token_id": [ours.eos_token_id, *range(40, 60)]},
     )  # fmt: skip
@@ -348,8 +350,8 @@ def test_sampled_completions(teacher, ours, family):
     values = by_hand(trainer, plain, [row for row, *_ in rows], [(ids, spans) for _, ids, spans in rows], 10.0)
     logs = [log for log in trainer.state.log_history if "loss" in log][-1]
     assert logs["on_policy_share"] == 1 and logs["loss/alm"] == pytest.approx(values["alm"].item(), rel=1e-4)
-    assert logs["loss"] == pytest.approx((1.5 * values["alm"] + 0.25 * values["ce"]).item(), rel=1e-4)
-    (1.5 * values["alm"] + 0.25 * values["ce"]).backward()
+    assert logs["loss"] == pytest.approx(1.5 * values["alm"].item(), rel=1e-4)  # ce is of given completions
+    (1.5 * values["alm"]).backward()
     weight = plain.get_input_embeddings().weight
     got = captured[next(name for name, x in plain.named_parameters() if x is weight)]
     assert (got.double() - weight.grad).norm() < 1e-4 * weight.grad.norm()
@@ -371,6 +373,18 @@ def test_sampled_completions(teacher, ours, family):
         assert text.strip().startswith(answer.strip()) and len(answer) >= len(text.strip()) - 4
         # the end of the answer is compared where the student has come to it
         assert (row["input_ids"][-1] == ours.eos_token_id) == (read[-1] == other.eos_token_id)
+
+
+@pytest.mark.parametrize("last, ended", [("eos", True), ("special", False)])
+def test_a_completion_that_stops_behind_a_special_token_has_not_ended(teacher, ours, last, ended):
+    """`<|user|>` is a special token of the student's, and no end."""
+    trainer = make(teacher, ours, completions(2), losses=[{"type": "alm"}], lmbda=1.0, max_completion_length=4)
+    prompt = trainer.train_dataset["generation_prompt"][0]
+    token = ours.eos_token_id if last == "eos" else next(i for i in ours.all_special_ids if i != ours.eos_token_id)
+    written = [*ours(" w1", add_special_tokens=False)["input_ids"], token]
+    row = trainer.teaching.sampled_row([*prompt, *written], [-100] * len(prompt) + written)
+    end = trainer.teaching.tokenizer.eos_token_id
+    assert (row.input_ids[-1] == end) == ended and len(row.spans) // 4 == 1 + ended
 
 
 def test_half_of_the_micro_batches(teacher, ours):

@@ -24,7 +24,7 @@ from liger_trainer.losses.model_parts import decoder_layers
 from liger_trainer.run import samples as evaluation
 from liger_trainer.teachers.cross_tokenizer import CrossTokenizerTeacher
 from liger_trainer.teachers.row_keys import row_key
-from liger_trainer.teachers.text_alignment import aligned, partners, runs
+from liger_trainer.teachers.text_alignment import TextRun, aligned, partners, runs
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
@@ -318,6 +318,20 @@ def test_rows_with_nothing_in_common(teacher):
     tokenizer.chat_template = f"{{% generation %}}{template}{{% endgeneration %}}"
     with pytest.raises(DataError, match="No supervised token of the train dataset begins where one of the teacher's"):
         make(teacher, chats(4), assistant_only_loss=True, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("cut, pairs", [("ab", 3), ("", 1), ("x", 0)], ids=["within", "at the front", "elsewhere"])
+def test_runs_of_a_row_that_was_cut_are_compared(cut, pairs):
+    """Within its last run, which begins as the teacher's. A row with fewer runs for another reason is not compared."""
+
+    def run(first, text):
+        return TextRun(first, text, tuple(range(len(text))), len(text), "")
+
+    both = run(2, "cd")
+    student, teacher = [both, run(6, cut)], [both, run(6, "abc"), run(20, "e")]
+    compared = aligned(student, teacher)
+    assert len([place for place in compared if place < 5]) == (2 if pairs else 0)
+    assert aligned(teacher, student) == {}
 
 
 def test_chats_need_the_teachers_template(tmp_path):

@@ -181,3 +181,24 @@ def test_students_of_fsdp1_are_refused():
     trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigError, match="teacher: self does not work with FSDP1"):
         SelfTeacher().prepare(trainer)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga"])
+def test_adapters_that_take_part_of_the_base_are_refused(start):
+    """PEFT moves it into them, so the base without them is not the model before training."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=3, target_modules="all-linear"))
+    if start in ("pissa", "pissa_niter_2", "olora"):
+        model = get_peft_model(tiny_model(), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=start))
+    else:  # needs data, or more packages
+        model.peft_config["default"].init_lora_weights = start
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{start}' of the adapter 'default' moves part of the"):
+        make(model)
+
+
+@pytest.mark.parametrize("start", [True, "gaussian", "orthogonal", "mica"])
+def test_a_start_that_leaves_the_base_alone_begins_at_a_divergence_of_0(start):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=start))
+    trainer = make(model, losses=[{"type": "forward_kl"}])
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["forward_kl"]) < 1e-6

@@ -436,7 +436,7 @@ def test_settings_that_are_refused(options, message):
 ON_POLICY = {"lmbda": 1.0, "max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-2, "seed": 3}
 
 
-@pytest.mark.parametrize("losses", [{"losses": None, "beta": 1.0}, {"losses": LOSSES}], ids=["reverse KL", "mix"])
+@pytest.mark.parametrize("losses", [{"losses": None, "beta": 1.0}, {"losses": LOSSES[:1]}], ids=["reverse KL", "mix"])
 def test_on_policy_the_server_scores_what_the_student_samples(losses):
     """With the whole vocabulary as the local teacher does: the same completions, and the same loss on them."""
     options = {**ON_POLICY, **losses}

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from processes import run_on
 from safetensors import safe_open
@@ -550,3 +551,26 @@ def test_wrong_arguments_of_the_trainer():
         trainer(tiny_model(), teacher_model=tiny_model(), args=args, compute_loss_func=lambda *a, **k: 0)
     with pytest.raises(DataError, match="No row of the train dataset has a supervised token"):
         make(data=completions(), max_length=1)
+
+
+def other_template(folder, template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return {"teacher_tokenizer_name_or_path": str(folder)}
+
+
+@pytest.mark.parametrize("change, said", [("<assistant> w7", True), ("<assistant>", False)])
+def test_a_teacher_with_another_chat_template_is_said_before_training(change, said, tmp_path, capsys):
+    """Where it writes the rows otherwise: a template may differ in its text alone."""
+    template = "{# another #}" + tiny_tokenizer().chat_template.replace("<assistant>", change)
+    make(data=chats(4), max_steps=1, assistant_only_loss=True, **other_template(tmp_path, template))
+    out = "".join(capsys.readouterr())
+    assert ("teacher: reads chats in the student's chat template, and its own writes them otherwise" in out) == said
+
+
+@pytest.mark.parametrize("options", [{"max_length": 64}, {"lmbda": 1.0, "max_completion_length": 30}], ids=str)
+def test_a_teacher_with_fewer_positions_than_the_rows_have_tokens(options):
+    rows = Dataset.from_list([{"prompt": "w1 w2", "completion": "w3 " * (30 if "max_length" in options else 2)}])
+    with pytest.raises(ConfigError, match="the teacher has 24 positions in a table and none beyond"):
+        make(data=rows, teacher=tiny_model("gpt2", max_position_embeddings=24), max_steps=1, **options)

@@ -2,11 +2,13 @@
 
 import copy
 import math
+import sys
 import types
 import warnings
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, chats, completions, double_copy, kl, texts, tiny_model, tiny_tokenizer, train_args
 from transformers import TrainerCallback
@@ -344,9 +346,10 @@ def test_adapters_of_a_student_learn_from_their_own_completions():
     assert moved and all("lora_" in name for name in moved)
 
 
-@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"seq_kd": True}], ids=["student", "base"])
+@pytest.mark.parametrize("options", [{"lmbda": 0.999}, {"seq_kd": True}], ids=["student", "base"])
 def test_the_student_without_its_adapters_as_teacher(options):
-    """The adapters are as they were drawn, so the two are equal and there is nothing to learn but from the labels."""
+    """The adapters are as they were drawn, so the two are equal and there is nothing to learn but from the labels, and
+    the student's own tokens are none."""
     trainer = LigerDistillTrainer(
         tiny_model(), args=train_args(LigerDistillConfig, teacher="self", max_steps=2, max_completion_length=6,
                                       losses=[{"type": "forward_kl"}, {"type": "ce"}], **options),
@@ -355,7 +358,7 @@ def test_the_student_without_its_adapters_as_teacher(options):
     seen = spied(trainer)
     trainer.train()
     first, second = trainer.state.log_history[:2]
-    assert abs(first["forward_kl"]) < 1e-6 < second["forward_kl"]
+    assert abs(first["forward_kl"]) < 1e-6 and (second["forward_kl"] > 1e-6) == ("seq_kd" in options)
     seed = trainer._on_policy._seed(0, "seq_kd" in options, 0)
     want = sampler().sample(tiny_model(), prompts_of(seen[0]), seed)
     assert [row[row != -100].tolist() for row in seen[0]["labels"]] == want
@@ -371,6 +374,86 @@ def test_chat_rows_are_completed_from_the_first_answer_on():
     assistant = tiny_tokenizer().convert_tokens_to_ids("<assistant>")
     for prompt in prompts_of(seen[0]):
         assert prompt[-1] == assistant and prompt.count(assistant) == 1
+
+
+THINKING = (  # as DeepSeek-R1's: a turn that is asked for is opened, and one that is written is not
+    "{% for m in messages %}{{ '<' ~ m.role ~ '> ' ~ m.content ~ ' ' }}{% if m.role == 'assistant' %}"
+    "{% generation %}<eos> {% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> w7 {{ 'w8 ' if quick }}{% endif %}"
+)
+
+
+def pairs(n=6, **more):
+    """Rows with the prompt as text, or as a chat, and an answer to it."""
+    return [
+        {"prompt": [{"role": "user", "content": f"w{i}"}],
+         "completion": [{"role": "assistant", "content": f"w{i + 9}"}], **more} for i in range(n)
+    ]  # fmt: skip
+
+
+ASKED = {
+    "prompt and completion": (pairs(), {}),
+    "template options": (pairs(chat_template_kwargs={"quick": True}), {}),
+    "messages": ([{"messages": row["prompt"] + row["completion"] + row["prompt"]} for row in pairs()],
+                 {"assistant_only_loss": True}),
+    "cut at the front": (pairs(), {"truncation_mode": "keep_end", "max_length": 3}),
+    "the teacher's": (pairs(), {"lmbda": 0.0, "seq_kd": True}),
+    "stream": (pairs(), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_prompt_ends_where_the_template_asks_for_an_answer(case, monkeypatch):
+    """Not where the texts of prompt alone and of prompt and completion part."""
+    rows, options = ASKED[case]
+    tokenizer, data = tiny_tokenizer(), Dataset.from_list(rows)
+    tokenizer.chat_template = THINKING
+    monkeypatch.setattr(sys.modules[__name__], "tiny_tokenizer", lambda: tokenizer)
+    data = data.to_iterable_dataset() if case == "stream" else data
+    trainer = make(data, max_steps=1, **{"lmbda": 1.0, **options})
+    seen = spied(trainer)
+    trainer.train()
+    quick = case == "template options"
+    want = [
+        tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True, quick=quick)[
+            "input_ids"
+        ]
+        for pair in pairs()
+    ]
+    want = [prompt[-3:] for prompt in want] if case == "cut at the front" else want
+    assert prompts_of(seen[0]) and all(prompt in want for prompt in prompts_of(seen[0]))
+    assert "generation_prompt" not in seen[0]
+
+
+def test_chats_are_not_sampled_where_their_prompts_were_not_prepared():
+    trainer = make(chats(8), assistant_only_loss=True)
+    trainer.lmbda = 1.0
+    with pytest.raises(ConfigError, match="lmbda was 0.0 when the chats were prepared"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("own", [{"min_p": 1.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 4}], ids=str)
+def test_the_models_generation_config_does_not_count(own):
+    model = tiny_model()
+    want = sampler().sample(model, PROMPTS, 3)
+    model.generation_config.update(**own)
+    assert sampler().sample(model, PROMPTS, 3) == want
+    assert all(getattr(model.generation_config, name) == value for name, value in own.items())
+
+
+def test_cross_entropy_of_nothing_but_own_samples_is_refused():
+    with pytest.raises(ValueError, match="ce in losses has no effect: it is of given completions, not of the student'"):
+        make(lmbda=1.0, losses=[{"type": "forward_kl"}, {"type": "ce"}])
+
+
+@pytest.mark.parametrize("lmbda, seq_kd, learned", [(0.999, False, 0.0), (0.0, True, 1.0), (0.0, False, 1.0)])
+def test_cross_entropy_is_of_given_completions(lmbda, seq_kd, learned):
+    """Those of the dataset, and those of the teacher, which are given to the student."""
+    losses = [{"type": "forward_kl", "weight": 0.5}, {"type": "ce"}]
+    trainer = make(lmbda=lmbda, seq_kd=seq_kd, losses=losses, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["loss"] == pytest.approx(log["kd_loss"] + learned * log["ce_loss"], rel=1e-5)
 
 
 def prompts_only(n=12, chat=False):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import math
 import sys
 import warnings
@@ -531,3 +532,46 @@ def test_an_evaluation_before_training_leaves_nothing_on_the_model_of_several_pr
     assert hasattr(trainer.model, "_is_accelerate_prepared") != undone
     monkeypatch.undo()
     trainer.train()
+
+
+PUBLISHED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}  # against transformers' rules
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_generation_config_as_published_is_saved_as_it_is(by_name, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(PUBLISHED))
+    given = str(tmp_path / "model")
+    trainer = make(model=given if by_name else type(model).from_pretrained(given), max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    assert PUBLISHED.items() <= saved.items()
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused_before_training():
+    model = tiny_model()
+    model.generation_config.max_new_tokens = -1
+    with pytest.raises(ConfigError, match="generation_config could not be saved with the trained model: .*-1"):
+        make(model=model)
+
+
+LONG = Dataset.from_list([{"text": "w1 " * n} for n in (3, 30, 5)])
+
+
+@pytest.mark.parametrize("case", ["whole", "padded", "stream"])
+def test_rows_beyond_the_positions_of_a_table_are_refused(case):
+    model = tiny_model("gpt2", max_position_embeddings=24)
+    rows, options = LONG, {"max_length": 64, "max_steps": 1}
+    if case == "padded":
+        rows, options = LONG.select([0, 2, 2]), {"pad_to_multiple_of": 32, **options}
+    if case == "stream":
+        rows = LONG.to_iterable_dataset()
+    with pytest.raises(ConfigError, match="max_length is 64, .* has (31|32|64) tokens, but the model has 24 positions"):
+        make(data=rows, model=model, **options)
+    make(data=rows, model=model, max_length=24, max_steps=1).train()
+
+
+def test_a_model_that_computes_its_positions_has_no_such_limit():
+    make(data=LONG, model=tiny_model(max_position_embeddings=24), max_length=64, max_steps=1).train()

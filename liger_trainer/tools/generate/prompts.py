@@ -18,6 +18,7 @@ from ...run.data.sources import load_source
 from ...teachers.fingerprints import rows_fingerprint
 from ...trainers.chat_checks import fitting
 from ...trainers.chat_rows import NO_ANSWERS, in_messages
+from ...trainers.rows import text_prompt_ids
 from .options import GenerateOptions
 from .sieve import Sample, grams_of
 from .teachers import Answer, Ask, Tokens
@@ -77,7 +78,7 @@ class Renderer:
 
     def tokens(self, prompt: list[dict[str, Any]] | str) -> Tokens:
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+            return text_prompt_ids(prompt, self.tokenizer)
         prompt = fitting(prompt, self.tokenizer)
         rendered = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         return list(rendered["input_ids"])
