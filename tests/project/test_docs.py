@@ -296,7 +296,7 @@ def test_a_documented_command_runs(command, place, monkeypatch, capsys):
     place.run(*words, *changes, *played.extra)
     assert bool(launched) == (" -- " in command)
     if launched:
-        assert launched == [(["--num_processes", "2"], ["run", "my.yaml"])]
+        assert launched == [(["--num_processes", "2"], ["run", "my.yaml"], False)]
 
 
 @pytest.mark.parametrize("command", [command for command in DOCUMENTED if command in PARSED])
