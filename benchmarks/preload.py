@@ -1,6 +1,6 @@
 """What a process of `benchmarks.students` needs: a fork server imports it once for all of them."""
 
-import liger_trainer.recipes.in_stages
+import liger_trainer.recipes.distill
 import liger_trainer.tools.evaluate
 import liger_trainer.tools.generate.run
 import liger_trainer.tools.students.make

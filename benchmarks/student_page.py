@@ -19,7 +19,7 @@ METRICS = {
 }  # their titles, digits, and 1 where more is better
 # The 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom.
 STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-COMPARED = (BASE, "two_stages", "on_policy", "corrected", "drawn", "answers", "both")
+COMPARED = (BASE, "on_policy", "drawn", "answers", "both")
 Runs = dict[str, dict[str, Any]]
 
 

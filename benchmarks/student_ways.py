@@ -13,7 +13,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,6 @@ class Way:
 
     Attributes:
         settings: what differs from the configuration.
-        shares: of its time, for each of its trainings in turn.
         rows: what it trains on: the docstrings, or rows that the teacher wrote.
         use: settings of its training that its measurement needs too.
     """
@@ -81,28 +80,15 @@ class Way:
     title: str
     settings: tuple[str, ...] = ()
     student: str = "half"
-    shares: tuple[float, ...] = (1.0,)
     rows: str = "docstrings"
     use: tuple[str, ...] = ()
 
 
 BASE = "one_stage"
 FINE_TUNING = ("recipe=sft", "~teacher_model_name_or_path", "~beta")
-_SECOND = "{beta: 1.0, lmbda: 0.5, max_completion_length: 48, learning_rate: 2.0e-4, max_steps: 1000000}"
-_CORRECTION = "{learning_rate: 5.0e-5, max_steps: 1000000}"
 WAYS = {
     BASE: Way("one stage: forward KL on the docstrings"),
-    "two_stages": Way(
-        "two stages: 2/3 of the time as one stage, 1/3 reverse KL with half of the batches on-policy",
-        ("recipe=distill_two_stage", f"second_stage={_SECOND}"),
-        shares=(2 / 3, 1 / 3),
-    ),
     "on_policy": Way("on-policy alone: reverse KL", ("beta=1.0", "lmbda=1.0", "max_completion_length=48")),
-    "corrected": Way(
-        "corrected teacher: 1/5 of the time fine-tunes it",
-        (f"teacher_correction={_CORRECTION}",),
-        shares=(1 / 5, 4 / 5),
-    ),
     "drawn": Way("data from the teacher alone: prompts drawn", rows="drawn"),
     "answers": Way("data from the teacher: the docstrings' prompts, its answers", rows="answers"),
     "both": Way("depth and width: 2/3 of the layers, 2/3 of their units", student="both"),
@@ -209,15 +195,15 @@ class ByTime(TrainerCallback):
 
 
 @contextlib.contextmanager
-def timed(shares: Sequence[float], seconds: float, wait: Callable[[], None]) -> Iterator[None]:
-    """Have the trainings that the recipes start in here end by time: each takes its share of `seconds`."""
+def timed(seconds: float, wait: Callable[[], None]) -> Iterator[None]:
+    """Have the training that a recipe starts in here wait for the others, and end after `seconds`."""
     from liger_trainer.recipes import distill, sft
 
-    load, left, waits = distill.load_trainer, iter(shares), iter([wait])
+    load = distill.load_trainer
 
     def load_trainer(*args: Any, **kwargs: Any) -> Any:
         trainer = load(*args, **kwargs)
-        trainer.add_callback(ByTime(next(left) * seconds, next(waits, lambda: None)))
+        trainer.add_callback(ByTime(seconds, wait))
         return trainer
 
     with mock.patch.object(distill, "load_trainer", load_trainer), mock.patch.object(sft, "load_trainer", load_trainer):
@@ -239,12 +225,12 @@ def train(way: str, seed: int, setup: Setup, start: Any = None, keep: bool = Fal
                 start.wait(600)
 
     from liger_trainer.config.run_config import load_run_config
-    from liger_trainer.recipes import distill, in_stages, sft
+    from liger_trainer.recipes import distill, sft
 
-    output, chosen = output_of(way, seed, setup), WAYS[way]
+    output = output_of(way, seed, setup)
     config = load_run_config(CONFIG, settings_of(way, seed, setup), exact=True)
-    script = in_stages if config.stages else {"sft": sft, "distill": distill}[config.recipe]
-    with timed(chosen.shares, setup.seconds, wait):
+    script = {"sft": sft, "distill": distill}[config.recipe]
+    with timed(setup.seconds, wait):
         script.main(config.on_this_machine())
     release()
     began = time.monotonic()
@@ -267,18 +253,17 @@ def measure_way(way: str, student: str, setup: Setup) -> dict[str, float]:
 
 
 def _facts(output: Path) -> dict[str, Any]:
-    """Return what the trainings of a run took. Tokens are those that are learned from."""
-    first_ones = sorted(output.glob("*/metrics.json"))  # of the trainings before the last
-    *_, last = runs = [json.loads(path.read_text()) for path in (*first_ones, output / "metrics.json")]
-    trainings = [run["training"] for run in runs]
+    """Return what the training of a run took. Tokens are those that are learned from."""
+    run = json.loads((output / "metrics.json").read_text())
+    training = run["training"]
     return {
-        "parameters": last["training"]["parameters"],
-        "steps": [training["steps"] for training in trainings],
-        "tokens": sum(training["tokens"] for training in trainings),
-        "seconds": sum(training["seconds"] for training in trainings),
-        "peak_memory_mib": max(training["peak_memory_mib"] for training in trainings),
-        "device": last["training"]["device"],
-        "versions": last["versions"],
+        "parameters": training["parameters"],
+        "steps": [training["steps"]],
+        "tokens": training["tokens"],
+        "seconds": training["seconds"],
+        "peak_memory_mib": training["peak_memory_mib"],
+        "device": training["device"],
+        "versions": run["versions"],
     }
 
 

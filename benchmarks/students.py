@@ -1,9 +1,9 @@
-"""Ways to a better student, each in the same time: one stage, two, on-policy, a corrected teacher, generated data,
-depth and width, smaller students and a privileged prompt. docs/results/students-<device>.md is its page.
+"""Ways to a better student, each in the same time: on the dataset's rows, on-policy, on generated data,
+by depth and width, smaller students and a privileged prompt. docs/results/students-<device>.md is its page.
 
     python -m benchmarks.students --train-seconds 60 --seconds 560
-    python -m benchmarks.students --ways one_stage two_stages --seeds 0    # without what the .json has
-    python -m benchmarks.students --ways one_stage two_stages --together --train-seconds 600 --name students-10-minutes
+    python -m benchmarks.students --ways one_stage on_policy --seeds 0    # without what the .json has
+    python -m benchmarks.students --ways one_stage on_policy --together --train-seconds 600 --name students-10-minutes
     python -m benchmarks.students --page                                   # the page anew from the .json
 
 All ways of one seed train at once and share the device, so each has the same seconds beside the same neighbours; with

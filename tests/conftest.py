@@ -32,7 +32,7 @@ LONG_FILES = (
     "test_linear_sparse_divergence", "test_import_cache", "test_server", "test_alm", "test_lora_dropout",
     "test_report", "test_recipes", "test_linear_divergence", "test_resume_check", "test_cuda_graphs",
     "test_compile", "test_checkpointing", "test_evaluation", "test_on_policy", "test_sft_trainer", "test_catalogue",
-    "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_two_stages", "test_cached",
+    "test_packaging", "test_sharded_models", "test_capture", "test_images", "test_cached",
     "test_unfused_divergences", "test_finite_guard", "test_hidden_cache", "test_distill_callback", "test_labels",
     "test_sequence_parallel",
 )  # fmt: skip

@@ -22,10 +22,10 @@ from transformers.utils import logging
 from liger_trainer.cli import main
 from liger_trainer.common.files import CONFIG, METRICS, sha256
 from liger_trainer.errors import LigerTrainerError
-from liger_trainer.recipes import distill, in_stages, sft
+from liger_trainer.recipes import distill, sft
 from liger_trainer.run import output_dir
 
-RECIPES = (distill, in_stages, sft)  # imported now, for every run
+RECIPES = (distill, sft)  # imported now, for every run
 STEPS, ROWS = 12, 40
 Command = Sequence[str] | Callable[[], object]
 SETTINGS = {
@@ -45,11 +45,6 @@ KINDS = {
     "lora": ("LoRA with dropout", LORA, 1),
     "kd": ("distillation with a schedule, best model at the end", KD, 1),
     "on-policy": ("on-policy distillation", ON_POLICY, 1),
-    "two-stage": (
-        "distillation in two stages, the second on-policy",
-        {**KD, "recipe": "distill_two_stage", "second_stage": {"lmbda": 0.5, "max_completion_length": 6}},
-        1,
-    ),
     "ranks": ("fine-tuning on two processes", {"ddp_backend": "gloo", "per_device_train_batch_size": 2}, 2),
 }
 

@@ -61,7 +61,7 @@ def capture(context: typer.Context, config: Config, overrides: Overrides = None)
     from ..run.launch import as_rank, launch
     from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().uncorrected
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
     show_notices(settings)
     if settings.recipe != "distill" or not settings["teacher_model_name_or_path"]:
         raise settings.error("teacher_model_name_or_path", "missing; a capture needs the teacher itself.")
@@ -98,7 +98,7 @@ def import_(
     from ..config.run_config import load_run_config
     from .run import _quieten
 
-    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine().uncorrected
+    settings = load_run_config(config, ["teacher=cache", *(overrides or [])], exact=True).on_this_machine()
     show_notices(settings)
     if settings.recipe != "distill":
         raise settings.error("recipe", "a teacher cache is for recipe: distill.")

@@ -37,16 +37,11 @@ def estimate(config: Config, overrides: Overrides = None, gpu: GpuName = None, a
     from ..tools.estimate.estimator import estimate as run
 
     with Console(stderr=True).status("Simulating a step without data"):
-        stages = [run(stage, named or present_gpu()) for stage in settings.each]
+        found = run(settings, named or present_gpu())
     if as_json:
-        documents = [dataclasses.asdict(stage) for stage in stages]
-        typer.echo(json.dumps({"stages": documents} if settings.stages else documents[0], indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
-        for number, (stage, part) in enumerate(zip(stages, settings.each, strict=True), 1):
-            if part.name:
-                typer.echo(f"{number}: {part.name}")
-            _print(stage)
-    found = max(stages, key=lambda stage: stage.peak_mib)
+        _print(found)
     if found.fits is False:
         assert found.gpu is not None
         raise DoesNotFitError(

@@ -23,7 +23,7 @@ def init_student(config: Config, overrides: Overrides = None) -> None:
     from ..config.run_config import load_run_config
     from .run import _quieten
 
-    settings = load_run_config(config, overrides or [], exact=True).uncorrected
+    settings = load_run_config(config, overrides or [], exact=True)
     show_notices(settings)
     _quieten()
     from ..tools.students.make import make_student

@@ -33,11 +33,7 @@ def preview(
     from rich.console import Console
 
     console = Console(highlight=False)
-    stages = settings.on_this_machine().each
-    for number, stage in enumerate(stages, 1):
-        if len(stages) > 1:
-            console.rule(f"{number}: {stage.name}", align="left")
-        _preview(console, stage, rows)
+    _preview(console, settings.on_this_machine(), rows)
 
 
 def _preview(console: "Console", settings: "RunConfig", rows: int) -> None:

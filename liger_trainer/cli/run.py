@@ -84,8 +84,7 @@ def _run_recipe(config: "RunConfig") -> None:
     words, sys.argv = sys.argv, [redact(word) for word in sys.argv]  # some trackers send the command line
     try:
         with out_of_memory(TAKES_LESS):
-            script = "in_stages" if config.stages else config.recipe
-            importlib.import_module(f"liger_trainer.recipes.{script}").main(config.on_this_machine())
+            importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     finally:
         sys.argv = words
 

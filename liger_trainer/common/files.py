@@ -12,7 +12,6 @@ from ..errors import ConfigError
 
 CONFIG, METRICS, STATE, REPORT = "config.yaml", "metrics.json", "trainer_state.json", "report.html"
 DEFAULTS = "# Defaults in effect:"  # a line of the config.yaml that a run writes
-CORRECTED_TEACHER, FIRST_STAGE = "teacher", "stage-1"  # folders in the output_dir, of the trainings before the last
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

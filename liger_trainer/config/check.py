@@ -11,21 +11,24 @@ from ..common.options import OptionValues
 from ..common.value_rules import complaints, did_you_mean, read
 from ..losses.plan import FIELDS, plan_of, without_effect
 from ..secrets import SECRET
-from .conflicts import CALLED, FORMER, GONE, REFUSED, conflicts, is_sharded, notices, renamed, will_shard
+from .conflicts import (
+    CALLED,
+    FORMER,
+    GONE,
+    REFUSED,
+    REMOVED,
+    TWO_STAGES,
+    conflicts,
+    is_sharded,
+    notices,
+    renamed,
+    will_shard,
+)
 from .overrides import parse_overrides
 from .places import missing_paths, variables_not_allowed
-from .run_options import RECIPES, TWO_STAGE
+from .run_options import RECIPES
 from .schema import Schema
 from .settings import DROPPED, Checked, Finding, Setting
-from .stages import (
-    SECOND_STAGE,
-    TEACHER_CORRECTION,
-    joined,
-    misplaced,
-    of_correction,
-    of_second_stage,
-    settings_inside,
-)
 from .trackers import unknown as unknown_tracker
 from .yaml_reader import read_settings
 
@@ -49,22 +52,8 @@ def check(
     problems += [*words.findings, *_override(given, words.values, label)]
     told: list[Finding] = []
     given = _present_names(given, problems, told)
-    recipe = _recipe(given)
+    recipe = _recipe(given, problems)
     checked = _check_settings(given, recipe, label, schema, allow_env, paths)
-    parts: dict[str, Checked] = {}
-    for key in (TEACHER_CORRECTION, SECOND_STAGE) if recipe != "sft" else ():
-        if not isinstance(checked.values[key], dict) or (key == SECOND_STAGE and recipe != TWO_STAGE):
-            continue
-        inside = _present_names(settings_inside(given[key]), problems, told)
-        problems += [
-            finding if finding.where else finding._replace(where=given[key].where)
-            for finding in misplaced(key, inside, schema)
-        ]
-        second = key == SECOND_STAGE
-        settings = of_second_stage(given, inside) if second else of_correction(given, inside, schema)
-        parts[key] = _check_settings(settings, "distill" if second else "sft", label, schema, allow_env, paths)
-    if parts:
-        checked = joined(checked, parts.get(TEACHER_CORRECTION), parts.get(SECOND_STAGE))
     return replace(checked, problems=[*problems, *checked.problems], notices=[*told, *checked.notices])
 
 
@@ -133,9 +122,12 @@ def _present_names(given: dict[str, Setting], problems: list[Finding], told: lis
     return present
 
 
-def _recipe(given: Mapping[str, Setting]) -> str:
+def _recipe(given: dict[str, Setting], problems: list[Finding]) -> str:
     """The recipe that is said, or nearest to what is said, or, if nothing is, by whether there is a teacher."""
     said = given["recipe"].value if "recipe" in given else None
+    if said == TWO_STAGES:
+        problems.append(Finding(given["recipe"].where, "recipe", f"{said} was removed: {REMOVED['second_stage']}"))
+        return "distill"
     close = difflib.get_close_matches(said, RECIPES, n=1) if isinstance(said, str) else []
     teacher = any(key.startswith("teacher") and setting.value is not None for key, setting in given.items())
     return close[0] if close else "distill" if teacher else "sft"
@@ -151,6 +143,8 @@ def _unknown(given: Mapping[str, Setting], schema: Schema, recipe: str) -> Itera
                 message = f"not supported: {REFUSED[key]}."
         elif key in schema.keys:
             message = "belongs to `recipe: distill`; this is `recipe: sft`."
+        elif key in REMOVED:
+            message = f"was removed: {REMOVED[key]}"
         elif key in CALLED:
             message = f"unknown key. It is called {CALLED[key]} here."
         else:

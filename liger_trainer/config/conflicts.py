@@ -49,6 +49,15 @@ CALLED = {
     "teacher_model": "teacher_model_name_or_path",
     "tokenizer_name_or_path": "model_name_or_path, where the tokenizer is read from",
 }
+# Keys of earlier versions, and what does the same.
+TWO_STAGES = "distill_two_stage"
+REMOVED = {
+    "second_stage": "run the second stage by itself, from what the first has saved: `liger-trainer run CONFIG "
+    "output_dir=FIRST`, then `liger-trainer run CONFIG model_name_or_path=FIRST lmbda=0.5 learning_rate=1e-5` (merge "
+    "adapters in between: `liger-trainer merge`).",
+    "teacher_correction": "fine-tune the teacher by itself first: `liger-trainer run CONFIG recipe=sft "
+    "model_name_or_path=TEACHER output_dir=CORRECTED`, then name CORRECTED in teacher_model_name_or_path.",
+}
 # Names that TRL and transformers gave up: accepted, with a notice.
 FORMER = {
     "evaluation_strategy": "eval_strategy",
@@ -267,11 +276,6 @@ _OF_A_FILE = (
         Conflict(key, on(key) & ahead, "teacher_prompt goes before each row alone; set it to false.")
         for key in ("packing", "eval_packing", "padding_free")
         for ahead in (on("teacher_prompt") | on("teacher_prompt_column"),)
-    ),
-    Conflict(
-        "teacher_correction",
-        on("teacher_correction") & (equals("teacher", "cache", "self", "server") | on("teachers")),
-        "fine-tunes the one model of `teacher: model`; leave it out, or correct each teacher with `recipe: sft` first.",
     ),
     without("teacher_cache_dir", CACHE),
     without("teacher_column", given("teachers", words="`teachers`, among which it chooses")),

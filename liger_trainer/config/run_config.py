@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -22,10 +21,8 @@ from ..secrets import names_a_secret, redact, redacted, remember_settings
 from .catalogue import find_config
 from .check import RECIPE_DEFAULT, check
 from .places import ALLOW_ENV, needs_trust
-from .run_options import TWO_STAGE
 from .schema import Schema, shipped_schema
-from .settings import Checked, Finding, Setting, in_order
-from .stages import folders
+from .settings import Finding, Setting, in_order
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, SFTConfig
@@ -47,12 +44,6 @@ class RunConfig:
     overrides: tuple[str, ...] = ()
     notices: tuple[Finding, ...] = ()
     schema: Schema = field(default_factory=shipped_schema, repr=False, compare=False)
-    stages: tuple["RunConfig", ...] = ()
-    """where this is several trainings, one after the other, each of them; see `config.stages`"""
-    whole: "RunConfig | None" = None
-    """the configuration of which this is a stage"""
-    stage: int = 0
-    """which of them, from 0"""
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -65,54 +56,6 @@ class RunConfig:
         """A ConfigError about one key, with the place it was set."""
         where = self.settings[key].where if key in self.settings else self.source
         return ConfigError(f"{where}: {key}: {message}")
-
-    @property
-    def each(self) -> tuple["RunConfig", ...]:
-        """The trainings of this configuration, in their order: its stages, or itself."""
-        return self.stages or (self,)
-
-    @property
-    def uncorrected(self) -> "RunConfig":
-        """The first training of the student, as a configuration of its own."""
-        return (
-            replace(next(each for each in self.each if each.recipe == "distill"), whole=None) if self.stages else self
-        )
-
-    @property
-    def name(self) -> str:
-        """What this is a part of; empty of a whole run."""
-        if self.whole is None:
-            return ""
-        if self.recipe == "sft":
-            return "correction of the teacher"
-        if self.whole.recipe == "distill":
-            return "distillation"
-        return "stage 2 of 2" if self.starts_from else "stage 1 of 2"
-
-    @property
-    def earlier(self) -> list[Path]:
-        """The output directories of all trainings of a whole run but the last."""
-        return [Path(self["output_dir"], name).expanduser() for name in folders({**self.values, "recipe": self.recipe})]
-
-    @property
-    def starts_from(self) -> Path | None:
-        """The output directory of the stage before this one, whose student is trained on."""
-        if self.whole is None or self.whole.recipe != TWO_STAGE or self.goes_on:
-            return None
-        return self.whole.earlier[-1]
-
-    @property
-    def corrected_teacher(self) -> Path | None:
-        """The directory of the teacher, where it was fine-tuned before."""
-        key = "teacher_model_name_or_path"
-        if self.whole is None or not self.whole["teacher_correction"] or self.values.get(key) != self.whole[key]:
-            return None
-        return self.whole.earlier[0]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another stage follows."""
-        return self.whole is not None and self.stage < len(self.whole.earlier)
 
     def drops_layers(self) -> bool:
         """Whether the student is made from model_name_or_path by leaving out layers."""
@@ -138,9 +81,6 @@ class RunConfig:
 
     def on_this_machine(self) -> "RunConfig":
         """With what only the machine can tell: whether the GPU has `bf16`, if that was left open. Imports torch."""
-        if self.stages:
-            stages = tuple(stage.on_this_machine() for stage in self.stages)
-            return replace(self, stages=()).on_this_machine()._with(stages)
         if self["bf16"] is not None:
             return self
         from transformers.utils import is_torch_bf16_gpu_available
@@ -148,9 +88,6 @@ class RunConfig:
         known = is_torch_bf16_gpu_available()
         settings = {**self.settings, "bf16": Setting(known, RECIPE_DEFAULT)}
         return replace(self, values={**self.values, "bf16": known}, settings=settings)
-
-    def _with(self, stages: Iterable["RunConfig"]) -> "RunConfig":
-        return replace(self, stages=tuple(replace(stage, whole=self, stage=i) for i, stage in enumerate(stages)))
 
     @contextmanager
     def refusals(self, who: str) -> Iterator[None]:
@@ -281,11 +218,7 @@ def check_text(
     for variable, value in (checked.values["env"] or {}).items() if not found else ():
         os.environ[str(variable)] = str(value)
     notices = tuple(in_order(checked.notices))
-
-    def config_of(part: Checked) -> RunConfig:
-        return RunConfig(label, part.recipe, part.values, part.settings, overrides, notices, part.schema)
-
-    return config_of(checked)._with(map(config_of, checked.stages))
+    return RunConfig(label, checked.recipe, checked.values, checked.settings, overrides, notices, checked.schema)
 
 
 def _report(label: str, problems: list[Finding]) -> ConfigError:

@@ -3,13 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..common.options import Fact, equals, given, on, option
+from ..common.options import given, on, option
 from ..common.weights import ALLOW_MISSING_WEIGHTS
 
-TWO_STAGE = "distill_two_stage"
-RECIPES = ("sft", "distill", TWO_STAGE)
-_STAGES = equals("recipe", TWO_STAGE)
-_FINE_TUNES = Fact(("recipe",), lambda options: options["recipe"] == "sft")
+RECIPES = ("sft", "distill")
 
 
 @dataclass
@@ -18,20 +15,8 @@ class RunOptions:
 
     recipe: str = option(
         "sft",
-        "sft, distill, or distill_two_stage; when absent, distill if a teacher is named and sft otherwise.",
+        "sft or distill; when absent, distill if a teacher is named and sft otherwise.",
         choices=RECIPES,
-    )
-    second_stage: dict[str, Any] | None = option(
-        None,
-        "The keys that differ in the second stage of distill_two_stage, such as {lmbda: 0.5, learning_rate: 1e-5}.",
-        needs=_STAGES,
-        needed_by=_STAGES,
-    )
-    teacher_correction: dict[str, Any] | None = option(
-        None,
-        "Fine-tune the teacher on the rows before it teaches: {max_steps: 200, learning_rate: 1e-5}, and other keys of "
-        "`recipe: sft` that differ.",
-        conflicts=[(on("teacher_correction") & _FINE_TUNES, "has no effect with `recipe: sft`: nobody teaches.")],
     )
     keep_every_nth_layer: int | None = option(
         None, "Make the student from model_name_or_path by keeping layers 0, n, 2n, ... and the last.", ge=2

@@ -66,5 +66,3 @@ class Checked:
     settings: dict[str, Setting]
     problems: list[Finding]
     notices: list[Finding]
-    stages: tuple["Checked", ...] = ()
-    """where it is several trainings, each of them; see `stages`"""

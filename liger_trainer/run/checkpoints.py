@@ -1,6 +1,5 @@
 """What `liger-trainer resume` goes on with. Imports no torch."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from ..common.files import CONFIG, METRICS
 from ..config.overrides import parse_overrides, setting
 from ..config.places import API_KEY, needs_trust
 from ..config.settings import COMMAND_LINE
-from ..config.stages import SECOND_STAGE, folders
 from ..config.yaml_reader import read_settings
 from ..errors import ConfigError
 
@@ -36,7 +34,6 @@ def resumption(
             configuration has code of a model run, which a folder does not decide.
         CorruptError: the checkpoint that was asked for is damaged, or all are.
     """
-    run_dir = whole_run(run_dir)
     config = run_dir / CONFIG
     if not config.is_file():
         raise ConfigError(
@@ -44,7 +41,7 @@ def resumption(
         )
     if (run_dir / METRICS).is_file():
         if not overrides:
-            command = f"liger-trainer resume {shlex.quote(str(run_dir))} {_longer(config)}"
+            command = f"liger-trainer resume {shlex.quote(str(run_dir))} max_steps=..."
             raise ConfigError(
                 f"the run in {run_dir} is finished ({METRICS} is there); to train on, say for how long: {command}"
             )
@@ -55,46 +52,13 @@ def resumption(
         if finding.key != API_KEY:  # the run has sent it there
             raise ConfigError(str(finding))
     settings = [setting("output_dir", run_dir), *overrides]
-    at = in_progress(run_dir)
-    if checkpoint is None and newest_whole(at, contents=False) is None:
-        begun = at != [*earlier(run_dir), run_dir][0]
-        part = f"what is trained in {at.name}" if begun else "the run"
-        print(f"liger-trainer: no checkpoint in {at}: {part} starts from the beginning.", file=sys.stderr)
-        return str(config), [*settings, "resume_from_checkpoint=true"] if begun else settings
+    if checkpoint is None and newest_whole(run_dir, contents=False) is None:
+        print(f"liger-trainer: no checkpoint in {run_dir}: the run starts from the beginning.", file=sys.stderr)
+        return str(config), settings
     chosen = "resume_from_checkpoint=true"
     if checkpoint is not None:
-        chosen = setting("resume_from_checkpoint", _checked(at, checkpoint))
+        chosen = setting("resume_from_checkpoint", _checked(run_dir, checkpoint))
     return str(config), [*settings, chosen, *(["force_resume=true"] if force else [])]
-
-
-def _longer(config: Path) -> str:
-    """Return the setting that has a finished run go on: of two stages the second has steps of its own."""
-    setting = read_settings(config.read_text(encoding="utf-8"), str(config)).values.get(SECOND_STAGE)
-    if setting is None or not setting.value:
-        return "max_steps=..."
-    keys = {key: value for key, value in setting.value.items() if key != "max_steps"}
-    block = ", ".join([*(f"{key}: {json.dumps(value)}" for key, value in keys.items()), "max_steps: ..."])
-    return shlex.quote(f"{SECOND_STAGE}={{{block}}}")
-
-
-def earlier(run_dir: Path) -> list[Path]:
-    """Return the folders of the trainings before the last one of the run in `run_dir`; see `config.stages`."""
-    config = run_dir / CONFIG
-    if not config.is_file():
-        return []
-    settings = read_settings(config.read_text(encoding="utf-8"), str(config)).values
-    return [run_dir / name for name in folders({key: setting.value for key, setting in settings.items()})]
-
-
-def whole_run(run_dir: Path) -> Path:
-    """Return the folder of the run of which `run_dir` is a part, or `run_dir`, if it is the whole."""
-    place = run_dir.expanduser().absolute()
-    return place.parent if place in earlier(place.parent) else run_dir
-
-
-def in_progress(run_dir: Path) -> Path:
-    """Return the folder of the first training that has not finished; of a finished run, `run_dir`."""
-    return next((folder for folder in earlier(run_dir) if not (folder / METRICS).is_file()), run_dir)
 
 
 def _checked(run_dir: Path, name: str) -> Path:

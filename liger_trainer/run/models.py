@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 from transformers.configuration_utils import PreTrainedConfig
 from trl import get_quantization_config
 
-from ..common.adapters import ADAPTER, Adapter, adapter_at, check_mergeable, with_adapter
+from ..common.adapters import Adapter, adapter_at, check_mergeable
 from ..common.weights import auto_class, load_whole
 from ..errors import ConfigError
 from ..losses.plan import plan_of
@@ -128,8 +128,7 @@ def open_teachers(config: "RunConfig") -> dict[str, tuple["RunConfig", ModelFile
     if not config["teachers"]:
         if not config[key]:
             return {}
-        teacher, corrected = open_model(config, key), config.corrected_teacher
-        return {"": (config, teacher if corrected is None else replace(teacher, path=str(corrected), revision=None))}
+        return {"": (config, open_model(config, key))}
     entries = config["teachers"]
     args = SimpleNamespace(
         **{**config.values, "teachers": json.loads(entries) if isinstance(entries, str) else entries}
@@ -222,8 +221,7 @@ def check_same_tokenizer(config: "RunConfig", student: ModelFiles, teacher: Mode
 
 
 def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | PeftModel:
-    """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out; of a second
-    stage, load what the first one has saved.
+    """Load the model to train as TRL would load it, and drop the layers that the configuration leaves out.
 
     Call it after `config.training_args()`, which sets up the devices.
 
@@ -238,30 +236,19 @@ def load_student(config: "RunConfig", files: ModelFiles) -> PreTrainedModel | Pe
                 "takes a measurement, which a run does not make. Make the student with `liger-trainer init-student`, "
                 f"name its directory in model_name_or_path, and take this key out (~{key}).",
             )
-    model, before = load_base(config, files), config.starts_from
-    if before is None or not is_adapter(before):
-        return model
-    return with_adapter(model, before, trainable=True)
+    return load_base(config, files)
 
 
 def load_base(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:
-    """Load the student without the adapters that a first stage has trained.
+    """Load a model without the layers that the configuration leaves out.
 
     Raises:
         ConfigError: missing or broken weights, an option that this model or installation does not know.
     """
-    before = config.starts_from
-    if before is not None and not is_adapter(before):
-        return load_weights(config, replace(files, path=str(before), revision=None))
     model = load_weights(config, files)
     if not config.drops_layers():
         return model
     return drop_layers(model, keep_every_nth=config["keep_every_nth_layer"], keep=config["keep_layers"])
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds adapters without their base."""
-    return (folder / ADAPTER).is_file()
 
 
 def load_original(config: "RunConfig", files: ModelFiles) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import platform
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -116,14 +116,10 @@ def start_output(trainer: Trainer, config: "RunConfig") -> None:
     """At the start of training, write config.yaml, which `liger-trainer resume` reads, and remove the run that this one
     overwrites."""
     if trainer.is_world_process_zero():
-        whole = config.whole or config
-        for folder in [*whole.earlier, Path(whole["output_dir"]).expanduser()][config.stage :]:
-            _clear(folder, config)
         output_dir = Path(str(trainer.args.output_dir))
+        _clear(output_dir, config)
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(whole["output_dir"]).expanduser() / CONFIG, whole.to_yaml())
-        if config.goes_on:
-            write_atomically(output_dir / CONFIG, config.to_yaml())
+        write_atomically(output_dir / CONFIG, config.to_yaml())
 
 
 def _clear(output_dir: Path, config: "RunConfig") -> None:
@@ -137,14 +133,12 @@ def save_student(trainer: Trainer, config: "RunConfig", output_dir: Path) -> Non
     """Save the trained weights and the tokenizer, so that transformers alone can load them.
 
     A LoRA adapter is saved as an adapter, unless its base model was made by dropping layers: that base is nowhere on
-    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on. So is the
-    adapter of a corrected teacher, which is loaded as a model.
+    disk, so the adapter is merged into it first, and the merged model is what is evaluated from then on.
 
     Raises:
         ConfigError: the merged model's logits are not those with the adapter.
     """
-    corrects = config.whole is not None and config.recipe == "sft"
-    if isinstance(trainer.model, PeftModel) and (config.drops_layers() or corrects):
+    if isinstance(trainer.model, PeftModel) and config.drops_layers():
         trainer.model = merged(trainer.model)
     model: Any = trainer.model
     model.config.use_cache = True  # off in training; whoever loads the model wants to generate
@@ -164,8 +158,7 @@ def finish(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "Ru
         content = redacted(_for_json({**asdict(results), **_circumstances(config)}))
         write_atomically(output_dir / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _report(output_dir)
-    if not config.goes_on:
-        trainer.accelerator.end_training()  # ends the process group too
+    trainer.accelerator.end_training()  # ends the process group too
     nans = [name for name, value in results.after.items() if math.isnan(value)]
     if nans:
         raise NonFiniteError(f"the trained model's {', '.join(nans)} is NaN; what is in {output_dir} is of no use.")
@@ -186,10 +179,7 @@ def _push(trainer: Trainer, config: "RunConfig") -> Exception | None:
 def _write_card(trainer: Trainer, config: "RunConfig", output_dir: Path, results: "RunResults") -> None:
     """Write the card of this run in place of the one that TRL and PEFT write; `push_to_hub` writes it once more."""
     from .reports.model_card import NAME, Published, model_card
-    from .reports.read_run import read_run
 
-    if config.starts_from is not None:  # the card is about both stages
-        results = replace(results, before=read_run(config.starts_from).before)
     model = Published(
         adapter=isinstance(trainer.model, PeftModel),
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),

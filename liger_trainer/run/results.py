@@ -86,8 +86,7 @@ def run_console() -> Console:
 
 def print_plan(console: Console, config: "RunConfig", facts: DataFacts, vocabulary: str | None = None) -> None:
     """Print the settings that differ from the defaults, where each was set, and the facts about the data."""
-    part = f", {config.name}" if config.name else ""
-    settings = Table(title=f"{config.recipe}: {config.source}{part}", title_justify="left")
+    settings = Table(title=f"{config.recipe}: {config.source}", title_justify="left")
     for column in ("setting", "value", "set by"):
         settings.add_column(column, overflow="fold")
     for key, (value, where) in config.changes().items():

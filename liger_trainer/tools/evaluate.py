@@ -94,7 +94,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     """
     path = Path(target).expanduser()
     if not path.is_dir():
-        return Subject(target, load_run_config(target, overrides, exact=True).uncorrected, None)
+        return Subject(target, load_run_config(target, overrides, exact=True), None)
     settings = next((p / CONFIG for p in (path, path.absolute().parent) if (p / CONFIG).is_file()), None)
     if settings is None:
         hint = f"eval CONFIG {setting('model_name_or_path', target)} evaluates a model on the rows of a configuration."
@@ -102,7 +102,7 @@ def subject_of(target: str, overrides: Iterable[str]) -> Subject:
     if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
         saved = ", ".join(str(p) for p in checkpoints_in(path))
         raise ConfigError(f"{target} holds no weights.{f' There are some in {saved}.' if saved else ''}")
-    return Subject(target, load_run_config(str(settings), overrides, exact=True, found=True).each[-1], path)
+    return Subject(target, load_run_config(str(settings), overrides, exact=True, found=True), path)
 
 
 def evaluate(subject: Subject) -> Evaluation:

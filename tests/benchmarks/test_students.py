@@ -77,15 +77,15 @@ def test_differences_are_paired_by_seed():
     """Seeds that differ much hide no difference that all of them show."""
     runs = {
         BASE: {"0": run_of(0.9), "1": run_of(1.4), "2": run_of(2.3), "3": run_of(7.0)},
-        "two_stages": {"2": run_of(2.21), "1": run_of(1.3), "0": run_of(0.79)},
+        "on_policy": {"2": run_of(2.21), "1": run_of(1.3), "0": run_of(0.79)},
     }
-    differences = paired(runs, "two_stages", BASE, "forward_kl")
+    differences = paired(runs, "on_policy", BASE, "forward_kl")
     assert sorted(differences) == pytest.approx([-0.11, -0.1, -0.09])
     assert verdict(differences, -1) == "better" and verdict(differences, 1) == "worse"
     assert verdict([-0.1, 0.1, 0.05], 1) == "not told apart" and verdict([0.1], 1) == ""
     assert paired(runs, "corrected", BASE, "forward_kl") == []
-    runs["two_stages"]["1"]["beside"] = 3  # another share of the device
-    assert len(paired(runs, "two_stages", BASE, "forward_kl")) == 2
+    runs["on_policy"]["1"]["beside"] = 3  # another share of the device
+    assert len(paired(runs, "on_policy", BASE, "forward_kl")) == 2
 
 
 FOLLOWED = {"share": 0.5, "answers": ["es un\n texto"]}
@@ -106,10 +106,10 @@ def content_of(runs: dict) -> dict:
 
 def test_the_page_has_means_intervals_differences_and_failures():
     runs = {way: {str(seed): run_of(1.0 + 0.1 * seed, followed=FOLLOWED) for seed in range(3)} for way in WAYS}
-    runs["two_stages"] = {str(seed): run_of(1.2 + 0.1 * seed, steps=[6, 2]) for seed in range(3)}
+    runs["on_policy"] = {str(seed): run_of(1.2 + 0.1 * seed, steps=[6]) for seed in range(3)}
     text = page(content_of(runs))
     assert "| one stage: forward KL on the docstrings | 1.100 ± 0.248 |" in text
-    assert "+0.200 ± 0.000, worse" in text and "| 6 + 2 | 5,000 | 3 |" in text
+    assert "+0.200 ± 0.000, worse" in text and "| 6 | 5,000 | 3 |" in text
     assert text.count("| 77.7 (70.0 to 80.0) |") == 2 and "- both, seed 1: OutOfMemoryError: no" in text
     assert "| teacher, asked | 0.60 |" in text and "| student, not asked | 0.50 ± 0.00 |" in text
     assert text.count("- es un texto") == 1 and "| int4 | 2.000 | 0.250 | 1.100 ± 0.248 |" in text
@@ -178,8 +178,7 @@ def test_the_settings_of_every_way_are_valid_and_differ(tmp_path):
         (tmp_path / "students" / name).mkdir(parents=True)
     for way in WAYS:
         config = load_run_config(CONFIG, settings_of(way, 1, setup), exact=True)
-        assert max(len(config.stages), 1) == len(WAYS[way].shares)
-        assert sum(WAYS[way].shares) == pytest.approx(1)
+        assert config.recipe in ("sft", "distill")
     assert len(
         {tuple(settings_of(way, 1, setup)[len(setup.common("")) + 2 :]) + (WAYS[way].rows,) for way in WAYS}
     ) == len(WAYS)
@@ -256,19 +255,19 @@ def test_trainings_end_by_time_and_a_second_call_goes_on(teacher, tmp_path, monk
     monkeypatch.setattr(students, "run_together", in_this_process)
     monkeypatch.setattr(students, "context_for", lambda preload: torch.multiprocessing.get_context("spawn"))
     call = arguments(teacher, tmp_path, "--train-seconds", "0.4")
-    students.main([*call, "--ways", "two_stages", "--seeds", "0"])
+    students.main([*call, "--ways", "on_policy", "--seeds", "0"])
     (file,) = tmp_path.glob("students-*.json")
-    first = json.loads(file.read_text())["runs"]["two_stages"]["0"]
-    assert 0.4 <= first["seconds"] < 6 and len(first["steps"]) == 2 and first["beside"] == 0
+    first = json.loads(file.read_text())["runs"]["on_policy"]["0"]
+    assert 0.4 <= first["seconds"] < 6 and len(first["steps"]) == 1 and first["beside"] == 0
     assert first["held_out"].keys() == student_page.METRICS.keys()
 
     broken = students.ways.STUDENTS["both"]
     monkeypatch.setitem(students.ways.STUDENTS, "half", broken)  # it was not made, so that its trainings fail
     monkeypatch.setattr(students.preparation, "make_student", fails)
-    students.main([*call, "--ways", "two_stages", "tuned_0.5", BASE, "--seeds", "0"])
+    students.main([*call, "--ways", "on_policy", "tuned_0.5", BASE, "--seeds", "0"])
     content = json.loads(file.read_text())
-    assert content["runs"]["two_stages"] == {"0": first}, "what is there is not done again"
-    assert content["runs"].keys() == {"two_stages", "tuned_0.5"} and f"{BASE}, seed 0" in content["failures"]
+    assert content["runs"]["on_policy"] == {"0": first}, "what is there is not done again"
+    assert content["runs"].keys() == {"on_policy", "tuned_0.5"} and f"{BASE}, seed 0" in content["failures"]
     assert len(content["calls"]) == 2 and "## Not measured" in file.with_suffix(".md").read_text()
 
     with pytest.raises(SystemExit, match="choose another --output"):
@@ -293,9 +292,9 @@ def test_the_chart_has_sizes_whose_speed_is_known(tmp_path):
 def test_seeds_train_one_after_the_other_or_together(tmp_path):
     record = students.Record(tmp_path / "students-cpu.json", {})
     record.content["runs"] = {BASE: {"1": run_of(1.0)}}
-    options = argparse.Namespace(ways=["corrected", BASE], seeds=[1, 2], together=False, seconds=1.0, logs=tmp_path)
+    options = argparse.Namespace(ways=["drawn", BASE], seeds=[1, 2], together=False, seconds=1.0, logs=tmp_path)
     benchmark = students.Benchmark(options, Setup(tmp_path, "teacher", 30, 1.0), record)
-    apart = [[("corrected", 1)], [(BASE, 2), ("corrected", 2)]]
+    apart = [[("drawn", 1)], [(BASE, 2), ("drawn", 2)]]
     assert benchmark._waves() == apart
     options.together = True
     assert benchmark._waves() == [[*apart[0], *apart[1]]]

@@ -140,7 +140,7 @@ def test_ls_is_sorted_by_model_memory_and_purpose(call):
     kinds = [(e["recipe"], e["kind"]) for e in json.loads(call("ls", "--sort", "purpose", "--json")[1])]
     assert list(dict.fromkeys(kinds)) == [
         *(("sft", kind) for kind in ("full", "lora", "qlora")),
-        *(("distill", kind) for kind in ("cached", "full", "layerdrop", "lora", "on_policy", "pruned", "two_stage")),
+        *(("distill", kind) for kind in ("cached", "full", "layerdrop", "lora", "on_policy", "pruned")),
     ]
     fitting = json.loads(call("ls", "qwen3", "--fits", "12", "--json")[1])
     assert {e["name"] for e in fitting} == {

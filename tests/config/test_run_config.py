@@ -170,9 +170,8 @@ def test_keys_at_their_default_and_lora_switched_off_are_no_mistake(load):
 
 def test_a_distillation_needs_a_teacher(load):
     assert "teacher_model_name_or_path: missing" in refused(load, NEEDED + "recipe: distill\n")
-    assert (
-        "recipe: expected one of sft, distill, distill_two_stage, got 'distil' (text). Did you mean distill?"
-        in refused(load, NEEDED, "recipe=distil")
+    assert "recipe: expected one of sft, distill, got 'distil' (text). Did you mean distill?" in refused(
+        load, NEEDED, "recipe=distil"
     )
 
 
@@ -294,6 +293,21 @@ def test_a_configuration_that_was_found_runs_no_code(load, tmp_path, line, monke
 @pytest.mark.parametrize("name", ["out", "exp #2", "1e3", "null", "[a]", "x ", "~", "a: b", "'q'"])
 def test_a_setting_of_a_command_line_is_the_text_that_it_was(name):
     assert parse_overrides([setting("output_dir", name)]).values["output_dir"].value == name
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [("recipe: distill_two_stage", "recipe: distill_two_stage was removed: run the second stage by itself"),
+     ("second_stage: {lmbda: 0.5}", "second_stage: was removed: run the second stage by itself"),
+     ("teacher_correction: {max_steps: 2}", "teacher_correction: was removed: fine-tune the teacher by itself first")],
+)  # fmt: skip
+def test_a_removed_key_says_what_does_the_same(load, lines, message):
+    assert message in refused(load, f"{NEEDED}teacher_model_name_or_path: t\n{lines}\n")
+
+
+def test_a_key_that_is_no_longer_read_is_left_out(load):
+    config = load(NEEDED + "num_draft_prompts: 4\n")
+    assert "num_draft_prompts" not in config.values and "drafts are no longer measured" in str(config.notices[0])
 
 
 def test_paths_that_are_not_there(tmp_path, monkeypatch):

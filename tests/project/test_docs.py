@@ -196,6 +196,7 @@ COMMANDS = {
     "liger-trainer resume outputs/my": Played(interrupted),
     "liger-trainer run my.yaml -- --num_processes 2": Played(my_yaml()),
     "liger-trainer run my.yaml learning_rate=2e-5 --max_steps 200": Played(my_yaml(), "my.yaml"),
+    "liger-trainer run my.yaml output_dir=first": Played(my_yaml(), "my.yaml"),
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
     "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
@@ -213,6 +214,12 @@ PARSED = {
     "liger-trainer run smollm2/distill_layerdrop '~keep_every_nth_layer' qat=int4 learning_rate=5e-5": (
         "needs torchao; tests/trainers/test_qat.py trains by it where it is installed"
     ),
+    "liger-trainer run my.yaml recipe=sft model_name_or_path=TEACHER output_dir=corrected max_steps=200": (
+        "TEACHER stands for the name of a model"
+    ),
+    "liger-trainer run my.yaml teacher_model_name_or_path=corrected": "takes what the command before it has saved",
+    "liger-trainer run my.yaml model_name_or_path=first output_dir=second beta=1.0 lmbda=0.5 learning_rate=2e-5 "
+    "max_steps=200 packing=false": "starts from what the command before it has saved",
     "liger-trainer report outputs/my outputs/other": "the same as of outputs/a and outputs/b, into another file",
     "python -m benchmarks.many_gpus --output results": SEVERAL_GPUS,
     "python -m benchmarks.many_gpus --output results --gpus 8 --cases sft-llama-3-8b": SEVERAL_GPUS,

@@ -24,7 +24,7 @@ NAMES = list(built_in_configs())
 TRAINED = {
     "gemma3/distill_cached_1b", "gemma3/sft_qlora_4b", "granite/sft_full_2b", "llama3/distill_full_1b",
     "mistral/distill_lora_7b", "phi4/sft_lora_mini", "qwen3/distill_on_policy_0.6b", "smollm2/distill_layerdrop",
-    "smollm2/distill_pruned", "smollm2/distill_two_stage",
+    "smollm2/distill_pruned",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid
     expected = f"liger-trainer run {name}"
     assert command == (f"# liger-trainer cache {name} && {expected}" if cached else f"# {expected}")
     config = load_run_config(name)
-    assert config.each[0].recipe == name.partition("/")[2].partition("_")[0]
+    assert config.recipe == name.partition("/")[2].partition("_")[0]
     assert config["output_dir"] == f"outputs/{name}"
     assert (config["teacher"] == "cache") == cached if config.recipe == "distill" else not cached
     assert load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args().output_dir == f"outputs/{name}"
@@ -133,15 +133,12 @@ def test_answers_are_told_from_questions_only_where_trl_knows_the_template(stand
 def test_two_steps_on_a_tiny_model(name, stand_ins, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(saving, "_report", lambda output_dir: None)  # test_report.py has it
     changes = stand_ins.changes(load_run_config(name), tmp_path)
-    if "second_stage" in source_of(name):
-        changes.append("second_stage={max_steps: 2, lmbda: 0.5, max_completion_length: 4}")
     config = load_run_config(name, changes)
     if config.recipe == "distill" and config["teacher"] == "cache":
         with pytest.raises(SystemExit) as stopped:
             main(["cache", name, *changes])
         assert not stopped.value.code, capsys.readouterr().err
-    script = "in_stages" if config.stages else config.recipe
-    importlib.import_module(f"liger_trainer.recipes.{script}").main(config.on_this_machine())
+    importlib.import_module(f"liger_trainer.recipes.{config.recipe}").main(config.on_this_machine())
     written = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert written["training"]["steps"] == 2
     assert written["before"]["loss"] != written["after"]["loss"]

@@ -30,8 +30,8 @@ def highest_mib(name: str, folders: dict[str, str], *settings: str) -> float:
     named = load_run_config(name, exact=True)
     keys = ("model_name_or_path", "teacher_model_name_or_path")
     shapes = [f"{key}={folders[named[key]]}" for key in keys if named.values.get(key) in folders]
-    stages = [estimate(stage, None) for stage in load_run_config(name, [*shapes, *settings], exact=True).each]
-    return max(max(stage.peak_mib, stage.capture_mib or 0) for stage in stages)
+    found = estimate(load_run_config(name, [*shapes, *settings], exact=True), None)
+    return max(found.peak_mib, found.capture_mib or 0)
 
 
 def memory(gb: float) -> int:

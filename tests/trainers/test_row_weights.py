@@ -245,7 +245,7 @@ def test_a_run_takes_the_column_of_a_file(tmp_path, monkeypatch, capsys):
 
     write_rows(tmp_path / "rows/train.jsonl", [{**chat(i), "weight": i % 3} for i in range(20)])
     write_rows(tmp_path / "rows/test.jsonl", [chat(i) for i in range(20, 24)])
-    kd = {"teacher_model_name_or_path": "teacher", "teacher_correction": {"max_steps": 1, "learning_rate": 1e-3}}
+    kd = {"teacher_model_name_or_path": "teacher"}
     keys = yaml.safe_load(settings(weight_column="weight", dataset_name="rows", **kd))
     Path("run.yaml").write_text(yaml.safe_dump({k: v for k, v in keys.items() if k != "holdout_fraction"}))
     code, _, error = call(capsys, "run", "run.yaml")

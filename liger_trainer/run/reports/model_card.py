@@ -166,8 +166,6 @@ def _model_facts(config: "RunConfig", results: "RunResults", model: Published) -
     if config.recipe == "distill":
         facts["teacher"] = _teacher(config)
         facts["teacher's revision"] = config["teacher_model_revision"]
-        correction = config.whole and config.whole["teacher_correction"] if config.corrected_teacher else None
-        facts["teacher corrected"] = f"fine-tuned for {correction['max_steps']:,} steps first" if correction else None
         facts["asked"] = (
             f"through its cache {public(config['teacher_cache_dir'])}" if config["teacher"] == "cache" else None
         )
@@ -191,7 +189,6 @@ def _data_facts(results: "RunResults") -> dict[str, Any]:
 def _training_facts(config: "RunConfig", results: "RunResults") -> dict[str, Any]:
     training = results.training
     return {
-        "first stage": _loss(config.whole) if config.whole and config.starts_from else None,
         "loss": _loss(config),
         "steps": count(training.steps),
         "epochs": figure(training.epochs, 2),

@@ -11,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.checkpoints import checkpoints_in
 from ...common.files import CONFIG, METRICS, STATE
-from ...config.stages import SECOND_STAGE
 from ...errors import ConfigError, CorruptError
-from ..checkpoints import BEFORE, earlier
+from ..checkpoints import BEFORE
 
 
 class _Record(BaseModel):
@@ -87,18 +86,12 @@ class RunRecord(_Record):
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read each run, one of several trainings as several. Raises ConfigError if a directory is given twice."""
+    """Read each run. Raises ConfigError if a directory is given twice."""
     places = [path.expanduser().resolve() for path in paths]
     twice = next((path for path in places if places.count(path) > 1), None)
     if twice is not None:
         raise ConfigError(f"{twice} is given twice.")
-    return [read_run(folder) for path in paths for folder in _stages(path.expanduser())]
-
-
-def _stages(path: Path) -> list[Path]:
-    """Return the folders of a run that have something to read, in the order of its trainings."""
-    begun = [folder for folder in (*earlier(path), path) if (folder / METRICS).is_file() or checkpoints_in(folder)]
-    return begun or [path]
+    return [read_run(path.expanduser()) for path in paths]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -111,7 +104,6 @@ def read_run(path: Path) -> RunRecord:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; expected the output_dir of a run.")
     text, chosen, defaults = _config(path / CONFIG)
-    chosen |= chosen.get(SECOND_STAGE) or {}
     common = {"path": path, "config_text": text, "effective": {**defaults, **chosen}}
     if (path / METRICS).is_file():
         content = _json(path / METRICS)

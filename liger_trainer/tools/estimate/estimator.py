@@ -226,7 +226,7 @@ def _candidates(config: "RunConfig") -> Sequence[tuple[str, ...]]:
 def _changed(config: "RunConfig", settings: tuple[str, ...], lengths: Any, gpu: Gpu) -> Change | None:
     """Simulate the changed settings; None if they are refused or change nothing."""
     try:
-        changed = load_run_config(config.source, [*config.overrides, *settings]).each[config.stage]
+        changed = load_run_config(config.source, [*config.overrides, *settings])
         if all(changed[key] == config[key] for key in (s.partition("=")[0] for s in settings)):
             return None
         memory = simulate(step_spec(changed, *_longest(changed, lengths), gpu.bf16))
