@@ -191,6 +191,20 @@ def test_wrong_rows(load, text, complaint):
         load("rows.jsonl", {"rows.jsonl": text})
 
 
+def test_one_json_object_over_several_lines_is_one_row(load):
+    """Also where it wraps its rows, as SQuAD's files do, which is refused."""
+    pretty = json.dumps({"messages": [{"role": "user", "content": "a"}]}, indent=2)
+    files = {"rows/a.json": pretty, "rows/b.json": pretty}
+    data = load("rows", files)
+    assert data.facts.train_rows + data.facts.test_rows == 2
+    for indent in (None, 2):
+        text = json.dumps({"version": "1", "data": [{"text": "a"}, {"text": "b"}]}, indent=indent)
+        with pytest.raises(DataError, match="wrapped.json: expected a list of rows.*holds a list under 'data'"):
+            load("wrapped.json", {"wrapped.json": text})
+    with pytest.raises(DataError, match="rows.jsonl:1: not valid JSON: .*"):
+        load("rows.jsonl", {"rows.jsonl": '{"text": \n{"text": "a"}\n{"text": "b"}\n'})
+
+
 def test_a_column_that_is_not_read_may_hold_anything(load):
     rows = [{"text": "a", "n": 1}, {"text": "b", "n": "x"}, {"text": "c", "n": {"k": [1, None]}}] * 2
     assert load("rows.jsonl", {"rows.jsonl": lines(rows)}).facts.rows_skipped == 0

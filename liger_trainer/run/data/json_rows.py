@@ -46,7 +46,7 @@ def _byte_lines(path: Path) -> list[bytes]:
 
 
 def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[int] | None, int]":
-    """Return the rows of JSON lines or of one JSON array, their lines if they have any, and how many lines are blank.
+    """Return the rows of JSON lines, of a JSON array or of one JSON object, their lines if any, and the blank lines.
 
     Args:
         bad: takes the rows that are wrong.
@@ -54,14 +54,18 @@ def read_json(path: Path, bad: BadRows, check: Check) -> "tuple[Dataset, list[in
             integers.
 
     Raises:
-        DataError: an array that is no JSON; no row is right.
+        DataError: an array that is no JSON; an object around the list of rows; no row is right.
     """
     rows, lines, blank = _array(path), None, 0
+    if rows is None:
+        rows = _one_object(path)
     if rows is None:
         numbered = list(enumerate(_byte_lines(path), 1))
         kept = [(number, line) for number, line in numbered if line.strip()]
         lines, rows = [number for number, _ in kept], [_parsed(line) for _, line in kept]
         blank = len(numbered) - len(kept)
+    if len(rows) == 1 and bad.to_train:
+        _refuse_wrapped(path, rows[0], check)
     problems = _problems(rows, check)
     for i in sorted(problems):
         bad.add(place_in(path, lines, i), problems[i])
@@ -136,6 +140,29 @@ def _array(path: Path) -> list | None:
             return None
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     return rows
+
+
+def _one_object(path: Path) -> list | None:
+    """Return the row of a file that is one JSON object over several lines; None for any other file."""
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
+    first, _, rest = content.partition(b"\n")
+    if not (rest and first.startswith(b"{") and content.endswith(b"}")) or isinstance(_parsed(first), dict):
+        return None
+    value = _parsed(content)
+    return [value] if isinstance(value, dict) else None
+
+
+def _refuse_wrapped(path: Path, row: Any, check: Check) -> None:
+    """Raise DataError for an object around the list of rows, as SQuAD has it."""
+    if not isinstance(row, dict) or check(list(row)) is not None:
+        return
+    lists = {name: value for name, value in row.items() if isinstance(value, list) and value}
+    around = next((name for name, value in lists.items() if isinstance(value[0], dict)), None)
+    if around is not None:
+        raise DataError(
+            f"{path}: expected a list of rows, or a row a line, got one JSON object that holds a list under "
+            f"{around!r}. Write only that list into the file."
+        )
 
 
 def _parsed(line: bytes) -> Any:
