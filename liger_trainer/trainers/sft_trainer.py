@@ -43,6 +43,7 @@ from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import (
     check_no_prefix,
+    check_prefixes_kept,
     check_savable,
     loading_and_adapters,
     patch_student,
@@ -120,6 +121,7 @@ class LigerTrainer(RunLossTrainer):
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
         check_savable(self.model, self.processing_class)
+        check_prefixes_kept(self.model, self.args)
         if freezes:
             freeze_tower(self.model)
         # TRL's own configuration knows no such field, and its labels stay as they are.

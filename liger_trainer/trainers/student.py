@@ -195,3 +195,14 @@ def check_prompt_learning(student: Any) -> None:
                 f"{config.peft_type.value}: the student would read positions in front of each row that its teacher "
                 "does not have, so the two cannot be compared. Train adapters of layers, such as LoRA's, or prefixes."
             )
+
+
+def check_prefixes_kept(student: Any, args: Any) -> None:
+    """Raise ConfigError where prefixes would be lost: gradient checkpointing drops the cache that holds them."""
+    config: Any
+    for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
+        if config.peft_type == PeftType.PREFIX_TUNING and args.gradient_checkpointing:
+            raise ConfigError(
+                "PREFIX_TUNING: prefixes are keys and values in the cache, which gradient checkpointing does without. "
+                "Set gradient_checkpointing=False, or train adapters of layers, such as LoRA's."
+            )

@@ -390,7 +390,10 @@ def test_what_a_student_puts_in_front_of_its_rows_is_refused():
     """Prompt tuning does; prefixes are keys and values, and no positions."""
     with pytest.raises(ConfigError, match="PROMPT_TUNING: the student would read positions in front of each row"):
         make(peft_config=PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    trainer = make(peft_config=PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), max_steps=1)
+    prefixes = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="PREFIX_TUNING: .*gradient_checkpointing=False"):
+        make(peft_config=prefixes, gradient_checkpointing=True)
+    trainer = make(peft_config=prefixes, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["kd_loss"] > 0
 
