@@ -54,9 +54,10 @@ def _preview(console: "Console", settings: "RunConfig", rows: int) -> None:
     for row in seen.rows:
         _print(console, row)
     if settings.recipe == "distill" and (settings["lmbda"] or settings["seq_kd"]):
-        console.print(
-            "\nIn training completions are sampled too (lmbda, seq_kd); these are the rows' own.", style="yellow"
-        )
+        told = "In training completions are sampled too (lmbda, seq_kd); these are the rows' own."
+        if data.facts.form == "prompt":
+            told = "In training completions are sampled for these prompts (lmbda, seq_kd)."
+        console.print(f"\n{told}", style="yellow")
 
 
 def _print(console: "Console", row: "SeenRow") -> None:

@@ -12,7 +12,7 @@ from datasets import Dataset
 from ..losses.model_parts import placeholder_ids
 from ..trainers.images import ImageCollator
 from ..trainers.prepare_rows import Preparation
-from ..trainers.rows import RowFacts, count_each
+from ..trainers.rows import RowFacts, count_each, has_only_prompts, prepare_prompts
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -61,6 +61,12 @@ class _Followed(Preparation):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         dataset = dataset.add_column(ROW, list(range(len(dataset))))
+        if formatting_func is None and has_only_prompts(dataset):  # completions are sampled in training
+            prompts, facts = prepare_prompts(dataset, processing_class, args, self.chat_template, dataset_name, ROW)
+            self.row_facts[dataset_name] = facts
+            lengths = map(len, prompts["input_ids"])
+            self.uncut[dataset_name] = {row: (length, 0) for row, length in zip(prompts[ROW], lengths, strict=True)}
+            return prompts
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def learnable_rows(self, tokenized: Dataset, args, packing: bool, dataset_name: str) -> Dataset:

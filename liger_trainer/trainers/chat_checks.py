@@ -71,6 +71,11 @@ def check_chats(
         messages = _all_messages(row)
         if messages is None:
             return
+        empty = next(
+            (m for m in messages if m.get("content") is None and not any(m[k] for k in m if k != "role")), None
+        )
+        if empty is not None:
+            raise DataError(f"{place(index)}: expected text, got a message of {empty['role']} without any content.")
         reason = no_answer(messages, NO_ANSWERS) if only_answers and set(row) & {"messages", "completion"} else None
         if reason:
             raise DataError(f"{place(index)}: {reason}.")

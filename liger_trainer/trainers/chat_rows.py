@@ -7,7 +7,7 @@ Stanford Alpaca's prompt may be written around instruction and input (`RowsConfi
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ NO_ANSWERS = ("system", "developer", "user", "tool")  # any other role may be a 
 IMAGE = "<image>"  # stands for an image in LLaVA's conversations
 ALPACA = ("instruction", "output")
 ALPACA_OPTIONAL = ("input", "system", "history")
-PAIRS = (("chosen", "rejected"), ("rejected_response",), ("rejected_messages",))
+PAIRS = (("chosen", "rejected"), ("rejected_response",), ("rejected_messages",), ("response_j", "response_k"))
 VERDICTS = ("label", "kto_tag")
 _EXTRA = ("tools", "chat_template_kwargs")
 CHAT_COLUMNS_READ = ("messages", "prompt", "completion", *_EXTRA)
@@ -169,6 +169,8 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
         if isinstance(dataset, Mapping):
             return {name: read(part) for name, part in dataset.items()}
         if function is None or not isinstance(dataset, Dataset | IterableDataset):
+            if not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+                _check_columns(dataset, text_field)
             return in_messages(dataset, text_field, prompt)
         return _formatted(dataset, function, text_field)
 
@@ -176,6 +178,39 @@ def datasets_in_messages(arguments: Mapping[str, Any], args: Any) -> dict[str, A
         name: read(arguments[name]) for name in ("train_dataset", "eval_dataset") if arguments.get(name) is not None
     }
     return changed if function is None else {**changed, "formatting_func": None}
+
+
+def no_usable_column(have: Iterable[str], text_field: str) -> str:
+    """Say which columns rows may have, and which these have."""
+    return (
+        f"no usable column. Expected messages, or prompt and completion, or {text_field} (named by "
+        "dataset_text_field), or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; "
+        f"the rows have: {', '.join(have)}."
+    )
+
+
+def _check_columns(dataset: Any, text_field: str) -> None:
+    """Raise DataError where the trainer would find nothing to read, or numbers where it reads text."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return
+    have = get_dataset_column_names(dataset)
+    if "input_ids" in have:
+        return
+    check_preferences(dataset, text_field if text_field != "text" else None)
+    if {text_field, "messages", "prompt", "conversations"}.isdisjoint(have) and not {*ALPACA} <= {*have}:
+        raise DataError(no_usable_column(have, text_field))
+    features: Any = dataset.features or {}
+    for name in {text_field, "prompt", "completion", *ALPACA, *ALPACA_OPTIONAL} & features.keys():
+        dtype = getattr(features[name], "dtype", "string")
+        numbers = dtype.startswith(("int", "uint", "float", "bool"))
+        if numbers and not (isinstance(dataset, Dataset) and _is_empty(dataset, name)):
+            raise DataError(f"column {name!r}: expected text, got {dtype}. Cast it: dataset.cast_column(...).")
+
+
+def _is_empty(dataset: Dataset, name: str) -> bool:
+    """Whether a column holds nothing, which readers of CSV take for one of numbers."""
+    column = dataset.data.column(name)
+    return column.null_count == len(column)
 
 
 def _formatted(dataset: Any, function: Callable, text_field: str) -> Any:

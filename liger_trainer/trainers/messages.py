@@ -147,6 +147,8 @@ def message_problem(message: Any, images: bool, content: str = "content") -> str
                 f"between are for whole rows: weight_column), got {value!r:.40}"
             )
     parts = message.get(content)
+    if not isinstance(parts, (str, list, type(None))):
+        return f"expected content as text or as parts of text, got {parts!r:.80}"
     for part in parts if isinstance(parts, list) and not images else ():
         kind = part.get("type") if isinstance(part, dict) else None
         text = isinstance(part, str) or (kind in TEXT_PARTS and isinstance(part.get("text"), str))

@@ -24,7 +24,7 @@ from .chat_rows import datasets_in_messages
 from .distill_config import LigerDistillConfig
 from .evaluation_rows import EvaluationOfEachRow
 from .message_marks import has_masked_messages, marked_template, template_for_training
-from .rows import RowFacts, count_rows
+from .rows import RowFacts, count_rows, has_only_prompts
 from .token_ids import LargestIds, check_ids
 
 
@@ -78,6 +78,11 @@ class RowPreparingTrainer(EvaluationOfEachRow):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest."""
+        if formatting_func is None and has_only_prompts(dataset):
+            raise DataError(
+                f"The {dataset_name} dataset has prompts and no completions, so there is nothing to learn from. Add "
+                "completions, or distil with lmbda=1.0 or seq_kd, by which they are sampled."
+            )
         with self._marked_parts(dataset, processing_class, args):
             if formatting_func is None:
                 dataset = self.check_chats(dataset, processing_class, dataset_name)

@@ -184,3 +184,14 @@ def test_facts_of_packed_rows(folder):
     assert packed.sequences < plain.sequences and packed.rows_truncated == plain.rows_truncated > 0
     wrapped = previewed(1, "packing=true", "packing_strategy=wrapped").facts["train"]
     assert wrapped.rows_truncated == wrapped.supervised_tokens_lost == 0
+
+
+@pytest.mark.parametrize("prompt", [chat(3)["prompt"], "w1 w2 w3"], ids=["chat", "text"])
+def test_prompts_whose_completions_are_sampled_are_shown(folder, prompt):
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for _ in range(20))
+    (folder / "rows.jsonl").write_text(rows)
+    shown = previewed(1, "recipe=distill", "teacher_model_name_or_path=teacher", "lmbda=1.0", "max_completion_length=4")
+    (row,) = shown.rows
+    assert row.supervised == row.tokens_cut == 0 and row.tokens == sum(
+        len(piece.text.split()) for piece in row.documents[0]
+    )

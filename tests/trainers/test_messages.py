@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from datasets import Dataset, Features, IterableDataset, Json, List
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from tiny import WORDS, tiny_model, tiny_tokenizer, train_args
 
 from liger_trainer import LigerConfig, LigerTrainer
 from liger_trainer.errors import DataError
 from liger_trainer.run.data.json_rows import as_written
 from liger_trainer.trainers.chat_checks import check_chats, fit_arguments, fitting
-from liger_trainer.trainers.chat_rows import in_messages, split_last
+from liger_trainer.trainers.chat_rows import datasets_in_messages, in_messages, split_last
 from liger_trainer.trainers.messages import as_json, is_plain
 
 ASKED = {"role": "user", "content": "w1"}
@@ -221,3 +221,36 @@ def test_a_formatting_func_is_read_where_rows_have_messages():
 def test_a_chat_without_an_answer_is_named():
     with pytest.raises(DataError, match="row 1 of the train dataset: only answers are to be learned, but the chat has"):
         supervised([answered({"content": "w2"}), [ASKED]], MARKED, assistant_only_loss=True)
+
+
+COLUMNS = {
+    "nothing to read": ({"question": ["a"], "answer": ["b"]}, "no usable column. Expected .*; the rows have: question"),
+    "pairs": ({"question": ["a"], "response_j": ["b"], "response_k": ["c"]}, "they are for preferences"),
+    "numbers": ({"instruction": ["a"], "input": ["b"], "output": [4]}, "column 'output': expected text, got int64"),
+    "text of numbers": ({"text": [0.5]}, "column 'text': expected text, got float64"),
+    "a number in a message": (
+        {"messages": [[{"role": "assistant", "content": 3}]]}, "column 'messages': expected content as text",
+    ),
+    "no content": (
+        {"messages": [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": None}]]},
+        "row 0 of the train dataset: expected text, got a message of assistant without any content",
+    ),
+    "prompts": ({"prompt": ["w1"]}, "train dataset has prompts and no completions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_rows_in_python_that_cannot_be_learned_are_refused(name):
+    columns, message = COLUMNS[name]
+    with pytest.raises(DataError, match=message):
+        LigerTrainer(
+            tiny_model(), args=train_args(LigerConfig), processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_dict(columns),
+        )  # fmt: skip
+
+
+def test_a_column_without_any_text_is_none_of_numbers():
+    rows = Dataset.from_dict({"instruction": ["w1"], "input": [None], "output": ["w2"]})
+    rows = rows.cast_column("input", Value("float64"))
+    read = datasets_in_messages({"train_dataset": rows}, None)["train_dataset"]
+    assert read[0]["prompt"][0]["content"] == "w1"

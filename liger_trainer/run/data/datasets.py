@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError
-from ...trainers.chat_rows import check_preferences, in_messages, split_last
+from ...trainers.chat_rows import check_preferences, in_messages, no_usable_column, split_last
 from ...trainers.rows import NO_PROMPT
 from .images import FORMS, decoded, hashable, image_column, image_problem, undecoded
 from .row_checks import CHAT_COLUMNS, CHAT_FORMS, OPTIONAL_COLUMNS, BadRows, form_of, learned_answers, row_problem
@@ -224,11 +224,7 @@ def _form(train: "Dataset", config: "RunConfig") -> tuple[str, tuple[str, ...]]:
         chat_prompts = form.startswith("prompt") and isinstance(train[0]["prompt"], list)
         extras = OPTIONAL_COLUMNS.get("messages" if chat_prompts else form, CHAT_COLUMNS)
         return form, (*needed, *(c for c in (*extras, images) if c in have))
-    raise DataError(
-        f"no usable column. Expected messages, or prompt and completion, or {text} (named by dataset_text_field), "
-        "or input_ids, or conversations as in ShareGPT, or instruction and output as in Alpaca; the rows have: "
-        f"{', '.join(have)}."
-    )
+    raise DataError(no_usable_column(have, text))
 
 
 def _named_columns(config: "RunConfig", train: "Dataset") -> dict[str, str]:
