@@ -1,9 +1,12 @@
-"""A record of attributes that we replaced on other people's objects, to put them back."""
+"""A record of attributes replaced on other people's objects, to put them back; and functions replaced for one call."""
 
+import contextlib
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 # accelerate moves the forward of a module with a hook to `_old_forward`, and back when it takes the hook off
@@ -78,3 +81,68 @@ class Replacements:
                 setattr(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
+
+
+_LOCK = threading.Lock()
+
+
+class _ByThread:
+    """A function that is another one in threads which have put their own in its place."""
+
+    def __init__(self, before: Callable, absent: bool):
+        self.before, self.absent = before, absent  # whether the owner had no attribute of its own
+        self.own: dict[int, list[Callable]] = {}  # by thread: those of the calls that are running, outermost first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own_while_compiling() if torch.compiler.is_compiling() else self.own.get(threading.get_ident())
+        return (own[-1] if own else self.before)(*args, **kwargs)
+
+    def _own_while_compiling(self) -> list[Callable] | None:
+        """Return those of the only thread that has some: torch.compile cannot ask which one it traces."""
+        return next(iter(self.own.values())) if len(self.own) == 1 else None
+
+
+@contextlib.contextmanager
+def replaced_in_this_thread(owner: Any, name: str, function: Callable, before: Callable) -> Iterator[None]:
+    """Within the context, and in this thread alone, `owner.name` is `function`. Contexts may be nested.
+
+    Args:
+        before: what it is elsewhere, if the owner has no attribute of its own. What it has must be a function.
+    """
+    if torch.compiler.is_compiling():  # a graph has no threads
+        former = vars(owner).get(name)
+        setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            vars(owner).pop(name)  # torch.compile traces a `del` wrongly where the class has the name too
+            if former is not None:
+                setattr(owner, name, former)
+        return
+    thread = threading.get_ident()
+    with _LOCK:
+        former = vars(owner).get(name)
+        shared = former if isinstance(former, _ByThread) else _ByThread(former or before, former is None)
+        if shared is not former:
+            setattr(owner, name, shared)
+        shared.own.setdefault(thread, []).append(function)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            shared.own[thread].pop()
+            if not shared.own[thread]:
+                del shared.own[thread]
+            if not shared.own and vars(owner).get(name) is shared:
+                delattr(owner, name) if shared.absent else setattr(owner, name, shared.before)
+
+
+def own_attribute(owner: Any, name: str) -> Any:
+    """Return an attribute of the object itself, None without one, as it is outside of `replaced_in_this_thread`."""
+    value = vars(owner).get(name)
+    return (None if value.absent else value.before) if isinstance(value, _ByThread) else value
+
+
+def without_replacement(function: Any) -> Any:
+    """Return the function that is called outside of `replaced_in_this_thread`."""
+    return function.before if isinstance(function, _ByThread) else function

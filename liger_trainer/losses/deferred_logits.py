@@ -5,15 +5,16 @@ scales, caps, casts and slices it and hands it to the loss, which takes it apart
 model's forward. Every other operation computes the real logits: inside the forward with a warning that names the
 operation, later silently.
 
-Without gradients a model returns its deferred logits as `LazyLogits`. An evaluation loop gathers every tensor of an
-output and cannot say in advance whether its metrics need logits. `LazyLogits` is a tensor without memory, so a
-loss-only evaluation never computes the logits.
+Where an operation writes into the logits, or returns memory of theirs that somebody may write into, they are real from
+then on: this object, and the views of it that were taken before, stand for one tensor. They are always those of the
+forward: computed with its weights, adapters and autocast, or refused if the weights have changed.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +23,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
+from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..common.zero3 import gathered, is_partitioned
 from ..errors import ConfigError, MaterializedLogitsWarning
+from ..kernels.lora_linear import lora_linear_reference
 from .model_parts import Head, gather, output_module, reader_of
 from .sharded_heads import ShardedHead
+
+CHEAP = 2**24  # logits: one more product of a hundred rows or so, and 32 MiB in bf16
 
 
 class Forward:
@@ -39,6 +44,66 @@ class Forward:
         self.model_name = model_name
         self.running = running  # only then does a warning make sense
         self.obstacle: str | None = None  # why its logits are real ones
+        self.weights: Callable[[], Any] | None = None  # tells the state of the head's weights
+        self.weights_then: Any = None
+
+    def watch(self, weights: Callable[[], Any]) -> None:
+        """Note the state of the head's weights."""
+        if not torch.compiler.is_compiling():
+            self.weights, self.weights_then = weights, weights()
+
+    def check_weights(self) -> None:
+        """Raise ConfigError if the weights have changed since, so that the logits of this pass are gone."""
+        if self.weights is not None and not self.running and self.weights() != self.weights_then:
+            raise ConfigError(
+                f"The logits of this {self.model_name} are read after the weights of its output head have changed (a "
+                "step of an optimizer, a merge, a load or a cast), and they were not stored. Read them before that: "
+                "logits = outputs.logits.clone()."
+            )
+
+
+class Checkpoints:
+    """Tells whether a checkpoint has begun since this was made.
+
+    What runs in it runs again in the backward, perhaps in another thread, when whatever was in place is so no longer.
+    """
+
+    def __init__(self) -> None:
+        self._grad, self._hook = torch.is_grad_enabled(), _hook_of_checkpoint()
+
+    def began(self) -> bool:
+        if torch.compiler.is_compiling() or not self._grad:
+            return False
+        return not torch.is_grad_enabled() or _hook_of_checkpoint() is not self._hook
+
+
+def _hook_of_checkpoint() -> Any:
+    """Return the hook by which the innermost checkpoint takes what autograd saves, if it is a non-reentrant one."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks[0] if hooks and hooks[0].__qualname__.startswith("_checkpoint_hook.") else None
+
+
+class _Memory:
+    """What a tensor of logits shares with its views."""
+
+    def __init__(self, value: Tensor | None):
+        self.value = value  # the logits, once they are real
+        self.is_viewed = False
+
+
+def _of_real_ones_too(method: Callable) -> Callable:
+    """Have a method of `DeferredLogits` be the tensor's once the logits are real, or with options that it lacks."""
+    name = {"__mul__": "mul", "__truediv__": "div"}.get(method.__name__, method.__name__)
+
+    @functools.wraps(method)
+    def called(self, *args, **kwargs):
+        if self.stored or kwargs.keys() - {"dtype", "device", "non_blocking"}:
+            return _applied(name, _method(name), (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +112,30 @@ class DeferredLogits:
 
     hidden: Tensor  # (..., H)
     head: Head
-    project: Callable[[Tensor], Tensor]  # the head module's own forward
+    project: Callable[[Tensor], Tensor]  # what the head computes
     forward: Forward
     before: float = 1.0
     capped: bool = False
     after: float = 1.0
     cast: torch.dtype | None = None
+    autocast: tuple[torch.dtype, bool] | None = None  # under which the head was called; None: that of the reader
+    grad: bool | None = None  # whether gradients were recorded then; None: as the reader does
+    memory: _Memory = None  # pyright: ignore[reportAssignmentType]  (a factory of defaults torch.compile cannot trace)
+    base: "DeferredLogits | None" = None  # what this is a view of
+    views: tuple[tuple[str, tuple], ...] = ()  # methods that make it of that
+
+    def __post_init__(self) -> None:
+        if self.memory is None:
+            object.__setattr__(self, "memory", _Memory(None))
+
+    @classmethod
+    def of(cls, hidden: Tensor, head: Head, project: Callable[[Tensor], Tensor], forward: Forward) -> Self:
+        """Return the logits of hidden states, as a head would compute them now."""
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return cls(
+            hidden, head, project, forward, autocast=autocast, grad=torch.is_grad_enabled(), memory=_Memory(None)
+        )
 
     @property
     def scale(self) -> float:
@@ -64,22 +147,31 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.vocab))
+        return self.compute().shape if self.stored else torch.Size((*self.hidden.shape[:-1], self.head.vocab))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.cast or self.hidden.dtype
+        if self.memory.value is not None:
+            return self.memory.value.dtype
+        autocast = self.autocast is not None and self.autocast[1] and self.hidden.dtype != torch.float64
+        product = self.autocast[0] if autocast and self.autocast is not None else self.hidden.dtype
+        return self.cast or product
 
     @property
     def device(self) -> torch.device:
         return self.hidden.device
 
     @property
+    def is_cheap(self) -> bool:
+        """Whether there are so few logits that nobody is served by waiting. Not of a head that has to be gathered."""
+        return self.forward.weights is not None and math.prod(self.shape) <= CHEAP
+
+    @property
     def ndim(self) -> int:
-        return self.hidden.ndim
+        return len(self.shape)
 
     def dim(self) -> int:
-        return self.hidden.dim()
+        return len(self.shape)
 
     def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
@@ -93,6 +185,7 @@ class DeferredLogits:
         Raises:
             ConfigError: they cannot be: FSDP2 would not sum the gradient over the ranks.
         """
+        assert not self.stored, "real logits are no longer described by hidden states and head"
         head = self.head if sharded else self.head.whole()
         values = {
             "hidden": self.hidden.flatten(0, -2), "weight": head.weight, "bias": head.bias,
@@ -103,93 +196,160 @@ class DeferredLogits:
         return {prefix + name: value for name, value in values.items()}
 
     def _with(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)
+        """Return another tensor of logits."""
+        return dataclasses.replace(self, memory=_Memory(None), base=None, views=(), **changes)
 
+    def _viewed(self, hidden: Tensor, name: str, *args: Any) -> Self:
+        """Return a view of these logits: `hidden` under the same view."""
+        self.memory.is_viewed = True
+        base = self if self.base is None else self.base
+        return dataclasses.replace(self, hidden=hidden, base=base, views=(*self.views, (name, args)))
+
+    @_of_real_ones_too
     def __mul__(self, factor):
         if not isinstance(factor, Real):
-            return self.compute("multiplication by a tensor") * factor
-        name = "after" if self.capped else "before"
-        return self._with(**{name: getattr(self, name) * float(factor)})
+            return _applied("multiplication by a tensor", operator.mul, (self, factor))
+        return self._with(**self._scaled(float(factor)))
 
     __rmul__ = __mul__
 
+    @_of_real_ones_too
     def __truediv__(self, divisor):
         if not isinstance(divisor, Real):
-            return self.compute("division by a tensor") / divisor
-        return self * (1.0 / float(divisor))
+            return _applied("division by a tensor", operator.truediv, (self, divisor))
+        return self._with(**self._scaled(1.0 / float(divisor)))
 
     mul, div = __mul__, __truediv__
 
-    def tanh(self):
-        return self.compute("a second tanh").tanh() if self.capped else self._with(capped=True)
+    def _scaled(self, factor: float) -> dict[str, float]:
+        name = "after" if self.capped else "before"
+        return {name: getattr(self, name) * factor}
 
+    def mul_(self, factor):
+        """Multiply in place. Without views that would have to see it, the logits stay deferred."""
+        if not isinstance(factor, Real) or self.stored or self.memory.is_viewed:
+            return _applied("mul_", _method("mul_"), (self, factor))
+        for name, value in self._scaled(float(factor)).items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def div_(self, divisor, **how):
+        if not isinstance(divisor, Real) or how:
+            return _applied("div_", _method("div_"), (self, divisor), how)
+        return self.mul_(1.0 / float(divisor))
+
+    __imul__, __itruediv__ = mul_, div_
+
+    @_of_real_ones_too
+    def tanh(self):
+        if self.capped:
+            return _applied("a second tanh", torch.tanh, (self,))
+        return self._with(capped=True)
+
+    @_of_real_ones_too
     def to(self, *args, **kwargs):
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if device is not None and torch.device(device) != self.device:
-            return self.compute("a move to another device").to(*args, **kwargs)
-        return self if dtype is None else self._with(cast=dtype)
+            return _applied("a move to another device", _method("to"), (self, *args), kwargs)
+        return self if dtype in (None, self.dtype) else self._with(cast=dtype)
 
     def float(self):
-        return self._with(cast=torch.float32)
+        return self.to(torch.float32)
 
+    @_of_real_ones_too
     def contiguous(self):
-        return self
+        return self if self.base is None or self.hidden.is_contiguous() else self._with()
 
+    @_of_real_ones_too
     def view(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         *rows, last = shape
         width = self.hidden.shape[-1]
-        if last == self.shape[-1] or (last == -1 and math.prod(rows) * width == self.hidden.numel()):
-            return self._with(hidden=self.hidden.reshape(*rows, width))
-        return self.compute(f"view{shape}").view(shape)
+        if last != self.shape[-1] and not (last == -1 and math.prod(rows) * width == self.hidden.numel()):
+            return _applied(f"view{shape}", _method("view"), (self, *shape))
+        hidden = self.hidden.contiguous() if self.base is None else self.hidden  # what a head returns is contiguous
+        reshaped = hidden.reshape(*rows, width)
+        same = hidden.is_contiguous() or (not torch.compiler.is_compiling() and _shares(reshaped, hidden))
+        return self._viewed(reshaped, "reshape", *shape) if same else self._with(hidden=reshaped)
 
-    reshape = view
+    @_of_real_ones_too
+    def reshape(self, *shape):
+        return self.view(*shape)
 
+    @_of_real_ones_too
     def __getitem__(self, index):
         items = index if isinstance(index, tuple) else (index,)
-        if _spares_last(items, self.ndim):
-            return self._with(hidden=self.hidden[index])
-        return self.compute(f"indexing by {index}")[index]
+        if not _spares_last(items, self.ndim):
+            return _applied(f"indexing by {index}", operator.getitem, (self, index))
+        hidden = self.hidden[index]
+        if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+            return self._viewed(hidden, "__getitem__", index)
+        return self._with(hidden=hidden)  # indices and masks copy
 
     def __setitem__(self, index, value):
-        """Assign in place, as a model does to rule tokens out. This object then holds real logits."""
-        logits = self.compute("assignment to some of them")
-        logits[index] = value
-        real = {"hidden": logits, "project": _as_they_are, "before": 1.0, "capped": False, "after": 1.0, "cast": None}
-        for name, changed in real.items():
-            object.__setattr__(self, name, changed)
+        """Assign in place, as a model does to rule tokens out."""
+        _applied("assignment to some of them", operator.setitem, (self, index, value))
 
     @property
     def stored(self) -> bool:
-        """Whether the logits are computed already, so that hidden states and head no longer describe them."""
-        return self.project is _as_they_are
+        """Whether the logits are real, so that hidden states and head no longer describe them."""
+        return self.memory.value is not None
+
+    def become_real(self, why: str | None = None) -> None:
+        """Compute the tensor that these logits, and all views of it, stand for from now on."""
+        if self.memory.value is None:
+            self.memory.value = (self if self.base is None else self.base).compute(why)
 
     def compute(self, why: str | None = None) -> Tensor:
-        """Return the real logits. `why` names the operation that needs them."""
-        if self.forward.running and not self.stored:
+        """Return the real logits. `why` names the operation that needs them.
+
+        Raises:
+            ConfigError: the weights have changed since the forward.
+        """
+        if self.memory.value is not None:
+            logits = self.memory.value
+            for name, args in self.views:
+                logits = getattr(logits, name)(*args)
+            return logits
+        self.forward.check_weights()
+        if self.forward.running:
             _warn(
                 f"{self.forward.model_name} computes its logits for {why or 'an unknown operation'}: the loss is not "
                 "fused, and the logits of the whole batch are stored."
             )
-        logits = self.project(self.hidden)
-        logits = logits if self.cast is None else logits.to(self.cast)
-        logits = logits if self.before == 1.0 else logits * self.before
-        logits = torch.tanh(logits) if self.capped else logits
-        return logits if self.after == 1.0 else logits * self.after
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else self._as_then():
+            logits = self.project(self.hidden)
+            logits = logits if self.cast is None else logits.to(self.cast)
+            logits = logits if self.before == 1.0 else logits * self.before
+            logits = torch.tanh(logits) if self.capped else logits
+            return logits if self.after == 1.0 else logits * self.after
+
+    @contextlib.contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """Within the context, products run under the autocast of the forward, with gradients if it had them."""
+        grad = torch.is_grad_enabled() if self.grad is None else self.grad
+        with torch.set_grad_enabled(grad), self.autocasting():
+            yield
+
+    def autocasting(self) -> contextlib.AbstractContextManager:
+        """Return the autocast of the forward."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, *self.autocast)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         deferred = _DEFERRED.get(func)
-        if deferred is not None and args and isinstance(args[0], cls):
-            return getattr(args[0], deferred)(*args[1:], **kwargs)
-        name = getattr(func, "__name__", str(func))
-        return func(*_computed(args, name), **{k: _computed(v, name) for k, v in kwargs.items()})
+        if deferred is not None and args and isinstance(args[0], cls) and "out" not in (kwargs or {}):
+            return getattr(args[0], deferred)(*args[1:], **(kwargs or {}))
+        return _applied(getattr(func, "__name__", str(func)), func, args, kwargs or {})
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.compute(f".{name}"), name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"logits have no attribute {name!r}")
+        if callable(getattr(Tensor, name)):
+            return functools.partial(_applied_method, self, name)
+        return _applied(f".{name}", operator.attrgetter(name), (self,))
 
 
 _DEFERRED = {
@@ -203,29 +363,102 @@ def _warn(message: str) -> None:
     warnings.warn(message, MaterializedLogitsWarning, stacklevel=4)
 
 
-def _as_they_are(logits: Tensor) -> Tensor:
-    return logits
+def _method(name: str) -> Callable:
+    def call(self, *args, **kwargs):
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+def _applied_method(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any:
+    return _applied(f".{name}", _method(name), (logits, *args), kwargs)
+
+
+def _applied(why: str, function: Callable, args: tuple, kwargs: Any = None) -> Any:
+    """Apply a function to real logits. They stay real where it wrote into them, or returned memory of theirs."""
+    found: list[DeferredLogits] = []
+    _find((args, kwargs), found)
+    compiling = torch.compiler.is_compiling()  # so memory cannot be looked at
+    for logits in found if compiling else ():
+        logits.become_real(why)
+    real = {id(logits): logits.compute(why) for logits in found}
+    if compiling:
+        return function(*_exchanged(args, real), **_exchanged(kwargs or {}, real))
+    versions = {key: _version(value) for key, value in real.items()}
+    result = function(*_exchanged(args, real), **_exchanged(kwargs or {}, real))
+    touched = [
+        logits for logits in found
+        if not logits.stored and (
+            _version(real[id(logits)]) != versions[id(logits)] or _shares(result, real[id(logits)])
+        )
+    ]  # fmt: skip
+    for logits in touched:
+        if logits.base is None:
+            logits.memory.value = real[id(logits)]
+    parts = [logits for logits in touched if not logits.stored]
+    for logits in parts:
+        logits.become_real()
+    return _applied(why, function, args, kwargs) if parts else result  # again, on views of the whole
+
+
+def _find(value: Any, found: list[DeferredLogits]) -> None:
+    if isinstance(value, DeferredLogits):
+        found.append(value)
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _find(item, found)
+
+
+def _exchanged(value: Any, real: dict[int, Tensor]) -> Any:
+    if isinstance(value, DeferredLogits):
+        return real[id(value)]
+    if isinstance(value, dict):
+        return {key: _exchanged(item, real) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        items = (_exchanged(item, real) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+_WITHOUT_MEMORY = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _shares(result: Any, tensor: Tensor) -> bool:
+    """Whether a result holds memory of a tensor, as far as can be seen: what is not known to have none, has."""
+    if isinstance(result, (torch.Size, torch.Generator)):
+        return False
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            if torch._C._is_alias_of(leaf, tensor):  # pyright: ignore[reportAttributeAccessIssue]
+                return True
+        elif not isinstance(leaf, _WITHOUT_MEMORY):
+            return True
+    return False
 
 
 def _operator(name: str):
     def compute_and_apply(self, *args):
-        return getattr(self.compute(name), name)(*args)
+        return _applied(name, _method(name), (self, *args))
 
     return compute_and_apply
 
 
+# Python looks operators up on the class, not through __getattr__.
 for _name in (
-    "add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "lt", "le", "gt", "ge", "eq", "ne", "matmul", "len", "iter",
+    "add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "rpow", "lt", "le", "gt", "ge", "eq", "ne", "matmul",
+    "rmatmul", "len", "iter", "iadd", "isub", "ipow", "ifloordiv", "floordiv", "rfloordiv", "mod", "rmod", "abs", "pos",
+    "bool", "float", "int", "contains", "invert",
 ):  # fmt: skip
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _computed(value: Any, name: str) -> Any:
-    if isinstance(value, DeferredLogits):
-        return value.compute(name)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_computed(item, name) for item in value)
-    return value
+def settled(logits: Any) -> Any:
+    """Return logits that have become real as the tensor that they are; all others as they come."""
+    return logits.compute() if isinstance(logits, DeferredLogits) and logits.stored else logits
 
 
 def _spares_last(items: tuple, ndim: int) -> bool:
@@ -243,7 +476,7 @@ def _spares_last(items: tuple, ndim: int) -> bool:
 
 @contextlib.contextmanager
 def deferred_logits(
-    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits
+    model: nn.Module, *, outlive: bool = False, make: Callable[..., DeferredLogits] = DeferredLogits.of
 ) -> Iterator[Forward]:
     """Within the context, the output head of `model` returns `DeferredLogits`.
 
@@ -255,7 +488,7 @@ def deferred_logits(
         make: makes them of the fields of `DeferredLogits` without defaults, in order.
     """
     module = output_module(model)
-    state, shards = Forward(type(model).__name__), ShardedHead.of(module)
+    state, shards, checkpoints = Forward(type(model).__name__), ShardedHead.of(module), Checkpoints()
     if shards is not None:
         with _deferred_on_ranks(shards, state):
             yield state
@@ -267,7 +500,9 @@ def deferred_logits(
         return
     assert module is not None
     partitioned = any(map(is_partitioned, module.parameters()))
-    project = functools.partial(_project_gathered, module, module.forward) if partitioned else module.forward
+    own_forward: Callable[..., Tensor] = without_replacement(module.forward)
+    if partitioned:
+        own_forward = functools.partial(_project_gathered, module, own_forward)
     early = read(module) if outlive and not partitioned else None
 
     def forward(hidden: Tensor, **kwargs):
@@ -278,22 +513,37 @@ def deferred_logits(
         elif head is None:
             gather(module, model)
             head = read(module)
+        if not isinstance(head, str) and checkpoints.began():
+            head = "the model checkpoints its output head, which the backward computes again outside of this pass"
         if isinstance(head, str):
             state.obstacle = head
-            return project(hidden, **kwargs)
+            return own_forward(hidden, **kwargs)
+        project = own_forward
+        if not partitioned:  # whose weights are gathered for a call
+            project = functools.partial(_product, head)
+            state.watch(functools.partial(_state_of, module, head))
         if not kwargs:
             return make(hidden, head, project, state)
-        with_kwargs = functools.partial(project, **kwargs)
-        return DeferredLogits(hidden, head, with_kwargs, state).compute(
-            f"an output head called with {', '.join(kwargs)}"
-        )
+        with_kwargs = functools.partial(own_forward, **kwargs)
+        return make(hidden, head, with_kwargs, state).compute(f"an output head called with {', '.join(kwargs)}")
 
-    module.forward = forward  # type: ignore[method-assign]
     try:
-        yield state
+        with replaced_in_this_thread(module, "forward", forward, own_forward):
+            yield state
     finally:
-        vars(module).pop("forward")  # torch.compile traces a `del` wrongly where the class has the name too
         state.running = False
+
+
+def _product(head: Head, hidden: Tensor) -> Tensor:
+    """Compute what a head did when it was read: adapters may be switched, or replaced, since."""
+    return lora_linear_reference(hidden, head.weight, head.bias, head.lora)  # pyright: ignore[reportArgumentType]
+
+
+def _state_of(module: nn.Module, head: Head) -> Any:
+    """Return what changes when somebody writes into the weights of a head, or puts others in their place."""
+    tensors = [head.weight, *(() if head.bias is None else (head.bias,)), *(x for lora in head.lora for x in lora[:2])]
+    merged = [list(m.merged_adapters) for m in module.modules() if hasattr(m, "merged_adapters")]  # PEFT writes `.data`
+    return merged, [(_version(x), x.data_ptr(), x.dtype) for x in tensors]
 
 
 def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:
@@ -305,7 +555,7 @@ def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden:
 @contextlib.contextmanager
 def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
     """Within the context, a head whose rows lie on ranks returns `DeferredLogits` of this rank's rows."""
-    module, replaced = shards.module, vars(shards.module).get("forward")
+    module, replaced = shards.module, own_attribute(shards.module, "forward")
     project = replaced or shards.project  # that of tensor parallelism gathers logits itself
 
     def forward(hidden: Tensor, **kwargs):
@@ -316,76 +566,11 @@ def _deferred_on_ranks(shards: ShardedHead, state: Forward) -> Iterator[None]:
             )
         hidden = shards.inputs(hidden)
         head = Head(*shards.rows(), parallel=shards.parallel, gather=shards.whole)
-        return DeferredLogits(hidden, head, project, state)
+        return DeferredLogits.of(hidden, head, project, state)
 
-    module.forward = forward
+    before = without_replacement(module.forward)
     try:
-        with shards.without_gathering():
+        with replaced_in_this_thread(module, "forward", forward, before), shards.without_gathering():
             yield
     finally:
-        vars(module).pop("forward")
-        if replaced is not None:
-            module.forward = replaced
         state.running = False
-
-
-# These describe a tensor without reading it. `.T`, `.data` and the like are views and reach __torch_dispatch__.
-_DESCRIBES = {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.element_size, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip
-
-
-class LazyLogits(Tensor):
-    """(..., V) logits with the shape, dtype and device that they will have. Any operation computes them first."""
-
-    _real: functools.partial
-
-    @staticmethod
-    @torch.compiler.disable(reason="logits that may never be read are made outside of a graph")
-    def of(deferred: DeferredLogits) -> "LazyLogits":
-        """Return logits that will be computed as they would be now: without gradient, under the present autocast."""
-        lazy = Tensor._make_wrapper_subclass(LazyLogits, deferred.shape, dtype=deferred.dtype, device=deferred.device)
-        kind = deferred.device.type
-        autocast = functools.partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        )
-        lazy._real = functools.partial(_compute, deferred, autocast)
-        return lazy
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _DESCRIBES or getattr(func, "__name__", "") in ("__get__", "__set__"):
-            with torch._C.DisableTorchFunctionSubclass():  # whose result is not made a LazyLogits again
-                return func(*args, **(kwargs or {}))
-        dtype = _cast_of(func, args, kwargs)
-        if dtype is not None:  # mixed precision casts what a model returns, read or not
-            return args[0] if args[0].dtype == dtype else args[0]._cast(dtype)
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
-
-    def _cast(self, dtype: torch.dtype) -> "LazyLogits":
-        deferred, autocast = self._real.args
-        lazy = LazyLogits.of(deferred.to(dtype))
-        lazy._real = functools.partial(_compute, deferred.to(dtype), autocast)
-        return lazy
-
-
-def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype that a call casts logits to, if it does nothing else: `x.float()` or `x.to(dtype)`."""
-    if func is Tensor.float:
-        return torch.float32
-    alone = func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits)
-    return args[1] if alone and isinstance(args[1], torch.dtype) and args[1].is_floating_point else None
-
-
-def _compute(deferred: DeferredLogits, autocast: Any) -> Tensor:
-    with torch.no_grad(), autocast():
-        return deferred.compute().to(deferred.dtype)
-
-
-def _real(value: Any) -> Any:
-    return value._real() if isinstance(value, LazyLogits) else value

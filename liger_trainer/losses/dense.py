@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_divergence import distillation_reference, linear_divergence
-from .deferred_logits import DeferredLogits
+from .deferred_logits import DeferredLogits, settled
 from .spec import IGNORE_INDEX, BatchTargets, Distillation, Logits, LossOptions
 from .teacher_answer import BatchLoss, TeacherAnswer
 
@@ -78,4 +78,4 @@ def stored(logits: Logits) -> Tensor:
 
 def answer_of(teacher: Logits | TeacherAnswer) -> TeacherAnswer:
     """Return the answer that a teacher gave. Plain logits are a dense one."""
-    return teacher if isinstance(teacher, TeacherAnswer) else DenseAnswer(teacher)
+    return teacher if isinstance(teacher, TeacherAnswer) else DenseAnswer(settled(teacher))

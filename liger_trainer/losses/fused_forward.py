@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .cross_entropy import cross_entropy_loss
-from .deferred_logits import DeferredLogits, LazyLogits, deferred_logits
+from .deferred_logits import Checkpoints, DeferredLogits, deferred_logits, settled
 from .dense import answer_of
 from .hidden_states import HiddenPass
+from .lazy_logits import LazyLogits
 from .model_parts import need_head
 from .sharded_heads import share_rows
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
@@ -156,16 +158,10 @@ def _without_cross_entropy(options: LossOptions) -> LossOptions:
 @contextlib.contextmanager
 def _as_loss_function(model: Any, loss: "LossOfOneForward") -> Iterator[None]:
     """Within the context, `loss` is the model's loss function."""
-    set_on_model = getattr(model, "_loss_function", None)
-    if set_on_model is not None:  # perhaps since the fused loss was put on the model
+    if own_attribute(model, "_loss_function") is not None:  # perhaps since the fused loss was put on the model
         check_loss(model)
-    model.loss_function = loss
-    try:
+    with replaced_in_this_thread(model, "_loss_function", loss, ForCausalLMLoss):
         yield
-    finally:
-        del model._loss_function
-        if set_on_model is not None:
-            model._loss_function = set_on_model
 
 
 class LossCall(NamedTuple):
@@ -195,19 +191,21 @@ class LossOfOneForward:
         self._model_name, self._targets, self._options, self._hidden = model_name, targets, options, hidden
         self._answer = None if teacher is None else answer_of(teacher).for_targets(targets)
         self._calls: list[LossCall] = []
+        self._checkpoints, self._is_checkpointed = Checkpoints(), False
 
     def __call__(
         self, logits: Logits, labels: Tensor | None = None, vocab_size: int | None = None,
         num_items_in_batch: float | Tensor | None = None, ignore_index: int = IGNORE_INDEX,
-        shift_labels: Tensor | None = None, **_,
+        shift_labels: Tensor | None = None, **others,
     ) -> Tensor:  # fmt: skip
-        if isinstance(logits, DeferredLogits) and logits.stored:
-            logits = logits.compute()
-        targets = self._targets
+        if self._checkpoints.began():
+            self._check_plain(num_items_in_batch)
+            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)  # pyright: ignore[reportArgumentType]
+        logits, targets = settled(logits), self._targets
+        num_items = targets.num_items if num_items_in_batch is None else num_items_in_batch
         if ignore_index != IGNORE_INDEX or not targets.made_of(labels, shift_labels):
-            num_items = num_items_in_batch if targets.num_items is None else targets.num_items
             targets = self._beside_answer(BatchTargets.of(labels, shift_labels, num_items, ignore_index), logits)
-        targets = targets.to(logits.device)
+        targets = targets.to(logits.device).divided_by(num_items)
         check_lengths(targets, logits, *([] if self._answer is None else [self._answer]))
         if self._answer is None:
             result = cross_entropy_loss(logits, targets, self._options)
@@ -219,6 +217,18 @@ class LossOfOneForward:
         value = result.loss.clone()  # mixtures of experts add their auxiliary loss in place
         self._calls.append(LossCall(result, targets, value))
         return value
+
+    def _check_plain(self, num_items: Any) -> None:
+        """Raise ConfigError unless the loss is the one that the backward of a checkpoint will find in its place."""
+        self._is_checkpointed = True
+        asked = self._answer is not None or self._hidden is not None or self._targets.weights is not None
+        undivided = num_items is None and self._targets.num_items is not None
+        if asked or undivided or replace(self._options, distillation=None) != LossOptions():
+            raise ConfigError(
+                f"{self._model_name} computes its loss inside of a checkpoint, which computes it again in the backward "
+                "as the plain cross-entropy. A teacher, weights, label smoothing, DFT or a divisor that the model does "
+                "not hand on cannot be part of it: take the checkpoint off the loss."
+            )
 
     def _beside_answer(self, made: BatchTargets, logits: Logits) -> BatchTargets:
         """Return targets that the model made, if they can be compared with the teacher's answer.
@@ -250,6 +260,11 @@ class LossOfOneForward:
         Raises:
             ConfigError: the model did not call its loss function, or its loss has other parts than this one.
         """
+        if self._is_checkpointed:
+            raise ConfigError(
+                f"{self._model_name} computes its loss inside of a checkpoint, so there are no values for each token. "
+                "Take the checkpoint off the loss, or train with transformers' Trainer."
+            )
         if not self._calls:
             raise ConfigError(f"{self._model_name} does not compute its loss through `loss_function`.")
         call = self._calls[-1]
@@ -299,8 +314,9 @@ def _without_trl_head(forward: Any) -> Callable | None:
 
 def check_loss(model: Any) -> None:
     """Raise ConfigError where replacing the model's loss would change the objective."""
-    if model.loss_function is not ForCausalLMLoss:
-        name = getattr(model.loss_function, "__name__", "unnamed")
+    function = without_replacement(model.loss_function)
+    if function is not ForCausalLMLoss:
+        name = getattr(function, "__name__", "unnamed")
         raise ConfigError(
             f"{type(model).__name__} has a loss of its own ({name}); the fused losses replace the causal-LM "
             "cross-entropy only."
@@ -308,20 +324,30 @@ def check_loss(model: Any) -> None:
 
 
 def _with_readable_logits(outputs: Any, skip: bool) -> Any:
-    """Drop logits that nobody will read (`skip`). Without gradients, return them as a tensor that loops can gather."""
+    """Make logits a tensor where that costs little: see `_readable`.
+
+    Args:
+        skip: nobody is expected to read them. With gradients they are dropped, without they are computed if need be.
+    """
+    drop = skip and torch.is_grad_enabled()
     if isinstance(outputs, tuple):
-        kept = (x for x in outputs if not (skip and isinstance(x, DeferredLogits)))
-        return tuple(_readable(x) for x in kept)
-    if skip:
+        return tuple(_readable(x, skip) for x in outputs if not (drop and isinstance(x, DeferredLogits)))
+    if drop:
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
     if isinstance(outputs.get("logits"), DeferredLogits):
-        outputs["logits"] = _readable(outputs["logits"])
+        outputs["logits"] = _readable(outputs["logits"], skip)
     return outputs
 
 
-def _readable(value: Any) -> Any:
-    lazy = isinstance(value, DeferredLogits) and not torch.is_grad_enabled()
-    return LazyLogits.of(value) if lazy else value
+def _readable(value: Any, skip: bool) -> Any:
+    """Return logits that are real already, or are few and without gradient, as that tensor; others without gradient as
+    one that fills itself, which loops can gather."""
+    if not isinstance(value, DeferredLogits) or (torch.is_grad_enabled() and not value.stored):
+        return value
+    if value.stored or (not skip and value.is_cheap):
+        value.become_real()
+        return value.compute()
+    return LazyLogits.of(value)
 
 
 @torch.compiler.assume_constant_result  # warns when a graph is traced, and no part of it

@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..common.hooks import is_hooked_by_others
+from ..common.replacements import own_attribute
 from ..common.zero3 import is_needed_in, is_partitioned, need_in, shape_of
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
@@ -65,7 +68,7 @@ def reader_of(module: nn.Module | None) -> Reader | str:
     """Return the function that reads the head of such a module, or in words why it cannot be replaced."""
     if module is None:
         return "the model has no output embeddings"
-    if "forward" in vars(module):
+    if own_attribute(module, "forward") is not None:
         return f"the forward of its output head ({type(module).__name__}) has been replaced"
     if module._backward_hooks or module._backward_pre_hooks:
         return f"its output head ({type(module).__name__}) has backward hooks, which need the gradient of its logits"
@@ -118,7 +121,16 @@ def _of_linear(module: Any) -> Head | str:
     weight, bias = module.weight, module.bias
     if not weight.is_floating_point():
         return f"the weight of its output head ({type(module).__name__}) is not a floating-point matrix"
+    special = next((x for x in (weight, module.bias) if x is not None and not _is_plain(x)), None)
+    if special is not None:
+        return f"its output head ({type(module).__name__}) holds a {type(special).__name__}, which is no plain matrix"
     return Head(_whole(weight), None if bias is None else _whole(bias))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds a tensor as it is, in this process or, sharded, in several: no quantised or packed one."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, FakeTensor)
 
 
 def _of_wrapper(module: Any) -> Head | str:
@@ -163,6 +175,8 @@ def _adapter(module: Any, name: str) -> Lora | str:
         return f"is more than plain LoRA ({type(variant).__name__})"
     if any("forward" in vars(m) or type(m).forward is not nn.Linear.forward for m in (a, b)):
         return "has layers that do more than a linear map"
+    if not (_is_plain(a.weight) and _is_plain(b.weight)):
+        return "has weights that are no plain matrices"
     if any(is_hooked_by_others(m) for m in (a, b, dropout)):
         return "has hooks on its layers, which would not be called"
     if type(dropout) not in (nn.Dropout, nn.Identity):

@@ -5,7 +5,6 @@ them for log-probabilities, cross-entropy and a mean, all of which the fused ops
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +22,9 @@ from .deferred_logits import DeferredLogits, Forward, deferred_logits
 class ScoredLogits(DeferredLogits):
     """(..., V) logits that answer for losses on them. See the top of this file."""
 
-    autocast: Any = contextlib.nullcontext  # makes a context: what products ran under in the forward
-
-    @classmethod
-    def of(cls, hidden: Tensor, *rest: Any) -> "ScoredLogits":
-        kind = hidden.device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return cls(hidden, *rest, autocast=functools.partial(torch.autocast, kind, dtype, enabled))
-
-    def compute(self, why: str | None = None) -> Tensor:
-        with self.autocast():
-            return super().compute(why)
-
     def log_probs(self, labels: Tensor, **options: Any) -> LogProbs:
         """Return the values of labels (...), in their shape. options: of `linear_log_probs`."""
-        with self.autocast():
+        with self.autocasting():
             values = linear_log_probs(**self.operands(), labels=labels.reshape(-1), **options)
         return LogProbs(*(None if x is None else x.view(labels.shape) for x in values))  # pyright: ignore[reportArgumentType]
 
@@ -53,7 +40,7 @@ class ScoredLogits(DeferredLogits):
                 logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
         num_items = None if reduction == "mean" else 1
-        with self.autocast():
+        with self.autocasting():
             return linear_cross_entropy(
                 **self.operands(), labels=target, num_items=num_items, ignore_index=ignore_index,
                 label_smoothing=label_smoothing,

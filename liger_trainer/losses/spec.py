@@ -112,6 +112,12 @@ class BatchTargets:
         weights = None if self.weights is None else self.weights.to(device)
         return replace(self, labels=flat, rows=_selection(flat, self.num_items), weights=weights)
 
+    def divided_by(self, num_items: float | Tensor | None) -> "BatchTargets":
+        """Return the targets with another divisor of the loss."""
+        if num_items is self.num_items:
+            return self
+        return replace(self, num_items=num_items, rows=_selection(self.labels, num_items))
+
     def only(self, taught: Tensor) -> "BatchTargets":
         """Return the targets at the positions `taught` (batch, length), with the divisor of all of them."""
         num_items = self.num_items

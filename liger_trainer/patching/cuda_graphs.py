@@ -8,6 +8,7 @@ is.
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class GraphedLayers:
         self._graphs: dict[Any, list[LayerGraph]] = {}
         self._recorder: Recorder | None = None
         self._pass: _Noting | _Replaying | None = None
+        self._thread: int | None = None  # the first that called: all graphs have one memory, so no other has any
         self._turn: weakref.ref[Turn] | None = None
         self._weights: tuple[Any, ...] = ()
         self._gradient_addresses: set[int] = set()
@@ -92,6 +94,8 @@ class GraphedLayers:
         plain = functools.partial(type(layer).forward, layer)
         if layer is not self.layers[index] or not self._applies(layer):
             return plain(*args, **kwargs)
+        if self._thread is None:
+            self._thread = threading.get_ident()
         if index == 0:
             self._pass = self._begin(args, kwargs)
         current = self._pass
@@ -106,6 +110,7 @@ class GraphedLayers:
             and torch.is_grad_enabled() is self._trained is layer.training
             and not torch.compiler.is_compiling()
             and torch._C._current_graph_task_id() == -1
+            and self._thread in (None, threading.get_ident())
         )
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> "_Noting | _Replaying | None":

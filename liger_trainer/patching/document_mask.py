@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from ..common.replacements import replaced_in_this_thread
 from ..errors import ConfigError
 from ..kernels.document_attention import document_bounds
 
@@ -47,13 +48,11 @@ def documents_come_along(come: bool = True) -> Iterator[None]:
 
     Then transformers need not look at the positions whether they do, which waits for the device.
     """
-    before = masking_utils.find_packed_sequence_indices
-    if come:
-        masking_utils.find_packed_sequence_indices = numbers_of_documents
-    try:
+    name = "find_packed_sequence_indices"
+    former = getattr(masking_utils, name)
+    replaced = replaced_in_this_thread(masking_utils, name, numbers_of_documents, former)
+    with replaced if come else contextlib.nullcontext():
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
 
 
 def numbers_of_documents(position_ids: Tensor) -> Tensor:

@@ -19,7 +19,17 @@ from ..kernels.types import Gate
 from ..modules.projections import gated
 from . import structure
 from .clamps import Clamp, clamps_of
-from .mlps import CASES, GATED, INNER, LAYOUTS, OPTIONS, PACKED, calls_other_children, random_rows
+from .mlps import (
+    CASES,
+    GATED,
+    INNER,
+    LAYOUTS,
+    OPTIONS,
+    PACKED,
+    calls_other_children,
+    note_activations,
+    random_rows,
+)  # fmt: skip
 from .options import PatchOptions, PatchReport
 
 
@@ -57,6 +67,7 @@ def patch_experts(model: nn.Module, options: PatchOptions, replacements: Replace
         if isinstance(rule, str):
             report.leave(type(module).__name__, rule)
         elif getattr(options, OPTIONS[GATED[rule.activation]]):
+            note_activations(module, replacements)
             replacements.set(module, "_apply_gate", types.MethodType(_apply_gate(rule), module))
             report.swap(rule.kind)
 

@@ -10,6 +10,7 @@ plain nn.Linear. Stacked experts are in experts.py.
 
 import functools
 import itertools
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 }
 PACKED = ("gate first", "up first")
 RULE = "_liger_trainer_mlp"  # the attribute of an MLP that one op may compute: its rule
+PROVED = "_liger_trainer_proved"  # the attribute with the activations, by name, that a module had when it was proved
 REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see remade_mlps.py
 KEPT = (
     "memory: a {} keeps gate and up, since its layers cannot be computed as one op as they are called: they have "
@@ -116,6 +118,7 @@ def patch_mlps(model: nn.Module, options: PatchOptions, replacements: Replacemen
             report.leave(type(module).__name__, rule)
         elif getattr(options, OPTIONS[rule.kind]):
             lora = options.lora and rule.is_one_op
+            note_activations(module, replacements, {*rule.first, rule.down})
             replacements.forward(module, mlp_forward(rule, lora))
             if rule.is_one_op:
                 replacements.set(module, RULE, rule)
@@ -150,12 +153,25 @@ def _remade(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
     return gated_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], activation=activation)
 
 
+def note_activations(module: nn.Module, replacements: Replacements, linear_layers: Collection[str] = ()) -> None:
+    """Note what a module, which was proved with it, calls beside its linear layers."""
+    children = {name: child for name, child in module._modules.items() if name not in linear_layers}
+    functions = {
+        name: value for name, value in vars(module).items()
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and "forward" not in name
+    }  # fmt: skip
+    replacements.set(module, PROVED, {**children, **functions})
+
+
 def calls_other_children(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:
-    """Whether hooks, or a new forward, make a difference on a child that our forward does not call: the activation."""
+    """Whether a child that our forward does not call, the activation, makes a difference: it has hooks or a new
+    forward, or is another one than when the module was proved."""
     for name, child in module._modules.items():
         if name not in linear_layers and child is not None and any(is_called(m) for m in child.modules()):
             return True
-    return False
+    own, children = vars(module), module._modules
+    proved = own.get(PROVED, {})
+    return any((children[name] if name in children else own.get(name)) is not proved[name] for name in proved)
 
 
 def looks_like_an_mlp(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import dis
 import functools
 import inspect
 import types
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .options import PatchOptions, PatchReport
 KIND = "placeholders"
 _METHOD = "get_placeholder_mask"
 _COPIES: Any = WeakIdKeyDictionary()
-_IDS = "_liger_ids"  # (the ids, the same on the host), while a forward runs
+_IDS: ContextVar[tuple[Any, Any]] = ContextVar("ids", default=(None, None))  # and the same on the host, in a forward
 
 
 def patch_placeholders(
@@ -70,11 +71,11 @@ def counting_forward(module: Any, *inputs: Any, **named: Any) -> Any:
     images = any(value is not None for name, value in named.items() if name.startswith("pixel_values"))
     if not images or ids is None or not _is_far(ids) or torch.compiler.is_compiling():
         return forward(module, *inputs, **named)
-    vars(module)[_IDS] = (ids, _on_host(ids))
+    before = _IDS.set((ids, _on_host(ids)))
     try:
         return forward(module, *inputs, **named)
     finally:
-        del vars(module)[_IDS]
+        _IDS.reset(before)
 
 
 def _on_host(ids: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def _is_far(ids: Tensor) -> bool:
 
 
 def _placeholder_mask(module: Any, input_ids: Any, inputs_embeds: Tensor, *features: Any, **named: Any) -> Any:
-    ids, on_host = vars(module).get(_IDS, (None, None))
+    ids, on_host = (None, None) if torch.compiler.is_compiling() else _IDS.get()
     method = getattr(type(module), _METHOD)
     if on_host is None or ids is not input_ids:
         return method(module, input_ids, inputs_embeds, *features, **named)

@@ -6,7 +6,9 @@ this call is checked by the tensor's identity.
 """
 
 import ast
+import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,14 +24,23 @@ _CONDITIONAL = (
 )  # fmt: skip
 
 
-class SharedInput:
-    """Layers that are called with one tensor in each pass, in the order of their calls."""
+class SharedInput(threading.local):
+    """Layers that are called with one tensor in each pass, in the order of their calls.
+
+    Each thread that calls them has what waits for itself.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]):
-        self.layers = list(layers)
+        self.layers = layers  # the same list in every thread, each of which runs this
         self._x: Tensor | None = None
         self._version = 0
         self._waiting: dict[int, Tensor] = {}  # by index of the layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
+        layers: list[nn.Module] = []
+        memo[id(self)] = clone = SharedInput(layers)  # before the layers, which hold their group
+        layers.extend(copy.deepcopy(layer, memo) for layer in self.layers)
+        return clone
 
     def output(self, layer: nn.Module, x: Tensor, compute: Callable[[Sequence[nn.Module]], Any]) -> Tensor | None:
         """Return a layer's output, or None if it has to be computed alone.
@@ -45,8 +56,8 @@ class SharedInput:
             if outputs is None:
                 return None
             self._waiting = dict(enumerate(outputs))
-            self._x, self._version = x, x._version
-        if self._x is not x or self._version != x._version:
+            self._x, self._version = x, _version(x)
+        if self._x is not x or self._version != _version(x):
             return None
         output = self._waiting.pop(index, None)
         if not self._waiting:
@@ -55,6 +66,11 @@ class SharedInput:
 
     def _forget(self) -> None:
         self._x, self._waiting = None, {}
+
+
+def _version(x: Tensor) -> int:
+    """Return what changes when x is written into. In torch.inference_mode nothing is counted."""
+    return 0 if x.is_inference() else x._version
 
 
 def layers_of_one_input(module: nn.Module) -> list[list[str]]:

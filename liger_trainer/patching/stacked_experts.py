@@ -30,7 +30,7 @@ from ..kernels.lora_experts import StackedProjection, lora_experts, lora_experts
 from ..modules.projections import WEIGHTS, is_plain
 from . import structure
 from .experts import GateRule, prove_gate
-from .mlps import calls_other_children
+from .mlps import calls_other_children, note_activations
 from .options import PatchOptions, PatchReport
 
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -82,6 +82,7 @@ def patch_stacked_experts(
             continue
         for wrapper in chain[1:-1]:
             replacements.claim(wrapper)
+        note_activations(chain[-1], replacements)
         replacements.forward(module, stacked_forward(rule))
         report.swap("LoRA experts" if wrapped else "frozen experts")
         report.left_alone.pop(type(chain[-1]).__name__, None)  # as a gate that nobody calls now

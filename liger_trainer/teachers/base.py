@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..common.console import announce
 from ..errors import ConfigError
-from ..losses.deferred_logits import DeferredLogits, deferred_logits
+from ..losses.deferred_logits import DeferredLogits, deferred_logits, settled
 from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
 from ..patching.document_leaks import PackedRows, read_packed_rows
@@ -189,4 +189,4 @@ def teacher_logits(call: Callable[..., Any], base: Any, *args: Any, **inputs: An
             "Have the data collator add decoder_input_ids to the batch: both models then read the same."
         )
     with torch.no_grad(), deferred_logits(base, outlive=True):
-        return call(*args, **inputs).logits
+        return settled(call(*args, **inputs).logits)
