@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
@@ -542,8 +543,8 @@ def _product(head: Head, hidden: Tensor) -> Tensor:
 def _state_of(module: nn.Module, head: Head) -> Any:
     """Return what changes when somebody writes into the weights of a head, or puts others in their place."""
     tensors = [head.weight, *(() if head.bias is None else (head.bias,)), *(x for lora in head.lora for x in lora[:2])]
-    merged = [list(m.merged_adapters) for m in module.modules() if hasattr(m, "merged_adapters")]  # PEFT writes `.data`
-    return merged, [(_version(x), x.data_ptr(), x.dtype) for x in tensors]
+    merged = [tuple(getattr(m, "merged_adapters", ())) for m in module.modules()]  # PEFT writes into `.data`
+    return merged, [(_version(x), None if isinstance(x, FakeTensor) else x.data_ptr(), x.dtype) for x in tensors]
 
 
 def _project_gathered(module: nn.Module, project: Callable[..., Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:

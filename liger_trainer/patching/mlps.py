@@ -44,7 +44,6 @@ LAYOUTS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 }
 PACKED = ("gate first", "up first")
 RULE = "_liger_trainer_mlp"  # the attribute of an MLP that one op may compute: its rule
-PROVED = "_liger_trainer_proved"  # the attribute with the activations, by name, that a module had when it was proved
 REMADE = "_liger_trainer_remade"  # the attribute of one that makes gate(x) and up(x) again: see remade_mlps.py
 KEPT = (
     "memory: a {} keeps gate and up, since its layers cannot be computed as one op as they are called: they have "
@@ -160,7 +159,7 @@ def note_activations(module: nn.Module, replacements: Replacements, linear_layer
         name: value for name, value in vars(module).items()
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and "forward" not in name
     }  # fmt: skip
-    replacements.set(module, PROVED, {**children, **functions})
+    replacements.set(module, structure.PROVED, {**children, **functions})
 
 
 def calls_other_children(module: nn.Module, linear_layers: Collection[str] = ()) -> bool:
@@ -170,7 +169,7 @@ def calls_other_children(module: nn.Module, linear_layers: Collection[str] = ())
         if name not in linear_layers and child is not None and any(is_called(m) for m in child.modules()):
             return True
     own, children = vars(module), module._modules
-    proved = own.get(PROVED, {})
+    proved = own.get(structure.PROVED, {})
     return any((children[name] if name in children else own.get(name)) is not proved[name] for name in proved)
 
 

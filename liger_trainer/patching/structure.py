@@ -24,6 +24,7 @@ from ..common.zero3 import is_missing, shape_of
 
 Rule = TypeVar("Rule")
 
+PROVED = "_liger_trainer_proved"  # the attribute with the activations, by name, that a module had when it was proved
 _BARE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -129,7 +130,8 @@ def miniature(
     Children that are not given must have no tensors: they become miniatures themselves.
     """
     copy = object.__new__(type(module))  # no constructor: it would draw full-size weights
-    vars(copy).update({k: v for k, v in vars(module).items() if k not in ("forward", "_old_forward", "_hf_hook")})
+    ours = ("forward", "_old_forward", "_hf_hook", PROVED)
+    vars(copy).update({k: v for k, v in vars(module).items() if k not in ours})
     vars(copy).update(vars(nn.Module()), training=training)
     copy._parameters.update(dict.fromkeys(module._parameters))
     copy._buffers.update(dict.fromkeys(module._buffers))

@@ -11,13 +11,14 @@ def chains():
 
 
 @pytest.mark.parametrize("name, loss", [("fine-tuning", "cross_entropy.py"), ("distillation", "dense.py")])
-def test_from_the_forward_to_the_op_there_are_four_functions_in_two_files(chains, name, loss):
+def test_from_the_forward_to_the_op_there_are_five_functions_in_three_files(chains, name, loss):
     ours = [step for step in chains[name] if step.file.startswith("liger_trainer/")]
-    assert len(ours) == 4
-    assert {step.file for step in ours} == {"liger_trainer/losses/fused_forward.py", f"liger_trainer/losses/{loss}"}
+    assert len(ours) == 5
+    files = {"losses/fused_forward.py", "common/replacements.py", f"losses/{loss}"}
+    assert {step.file for step in ours} == {f"liger_trainer/{file}" for file in files}
 
 
 @pytest.mark.parametrize("name", ["fine-tuning", "distillation"])
-def test_from_the_forward_to_the_row_kernel_there_are_eight_functions_in_five_files(chains, name):
-    assert len(chains[name]) == 8
-    assert len({step.file for step in chains[name]}) == 5
+def test_from_the_forward_to_the_row_kernel_there_are_nine_functions_in_six_files(chains, name):
+    assert len(chains[name]) == 9
+    assert len({step.file for step in chains[name]}) == 6

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import (
     VOCAB,
@@ -16,8 +17,10 @@ from tiny import (
 )
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
+from liger_trainer.losses import deferred_logits as deferred
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.model_parts import Head, gather
@@ -361,3 +364,187 @@ def test_a_head_that_zero3_frees_before_the_loss_is_refused():
     head.weight.ds_id = 0  # as DeepSpeed marks it
     with pytest.raises(ConfigError, match="ZeRO-3 gathers weight of the output head .* patched before DeepSpeed was"):
         gather(head, nn.Sequential(head))
+
+
+# Writing into logits: each function changes what it gets, or a view or a copy of it.
+
+
+def _view_first(x):
+    shifted, flat = x[:, 1:], x.view(-1, V)
+    x.mul_(2.0)
+    shifted.add_(1.0)
+    flat[0] = 3.0
+
+
+def _other_name(x):
+    other = x
+    other += 1.0
+    other *= 2.0
+
+
+def _copies(x):
+    for copy in (x * 1.0, x[ROWS], x[:, [0, 2]], x[:, :-1].contiguous(), x[:, :-1].reshape(-1, V), x.to(torch.float64)):
+        copy.zero_()
+
+
+WRITES = {
+    "mul_": lambda x: x.mul_(2.0), "div_": lambda x: x.div_(0.5),
+    "div_ by a tensor": lambda x: x.div_(torch.full((V,), 2.0)),
+    "masked_fill_": lambda x: x.masked_fill_(torch.arange(V) > 8, -1e4), "clamp_": lambda x: x.clamp_(-0.1, 0.1),
+    "a function": lambda x: F.relu(x, inplace=True),
+    "some tokens": lambda x: x.__setitem__((..., slice(10, None)), -1e4),
+    "rows": lambda x: x.__setitem__(ROWS, 0.0), "index_fill_": lambda x: x.index_fill_(-1, torch.tensor([1, 2]), -5.0),
+    "a view": lambda x: x[:, :-1].mul_(3.0), "a view in place": lambda x: x[0].__imul__(3.0),
+    "part of the vocabulary": lambda x: x[..., :5].fill_(0.0), "flat": lambda x: x.view(-1)[::3].fill_(1.0),
+    "a view of a view": lambda x: x[:, 1:][0].view(-1, V).sub_(2.0), "same dtype": lambda x: x.float().clamp_(min=0),
+    "contiguous": lambda x: x.contiguous().reshape(-1, V).tanh_(), "transposed": lambda x: x.transpose(0, 1).add_(1.0),
+    "detached": lambda x: x.detach().mul_(2.0), "data": lambda x: x.data.mul_(2.0),
+    "numpy": lambda x: x.detach().numpy().fill(2.0), "no gradient": lambda x: torch.no_grad()(x.clamp_)(max=0.0),
+    "views taken first": _view_first, "another name": _other_name, "copies": _copies,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.filterwarnings("ignore::liger_trainer.errors.MaterializedLogitsWarning")
+def test_what_is_written_into_logits_stays(hidden, name, running):
+    toy, factors = Toy(), torch.randn(B, T, V, generator=torch.Generator().manual_seed(2))
+    want = toy.head(hidden) * 1.5
+    WRITES[name](want)
+    with deferred_logits(toy) as forward:
+        got = toy.head(hidden) * 1.5
+        forward.running = running
+        WRITES[name](got)
+    torch.testing.assert_close(got.compute(), want)
+    assert got.shape == want.shape and got.stored == (name not in ("mul_", "div_", "copies"))
+    leaves = [hidden, toy.head.weight]
+    if name not in ("detached", "data", "numpy"):  # whose writes autograd does not see
+        theirs = torch.autograd.grad((want * factors).sum(), leaves)
+        torch.testing.assert_close(torch.autograd.grad((got * factors).sum(), leaves), theirs)
+
+
+@pytest.mark.parametrize("name", ["div_", "masked_fill_", "part of the vocabulary", "a view", "data"])
+@pytest.mark.filterwarnings("ignore::liger_trainer.errors.MaterializedLogitsWarning")
+def test_a_models_forward_may_write_into_its_logits(name):
+    class Writing(LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids=input_ids)[0])
+            WRITES[name](logits)
+            return CausalLMOutputWithPast(loss=self.loss_function(logits, labels, V, **kwargs), logits=logits)
+
+    config = tiny_model().config
+    config.vocab_size, config.pad_token_id = V, None
+    model = Writing(config)
+    truth = double_copy(model)
+    FusedLoss(model)
+    ids = torch.randint(V, (2, 9))
+    got, want = model(input_ids=ids, labels=ids), truth(input_ids=ids, labels=ids)
+    torch.testing.assert_close(got.loss.double(), want.loss.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close((got.logits + 0).double(), want.logits, rtol=1e-4, atol=1e-5)
+    assert_same_gradients(named_gradients(model, got.loss), named_gradients(truth, want.loss))
+
+
+# Weights that change after the forward
+
+
+def _adapted():
+    config = LoraConfig(target_modules=["lm_head", "q_proj"], r=4, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
+    model.add_adapter("other", config)
+    return model.eval()
+
+
+SWITCHES = {
+    "adapters off": lambda m: m.base_model.disable_adapter_layers(),
+    "another adapter": lambda m: m.set_adapter("other"),
+    "training mode": lambda m: m.train(),
+}
+CHANGES = {
+    "a step": lambda m: torch.no_grad()(head_of(m).lora_B["default"].weight.add_)(1.0),
+    "of the base": lambda m: torch.no_grad()(head_of(m).base_layer.weight.mul_)(3.0),
+    "loaded": lambda m: m.load_state_dict(m.state_dict()),
+    "merged": lambda m: m.merge_adapter(),
+    "cast": lambda m: m.to(torch.bfloat16),
+}
+
+
+def unlabelled(model):
+    return model(**{name: x for name, x in masked_batch().items() if name != "labels"}).logits
+
+
+def head_of(model):
+    return model.base_model.model.lm_head
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_logits_are_of_the_adapters_that_computed_them(name, grad, monkeypatch):
+    monkeypatch.setattr(deferred, "CHEAP", 0)
+    model = _adapted()
+    FusedLoss(model.get_base_model())
+    with torch.set_grad_enabled(grad):
+        outputs, want = model(**masked_batch()), unlabelled(model)
+    SWITCHES[name](model)
+    torch.testing.assert_close(outputs.logits.clone(), want)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_logits_of_weights_that_have_changed_are_refused(name, grad, monkeypatch):
+    monkeypatch.setattr(deferred, "CHEAP", 0)
+    model = _adapted()
+    FusedLoss(model.get_base_model())
+    with torch.set_grad_enabled(grad):
+        outputs, read = model(**masked_batch()), model(**masked_batch())
+        want = read.logits.clone()
+    CHANGES[name](model)
+    with pytest.raises(ConfigError, match="are read after the weights of its output head have changed"):
+        outputs.logits.argmax(-1)
+    if not grad:  # what was read is kept
+        torch.testing.assert_close(read.logits.clone(), want)
+
+
+def test_few_logits_are_real_at_once_without_gradients():
+    model = tiny_model().eval()
+    FusedLoss(model)
+    with torch.no_grad():
+        logits, want = model(**masked_batch()).logits, unlabelled(model)
+        assert type(logits) is torch.Tensor
+        model.lm_head.weight.mul_(3.0)
+    torch.testing.assert_close(logits, want)
+
+
+def test_logits_are_of_the_autocast_of_their_forward():
+    model = tiny_model()
+    FusedLoss(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, want = model(**masked_batch()).logits, unlabelled(model)
+    assert logits.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(logits + 0, want)
+
+
+class Packed(torch.Tensor):
+    """Stands for a weight that a library has quantised: its memory is not what it multiplies by."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                return F.linear(args[0], args[1].as_subclass(torch.Tensor) * 2, *args[2:], **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(cls) if func in (torch.Tensor.detach, torch.Tensor.clone) else result
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_logits_of_a_packed_head_are_stored(lora):
+    model = tiny_model()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=4, init_lora_weights=False))
+    base, batch = model.get_base_model() if lora else model, masked_batch()
+    want = model(**batch).loss
+    FusedLoss(base)
+    _warn_once.cache_clear()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), contextlib.suppress(MaterializedLogitsWarning):
+            torch.testing.assert_close(model(**batch).loss, want)

@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +21,16 @@ from tiny import (
     shift_labels_of,
     tiny_model,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
 from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
-from liger_trainer.losses.fused_forward import FusedLoss
+from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.spec import Distillation, LossOptions
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
@@ -103,7 +108,7 @@ def test_options_equal_their_formulas(family, options, formula, num_items):
     want = formula(logits.flatten(0, 1), shift_labels_of(batch["labels"]).flatten(), num_items)
     FusedLoss(model, LossOptions(**options))
     got = model(**batch, num_items_in_batch=num_items).loss
-    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
     assert_same_gradients(named_gradients(model, got), named_gradients(truth, want))
 
 
@@ -392,3 +397,102 @@ def test_families_are_what_they_are_said_to_be():
             logits = model(**batch).logits
         assert logits.scale == pytest.approx(scale) and logits.softcap == softcap
     assert AutoModelForCausalLM.from_config(tiny_model("mixtral").config).config.output_router_logits
+
+
+class Divided(LlamaForCausalLM):
+    """Divides the sum over the tokens by a number of its own."""
+
+    divisor: Any = 3
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0])
+        divisor = self.divisor(labels) if callable(self.divisor) else self.divisor
+        loss = self.loss_function(logits, labels, VOCAB, num_items_in_batch=divisor)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("divisor", [3, 2.5, torch.tensor(7), lambda labels: len(labels)])
+@pytest.mark.parametrize("callers", [None, 11])
+def test_a_divisor_that_the_model_gives_is_used(divisor, callers):
+    model, batch = Divided(tiny_model().config), masked_batch()
+    model.divisor = divisor if not callable(divisor) else staticmethod(divisor)
+    given = {} if callers is None else {"num_items_in_batch": callers}
+    want = model(**batch).loss
+    FusedLoss(model)
+    torch.testing.assert_close(model(**batch, **given).loss, want)
+
+
+class Checkpointed(LlamaForCausalLM):
+    """Checkpoints its head and its loss together, so as to keep no logits."""
+
+    reentrant, chunks = False, 1
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        def loss_of(hidden, labels):
+            return self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
+
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        parts = zip(hidden.chunk(self.chunks), labels.chunk(self.chunks), strict=True)
+        losses = [checkpoint(loss_of, *part, use_reentrant=self.reentrant) for part in parts]
+        return CausalLMOutputWithPast(loss=sum(losses) / self.chunks)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_model_may_checkpoint_its_head_and_loss(reentrant, chunks):
+    model = Checkpointed(tiny_model().config)
+    model.reentrant, model.chunks = reentrant, chunks
+    truth, batch = double_copy(model), masked_batch()
+    FusedLoss(model)
+    _warn_once.cache_clear()
+    with pytest.warns(MaterializedLogitsWarning, match="the model checkpoints its output head"):
+        got, want = model(**batch).loss, truth(**batch).loss
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
+    for loss, each in ((got, model), (want, truth)):
+        loss.backward()
+        each.gradients = {name: p.grad for name, p in each.named_parameters()}
+    assert_same_gradients(model.gradients, truth.gradients)
+
+
+def test_what_a_checkpointed_loss_cannot_have_is_refused():
+    batch = masked_batch()
+    for options, given in ((LossOptions(label_smoothing=0.1), {}), (LossOptions(), {"fused_lm_head": True})):
+        model = Checkpointed(tiny_model().config)
+        FusedLoss(model, options)
+        with warnings.catch_warnings(action="ignore"):
+            with pytest.raises(ConfigError, match="computes its loss inside of a checkpoint"):
+                model(**batch, **given)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_logits_that_were_skipped_can_be_read_without_gradients(skip):
+    model, batch = tiny_model().eval(), masked_batch()
+    with torch.no_grad():
+        want = model(**batch).logits
+        FusedLoss(model)
+        torch.testing.assert_close(model(**batch, skip_logits=skip).logits.clone(), want)
+
+
+def test_threads_share_a_model():
+    """One is in the middle of a pass with labels while others score, infer, and come to an end."""
+    model, batch = tiny_model().eval(), masked_batch()
+    plain = {name: x for name, x in batch.items() if name != "labels"}
+    with torch.no_grad():
+        want, logits = model(**batch).loss, model(**plain).logits
+    FusedLoss(model)
+    seen, head = [], model.lm_head
+
+    def others(module, args):
+        handle.remove()  # once
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(score).result()
+
+    @torch.no_grad()
+    def score():
+        seen.extend((model(**batch).loss, model(**plain).logits, head(torch.zeros(1, 32))))
+
+    handle = head.register_forward_pre_hook(others)
+    got = model(**batch)
+    torch.testing.assert_close((got.loss, *seen[:2]), (want, want, logits))
+    assert type(seen[2]) is torch.Tensor and isinstance(got.logits, DeferredLogits)
+    assert "forward" not in vars(head) and "_loss_function" not in vars(model)

@@ -97,3 +97,39 @@ def test_the_autocast_of_their_forward_holds():
         lazy, want = LazyLogits.of(deferred), head(hidden)
     assert lazy.dtype == want.dtype == torch.bfloat16
     assert torch.equal(lazy.detach(), want) and torch.equal(lazy.float().detach(), want.float())
+
+
+def _set_data(x):
+    x.data = x.detach() + 1
+
+
+def _view_first(x):
+    view = x.view(-1, SHAPE[-1])
+    x.mul_(2.0)
+    view[0] = 5.0
+
+
+WRITES = {
+    "a scale": lambda x: x.div_(0.01), "some tokens": lambda x: x.__setitem__((..., slice(4, None)), -1e4),
+    "a view": lambda x: x[:, :-1].zero_(), "data": lambda x: x.data.mul_(2.0), "set data": _set_data,
+    "a function": lambda x: torch.nn.functional.relu(x, inplace=True), "out": lambda x: torch.exp(x, out=x),
+    "numpy": lambda x: x.numpy().fill(3.0), "a view before": _view_first, "unsqueeze_": lambda x: x.unsqueeze_(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_them_stays(name, logits):
+    lazy, real = logits
+    WRITES[name](lazy)
+    WRITES[name](real)
+    assert lazy.shape == real.shape
+    torch.testing.assert_close(lazy.clone(), real, rtol=0, atol=0)
+
+
+def test_they_can_be_a_leaf(logits):
+    lazy, real = logits
+    for x in (lazy, real):
+        x.requires_grad = True
+        (x * x).sum().backward()
+    assert lazy.requires_grad
+    torch.testing.assert_close(lazy.grad, real.grad)

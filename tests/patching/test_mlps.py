@@ -1,14 +1,17 @@
 """MLPs and stacked experts swapped by ours: the same values and gradients, and what is refused."""
 
+import copy
 import functools
 import inspect
 import types
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import assert_same, changed, layer, run, swapped
+from tiny import masked_batch, tiny_model
 from torch import nn
 from transformers import MixtralConfig, SeedOssConfig
 from transformers.activations import ACT2FN
@@ -32,6 +35,7 @@ from liger_trainer.common.replacements import Replacements
 from liger_trainer.patching.experts import patch_experts
 from liger_trainer.patching.mlps import patch_mlps
 from liger_trainer.patching.options import PatchOptions, PatchReport
+from liger_trainer.patching.patcher import patch
 
 H, INNER = 16, 24
 
@@ -434,3 +438,35 @@ def test_experts_that_compute_something_else_are_left_alone_with_the_reason(name
     own = make()
     report = swapped(patch_experts, own)[1]
     assert not report.swapped and report.left_alone[type(own).__name__].startswith(reason)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
+def test_an_activation_replaced_after_the_patch_takes_effect(family):
+    model = tiny_model(family).eval()
+    patched = patch(model)
+    twin, batch = copy.deepcopy(model), masked_batch()
+    before = model(**batch).loss
+    for each in (model, twin):
+        found = 0
+        for module in each.modules():
+            for name in ("act_fn", "act", "activation_fn"):
+                if hasattr(module, name):
+                    setattr(module, name, nn.Tanh())
+                    found += 1
+        assert found
+    got, twins = model(**batch).loss, twin(**batch).loss
+    patched.undo()
+    want = model(**batch).loss
+    torch.testing.assert_close((got, twins), (want, want))
+    assert not torch.allclose(want, before, rtol=1e-6)
+
+
+def test_an_activation_of_experts_replaced_after_the_patch_takes_effect():
+    config = MixtralConfig(
+        hidden_size=H, intermediate_size=INNER, num_local_experts=2, experts_implementation="grouped_mm"
+    )
+    experts: Any = MixtralExperts(config)
+    patch_experts(nn.ModuleList([experts]), PatchOptions(), Replacements(), PatchReport("experts"))
+    assert "_apply_gate" in vars(experts)
+    packed, experts.act_fn = torch.randn(3, 2 * INNER), nn.Tanh()
+    torch.testing.assert_close(experts._apply_gate(packed), type(experts)._apply_gate(experts, packed))

@@ -1,5 +1,7 @@
 """shared_input: which layers a module calls with one tensor, and when they are computed together."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from liger_trainer.patching import lora as patch_lora
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.shared_input import layers_of_one_input
+from liger_trainer.patching.shared_input import SharedInput, layers_of_one_input
 
 
 class Layers(nn.Module):
@@ -145,3 +147,41 @@ def test_what_nobody_takes_is_dropped_in_the_next_pass(sizes):
     attention(x, (torch.ones(1, 5, 8), torch.ones(1, 5, 8)), None)
     group = vars(attention.q_proj)[patch_lora.GROUP]
     assert group._x is None and not group._waiting
+
+
+def test_each_thread_has_what_waits_for_itself():
+    layers = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    group, computed = SharedInput(layers), []
+
+    def run(x, index):
+        def compute(layers):
+            computed.append(x)
+            return [layer(x) for layer in layers]
+
+        return group.output(layers[index], x, compute)
+
+    one, other = torch.randn(2, 4), torch.randn(2, 4)
+    with ThreadPoolExecutor(1) as pool:
+        first = run(one, 0), pool.submit(run, other, 0).result()
+        second = run(one, 1), pool.submit(run, other, 1).result()
+    assert len(computed) == 2
+    for layer, (mine, theirs) in zip(layers, (first, second), strict=True):
+        torch.testing.assert_close((mine, theirs), (layer(one), layer(other)))
+
+
+def test_a_deep_copy_has_a_group_of_its_own():
+    holder = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    group = SharedInput(list(holder))
+    for layer in holder:
+        layer.group = group
+    twin = copy.deepcopy(holder)
+    assert twin[0].group is twin[1].group is not group and twin[0].group.layers == list(twin)
+
+
+def test_inference_mode():
+    x = torch.inference_mode()(torch.randn)(2, 4)
+    layers = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    group = SharedInput(layers)
+    with torch.inference_mode():
+        outputs = [group.output(layer, x, lambda layers: [layer(x) for layer in layers]) for layer in layers]
+        torch.testing.assert_close(outputs, [layer(x) for layer in layers])

@@ -29,6 +29,7 @@ from trl.trainer.utils import add_fused_lm_head
 import liger_trainer
 from liger_trainer import patch
 from liger_trainer.errors import ConfigError
+from liger_trainer.losses import deferred_logits
 from liger_trainer.losses.deferred_logits import DeferredLogits
 from liger_trainer.patching.patcher import patched_record
 
@@ -222,6 +223,7 @@ def no_logits(monkeypatch):
         raise AssertionError("logits were computed")
 
     monkeypatch.setattr(DeferredLogits, "compute", compute)
+    monkeypatch.setattr(deferred_logits, "CHEAP", 0)
 
 
 def test_evaluate_and_predict_before_train_are_served(no_logits):
@@ -263,16 +265,19 @@ def test_metrics_that_need_logits_get_them(flag, bf16):
     assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"], rel=2e-2 if bf16 else 1e-6)
 
 
-def test_skip_logits_gives_a_loss_and_no_logits():
+def test_skip_logits_gives_a_loss_and_computes_no_logits(no_logits):
     model, batch = tiny_model(), collate(list(rows(3)))
     patch(model)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             outputs = model(**batch, skip_logits=True)
-            assert outputs.logits is None and "logits" not in outputs
+            assert (outputs.logits is None and "logits" not in outputs) == torch.is_grad_enabled()
             torch.testing.assert_close(outputs.loss, model(**batch).loss)
     loss, *rest = model(**batch, skip_logits=True, return_dict=False)
     assert loss.dim() == 0 and not any(isinstance(x, (torch.Tensor, DeferredLogits)) for x in rest)
+
+    with torch.no_grad():
+        assert model(**batch, skip_logits=True).logits.shape[-1] == VOCAB  # not computed: nobody has read them
     # A loss computed outside needs them.
     batch.pop("labels")
     assert model(**batch, skip_logits=True).logits.shape[-1] == VOCAB
