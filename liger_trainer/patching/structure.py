@@ -82,7 +82,7 @@ def settings(module: nn.Module) -> tuple:
 
     Objects count by identity. Linear children count by name, others by their own settings.
     """
-    own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE]
+    own = [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in vars(module).items() if k not in _BARE | {PROVED}]
     children = [(k, type(v) if is_linear(v) else settings(v)) for k, v in module.named_children()]
     return type(module), *own, *((k, t.dim()) for k, t in tensors(module).items()), *children
 
