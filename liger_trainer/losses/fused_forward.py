@@ -21,7 +21,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..common.replacements import own_attribute, replaced_in_this_thread, without_replacement
 from ..errors import ConfigError, MaterializedLogitsWarning
 from .cross_entropy import cross_entropy_loss
-from .deferred_logits import Checkpoints, DeferredLogits, deferred_logits, settled
+from .deferred_logits import DeferredLogits, settled
+from .deferring_head import Checkpoints, deferred_logits
 from .dense import answer_of
 from .hidden_states import HiddenPass
 from .lazy_logits import LazyLogits

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.linear_log_probs import LogProbs, linear_log_probs
-from .deferred_logits import DeferredLogits, Forward, deferred_logits
+from .deferred_logits import DeferredLogits, Forward
+from .deferring_head import deferred_logits
 
 
 @dataclass(frozen=True, eq=False)

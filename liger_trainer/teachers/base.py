@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from ..common.console import announce
 from ..errors import ConfigError
-from ..losses.deferred_logits import DeferredLogits, deferred_logits, settled
+from ..losses.deferred_logits import DeferredLogits, settled
+from ..losses.deferring_head import deferred_logits
 from ..losses.spec import Logits
 from ..losses.teacher_answer import TeacherAnswer
 from ..patching.document_leaks import PackedRows, read_packed_rows

@@ -21,7 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.losses import deferred_logits as deferred
-from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.model_parts import Head, gather
 

@@ -29,7 +29,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from liger_trainer.errors import ConfigError, MaterializedLogitsWarning
 from liger_trainer.kernels import _triton
-from liger_trainer.losses.deferred_logits import DeferredLogits, deferred_logits
+from liger_trainer.losses.deferred_logits import DeferredLogits
+from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.fused_forward import FusedLoss, _warn_once
 from liger_trainer.losses.spec import Distillation, LossOptions
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer, patch
 from liger_trainer.kernels import _vocab_parallel
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.losses.deferred_logits import deferred_logits
+from liger_trainer.losses.deferring_head import deferred_logits
 from liger_trainer.losses.model_parts import output_module
 from liger_trainer.patching.patcher import base_of
 from liger_trainer.trainers.sft_config import LigerConfig
