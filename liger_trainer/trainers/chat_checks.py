@@ -71,12 +71,9 @@ def check_chats(
         messages = _all_messages(row)
         if messages is None:
             return
-        empty = next(
-            (m for m in messages if m.get("content") is None and not any(m[k] for k in m if k != "role")), None
-        )
-        if empty is not None:
-            raise DataError(f"{place(index)}: expected text, got a message of {empty['role']} without any content.")
-        reason = no_answer(messages, NO_ANSWERS) if only_answers and set(row) & {"messages", "completion"} else None
+        reason = _empty_message(messages)
+        if reason is None and only_answers and set(row) & {"messages", "completion"}:
+            reason = no_answer(messages, NO_ANSWERS)
         if reason:
             raise DataError(f"{place(index)}: {reason}.")
         kind = (*map(_kind, messages), bool(row.get("tools")))
@@ -98,6 +95,16 @@ def check_chats(
             problem = str(error)
         if problem:
             raise DataError(f"{place(index)}: {problem}")
+
+
+def _empty_message(messages: list[dict[str, Any]]) -> str | None:
+    """Return which message says nothing: it has no content, and neither calls nor thoughts."""
+    roles = [
+        message["role"]
+        for message in messages
+        if not any(message[key] for key in {*message} - {"role", "content"}) and message.get("content") is None
+    ]
+    return f"expected text, got a message of {roles[0]} without any content" if roles else None
 
 
 def _kind(message: dict[str, Any]) -> tuple[Any, ...]:
