@@ -88,7 +88,7 @@ class ReproducibleRows(DiscreetTrainer):
 
     def _run_epoch(self, **kwargs):
         # transformers does not reach the batch sampler of `batch_rebalance` in the shard of a process, once it skips
-        sampler = getattr(kwargs["train_dataloader"], "batch_sampler", None)  # none of Ulysses' adapter
+        sampler: Any = getattr(kwargs["train_dataloader"], "batch_sampler", None)  # none of Ulysses' adapter
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(sampler, "set_epoch"):
