@@ -9,8 +9,8 @@ from ..common.console import announce
 from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
 from ..errors import ConfigError
-from ..patching.call_structure import NotCapturable
-from ..patching.cuda_graphs import GraphedLayers
+from ..patching.graphs.cuda_graphs import GraphedLayers
+from ..patching.graphs.layer_graphs import NotCapturable
 from ..patching.patcher import base_of
 from .fixed_shapes import few_shapes
 from .step_config import ALWAYS, AUTO, NEVER

@@ -16,13 +16,14 @@ from trl.trainer.sft_trainer import (
     SFTTrainer,
 )
 
+from .. import plugins
 from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
-from ..patching.document_leaks import PackedRows, read_packed_rows
-from ..patching.document_mask import documents_come_along, padded_on_the_right
+from ..patching.packing.document_leaks import PackedRows, read_packed_rows
+from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
 from .best_metric import correct_guess, follow_direction
 from .distill_config import LigerDistillConfig
@@ -39,7 +40,6 @@ from .rows import check_positions
 from .run_loss import RunLossTrainer
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
-from .sharded_head import shard_head
 from .step_config import AUTO, FAST, MEMORY, NEVER
 from .student import (
     check_no_prefix,
@@ -145,7 +145,8 @@ class LigerTrainer(RunLossTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
-        shard_head(self, getattr(config, "vocab_parallel", NEVER))
+        if (wanted := getattr(config, "vocab_parallel", NEVER)) != NEVER:
+            plugins.load("vocab_parallel_trainer").shard_head(self, wanted)
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))

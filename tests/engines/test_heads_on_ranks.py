@@ -12,9 +12,9 @@ from tiny import assert_same_gradients, texts, tiny_model, tiny_tokenizer, train
 
 from liger_trainer import LigerDistillConfig, LigerDistillTrainer, LigerTrainer
 from liger_trainer.errors import ConfigError
-from liger_trainer.losses.sharded_heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.heads import ShardedHead, keep_sharded, kept_sharded, obstacle
+from liger_trainer.extras.vocab_parallel.trainer import shard_head
 from liger_trainer.trainers.sft_config import LigerConfig
-from liger_trainer.trainers.sharded_head import shard_head
 
 DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 assert set(ENGINES) == {engine for engine, _ in STEPS}

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.cli import app as cli
 from liger_trainer.cli.convert import ForeignTool
 from liger_trainer.config.catalogue import built_in_configs
-from liger_trainer.config.convert import convert
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.yaml_reader import read_settings
+from liger_trainer.extras.convert import convert
 from liger_trainer.run import launch as launching
 from liger_trainer.run import output_dir as saving
 from liger_trainer.run.data.datasets import load_run_datasets
@@ -233,11 +233,11 @@ ELSEWHERE = {
     "pip": "installs; .ci/run does",
     "pytest": "runs this",
     "python -m venv": "makes a virtual environment; .ci/run does",
-    "python tests/support/tiny_files.py": "tests/integrations calls it",
-    "axolotl": "tests/integrations runs it where axolotl is installed",
+    "python tests/support/tiny_files.py": "tests/extras calls it",
+    "axolotl": "tests/extras runs it where axolotl is installed",
     "export": "sets a variable",
-    "llamafactory-cli": "tests/integrations runs it where LLaMA-Factory is installed",
-    "swift": "tests/integrations runs it where ms-swift is installed",
+    "llamafactory-cli": "tests/extras runs it where LLaMA-Factory is installed",
+    "swift": "tests/extras runs it where ms-swift is installed",
 }
 
 
@@ -351,7 +351,7 @@ def test_python_compiles_and_its_imports_from_here_are_there(page):
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "liger_trainer" in ast.unparse(node):
-                if "liger_trainer.integrations" not in ast.unparse(node):  # which need their tools: tests/integrations
+                if "liger_trainer.integrations" not in ast.unparse(node):  # which need their tools: tests/extras
                     exec(compile(ast.unparse(node), str(page), "exec"), {})
 
 
@@ -360,7 +360,7 @@ def test_a_file_of_another_tool_becomes_what_is_shown(tool):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"
     theirs, ours = re.findall(rf"```yaml\n([^`]*)```\n\n```bash\n{command}\n```\n\n```yaml\n([^`]*)```", text)[0]
-    table = importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
+    table = importlib.import_module(f"liger_trainer.extras.convert.{tool}").TOOL
     assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
 
 
