@@ -22,13 +22,14 @@ if TYPE_CHECKING:
         LigerRMSNorm,
         LigerSwiGLUMLP,
     )
-    from .extras.modules.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
     from .extras.modules.losses import (
         CrossEntropyOutput,
         LigerCrossEntropyLoss,
+        LigerFusedCETVDLoss,
         LigerFusedLinearCrossEntropyLoss,
         LigerFusedLinearDivergence,
         LigerFusedLinearJSD,
+        LigerFusedLinearKLDivLoss,
         LigerJSD,
         LigerKLDIVLoss,
         LigerTVDLoss,
@@ -51,10 +52,11 @@ if TYPE_CHECKING:
     from .extras.modules.rope import (
         LigerQKNormRope,
         LigerRope,
+        liger_llama4_text_rotary_pos_emb,
+        liger_llama4_vision_rotary_pos_emb,
         liger_multimodal_rotary_pos_emb,
         liger_rotary_pos_emb,
     )
-    from .extras.modules.teacher_losses import LigerFusedCETVDLoss, LigerFusedLinearKLDivLoss
     from .patching.families import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
         AutoLigerKernelForCausalLM,
@@ -87,11 +89,11 @@ _MODULE_OF = {
     "LigerFalconH1MLP": "extras.modules.mlps",
     "LigerFalconH1SwiGLUMLP": "extras.modules.mlps",
     "LigerFusedAddRMSNorm": "extras.modules.layers",
-    "LigerFusedCETVDLoss": "extras.modules.teacher_losses",
+    "LigerFusedCETVDLoss": "extras.modules.losses",
     "LigerFusedLinearCrossEntropyLoss": "extras.modules.losses",
     "LigerFusedLinearDivergence": "extras.modules.losses",
     "LigerFusedLinearJSD": "extras.modules.losses",
-    "LigerFusedLinearKLDivLoss": "extras.modules.teacher_losses",
+    "LigerFusedLinearKLDivLoss": "extras.modules.losses",
     "LigerGEGLUMLP": "extras.modules.layers",
     "LigerJSD": "extras.modules.losses",
     "LigerKLDIVLoss": "extras.modules.losses",
@@ -123,8 +125,8 @@ _MODULE_OF = {
     "enable": "patching.use_liger_kernel",
     "generate_dataset": "extras.generate.run:generate",
     "import_teacher_cache": "extras.foreign_caches.import_cache:import_cache",
-    "liger_llama4_text_rotary_pos_emb": "extras.modules.llama4_rope",
-    "liger_llama4_vision_rotary_pos_emb": "extras.modules.llama4_rope",
+    "liger_llama4_text_rotary_pos_emb": "extras.modules.rope",
+    "liger_llama4_vision_rotary_pos_emb": "extras.modules.rope",
     "liger_multimodal_rotary_pos_emb": "extras.modules.rope",
     "liger_rotary_pos_emb": "extras.modules.rope",
     "patch": "patching.patcher",

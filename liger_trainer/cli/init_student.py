@@ -74,8 +74,7 @@ def _next_command(config: "RunConfig", path: Path) -> str:
     """Return the `run` command that trains the student, with the keys that made it removed."""
     from ..config.catalogue import find_config
     from ..config.conflicts import STUDENT_KEYS
-    from ..config.overrides import setting
-    from ..config.yaml_reader import read_settings
+    from ..config.yaml_reader import read_settings, setting
     from ..extras.students.make import CHOICE
 
     in_file = [key for key in read_settings(*find_config(config.source)).values if key in (*STUDENT_KEYS, CHOICE)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.non_finite import NonFiniteConfig
 from ..common.options import Conflict, Fact, OptionValues, clashes, conflicts_of, equals, given, on, without
-from ..losses.config import LossConfig
+from ..losses.plan import LossConfig
 from ..teachers.config import (
     CACHE,
     PLACEMENT,

@@ -28,8 +28,7 @@ from .hidden_states import HiddenPass
 from .lazy_logits import LazyLogits
 from .model_parts import need_head, output_module, sharded_head
 from .spec import IGNORE_INDEX, BatchTargets, Logits, LossOptions, TokenWeights, check_lengths
-from .teacher_answer import BatchLoss, TeacherAnswer
-from .token_output import TokenLossOutput, token_output
+from .teacher_answer import BatchLoss, TeacherAnswer, TokenLossOutput, token_output
 
 
 class FusedLoss:

@@ -22,7 +22,7 @@ from ..losses.hidden_states import HiddenLosses
 from ..losses.model_parts import head_rows
 from ..losses.plan import SKEW_ALPHA, plan_of, without_effect
 from ..losses.spec import Logits, LossOptions, distillation_of
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 from ..patching.packing.document_leaks import PackedRows
 from ..patching.packing.packed_attention import KIND
 from ..patching.patcher import Patched, PatchOptions, base_of, patched_record

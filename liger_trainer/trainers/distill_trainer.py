@@ -15,7 +15,7 @@ from trl.data_utils import is_conversational
 
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.model import ModelTeacher

@@ -21,7 +21,7 @@ from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 from ..patching.packing.document_leaks import PackedRows, read_packed_rows
 from ..patching.packing.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from ..common.checkpoints import TRAINER_STATE
-from ..losses.token_output import TokenLossOutput
+from ..losses.teacher_answer import TokenLossOutput
 
 
 class TokenMetrics:

@@ -1,4 +1,4 @@
-"""The losses of extras/modules/teacher_losses.py beside plain torch in fp64."""
+"""The losses of extras/modules/losses.py beside plain torch in fp64."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fp64_truth import assert_true
 
 from liger_trainer import LigerFusedCETVDLoss, LigerFusedLinearKLDivLoss
-from liger_trainer.extras.modules import teacher_losses
+from liger_trainer.extras.modules import losses as teacher_losses
 
 N, H, V = 12, 8, 31
 

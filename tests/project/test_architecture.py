@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "liger_trainer"
 LINKS = {"kernels", "recipes", "configs"}
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - LINKS
-FILE_LINES, FUNCTION_LINES = 460, 60
+FILE_LINES, FUNCTION_LINES = 520, 60
 
 
 def test_folders_of_tests_mirror_the_rooms():

@@ -9,7 +9,7 @@ import pytest
 from byte_level import CODE
 from tokenizers_of_kinds import bpe, unigram, word_piece
 
-from liger_trainer.extras.cross_tokenizer.span_alignment import aligned_spans, followed, special_token
+from liger_trainer.extras.cross_tokenizer.spans import aligned_spans, followed, special_token
 from liger_trainer.extras.cross_tokenizer.text_alignment import runs
 
 KINDS = {"bpe": bpe, "other bpe": functools.partial(bpe, CODE), "wordpiece": word_piece, "unigram": unigram}

@@ -21,9 +21,8 @@ from liger_trainer.cli import main
 from liger_trainer.errors import ConfigError, CorruptError, DataError
 from liger_trainer.extras.generate import run as generation
 from liger_trainer.extras.generate.options import GenerateOptions, read_options
-from liger_trainer.extras.generate.sieve import Sample, Sieve, grams_of
+from liger_trainer.extras.generate.sieve import NearDuplicates, Sample, Sieve, grams_of, repetition
 from liger_trainer.extras.generate.teachers import ServedTeacher
-from liger_trainer.extras.generate.text_grams import NearDuplicates, repetition
 
 SMALL = {"max_new_tokens": 24, "max_prompt_tokens": 24, "batch_size": 4, "near_duplicates": 1.0, "max_repetition": 1.0}
 

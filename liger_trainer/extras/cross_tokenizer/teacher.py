@@ -20,12 +20,11 @@ from ...common.console import announce
 from ...errors import ConfigError, DataError
 from ...losses.model_parts import head_rows
 from ...teachers.base import DistillHost
-from ...teachers.collators import DocumentCollator
 from ...teachers.config import TeacherConfig
 from ...teachers.factory import RowsForReading
 from ...teachers.fingerprints import describe_tokenizer
 from ...teachers.model import ModelTeacher
-from ...teachers.row_keys import row_key, supervised_tokens
+from ...teachers.row_keys import DocumentCollator, row_key, supervised_tokens
 from ...teachers.vocabulary import check_student_vocabulary, options_of_teacher, teacher_tokenizer, tokenizer_size
 from .text_alignment import aligned, partners, runs
 from .uld import UldAnswer

@@ -17,8 +17,8 @@ from ...common.options import (
     option,
 )
 from ...common.value_rules import Rule, complaints, did_you_mean, read
-from ...config.overrides import parse_overrides
 from ...config.settings import DROPPED
+from ...config.yaml_reader import parse_overrides
 from ...errors import ConfigError
 
 DRAWN_ROWS = 1000

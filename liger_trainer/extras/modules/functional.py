@@ -22,13 +22,13 @@ from .losses import (
     LigerCrossEntropyLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearJSD,
+    LigerFusedLinearKLDivLoss,
     LigerJSD,
     LigerKLDIVLoss,
     LigerTVDLoss,
 )
 from .norms import modulated_rms_norm
 from .rope import liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb
-from .teacher_losses import LigerFusedLinearKLDivLoss
 
 
 def liger_cross_entropy(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from ...common.console import announce
-from ...common.files import staged_folder
-from ...common.storage import writing_to
+from ...common.files import staged_folder, writing_to
 from ...config.conflicts import STUDENT_KEYS, init_student_conflicts, is_sharded
 from ...errors import ConfigError, NonFiniteError
 from ...run.data.datasets import RunData, load_run_datasets
