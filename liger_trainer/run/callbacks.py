@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from ..common import limits
-from ..trainers.token_metrics import tokens_before
+from ..trainers.metrics import tokens_before
 
 
 class Pace(TrainerCallback):

@@ -19,9 +19,9 @@ from ..common.files import METRICS
 from ..common.signals import handling
 from ..common.zero3 import shape_of
 from ..errors import ConfigError
+from ..trainers.metrics import tokens_before
 from ..trainers.ranks import decided_by_first
 from ..trainers.sft_trainer import LigerTrainer
-from ..trainers.token_metrics import tokens_before
 from .callbacks import Pace, peak_memory_mib
 from .checkpoints import BEFORE
 from .output_dir import start_output

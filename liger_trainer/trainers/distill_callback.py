@@ -35,7 +35,7 @@ from .evaluation_rows import tokens_that_count
 from .finite_guard import FiniteGuard
 from .finite_weights import norm_of_gradients
 from .loss_schedule import LossSchedule
-from .token_metrics import TokenMetrics, per_token_values
+from .metrics import TokenMetrics, per_token_values
 
 
 class DistillationCallback(TrainerCallback):

@@ -26,6 +26,7 @@ from .from_trl_args import moved
 from .giving_up import save_and_advise
 from .images import check_settings
 from .loss_schedule import LossProgress
+from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
 from .prepare_rows import cut_of, rows_for_reading
 from .rows import (
@@ -42,7 +43,6 @@ from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
-from .token_metrics import per_token_values
 
 
 class LigerDistillTrainer(LigerTrainer):
@@ -315,8 +315,8 @@ class LigerDistillTrainer(LigerTrainer):
         self._evaluated = 0
         return super().evaluation_loop(*args, **kwargs)
 
-    def start_counting(self, tokens: int) -> None:
-        super().start_counting(tokens)
+    def restart_metrics(self, tokens: int) -> None:
+        super().restart_metrics(tokens)
         if self._on_policy is not None:
             self._on_policy.flush()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ..common.replacements import Replacements
-from .token_metrics import TokenMetrics
+from .metrics import TokenMetrics
 from .training_rows import ReproducibleRows
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts

@@ -24,19 +24,19 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
+from .adamw import AdamWTrainer
 from .best_metric import correct_guess, follow_direction
 from .distill_config import LigerDistillConfig
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
-from .notebook_table import widen_notebook_table
+from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .prepare_rows import check_names, cut_of
 from .qat import give_back, quantise_weights
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .rows import check_positions
-from .run_loss import RunLossTrainer
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
 from .sharded_head import shard_head
@@ -51,7 +51,6 @@ from .student import (
     undo_evaluation_wrap,
     with_names_of_modules,
 )
-from .token_metrics import TokenCount, TokenMetrics, count, num_tokens, remember_tokens
 
 
 def _last_name(model: Any) -> str:
@@ -60,7 +59,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(RunLossTrainer):
+class LigerTrainer(AdamWTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -141,7 +140,7 @@ class LigerTrainer(RunLossTrainer):
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
         self.add_callback(self.finite)
-        self._token_metrics = {"train": TokenMetrics(), "eval": TokenMetrics()}
+        self.step_metrics = StepMetrics(self)
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
@@ -355,11 +354,13 @@ class LigerTrainer(RunLossTrainer):
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-        output.metrics.update(self._means("eval", f"{metric_key_prefix}_"))  # evaluate() has them from its log
+        output.metrics.update(
+            self.step_metrics.means("eval", f"{metric_key_prefix}_")
+        )  # evaluate() has them from its log
         return output
 
     def evaluation_loop(self, *args, **kwargs):
-        self._drop_metrics("eval")
+        self.step_metrics.drop("eval")
         return super().evaluation_loop(*args, **kwargs)
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
@@ -404,14 +405,14 @@ class LigerTrainer(RunLossTrainer):
 
     def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
         """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
-        self._token_metrics[mode].add(totals, tokens)
+        self.step_metrics.add(mode, totals, tokens)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.logs_training(logs) else "eval"
         if "loss" in logs:
             logs.update(self.finite.logged())
-            self.saw_logged(logs["loss"])
-        logs.update(self._means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
+            self.step_metrics.add_log(logs["loss"])
+        logs.update(self.step_metrics.means(mode, "" if mode == "train" else f"{self._eval_prefix}_"))
         super().log(logs, start_time)
 
     def logs_training(self, logs: dict[str, float]) -> bool:
@@ -419,31 +420,18 @@ class LigerTrainer(RunLossTrainer):
         # A callback may have generated between a step and its log, and left the model in eval mode.
         return "loss" in logs or self.model.training
 
-    def _means(self, mode: str, prefix: str) -> dict[str, float]:
-        """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
-        means = self._token_metrics[mode].flush()
-        if mode == "eval":
-            means.update(self.returned_loss())
-        for name, values in self._metrics[mode].items():
-            means[name] = sum(map(float, values)) / len(values)
-        self._metrics[mode].clear()
-        return {f"{prefix}{name}": value for name, value in means.items()}
-
-    def _drop_metrics(self, mode: str) -> None:
-        """Drop metrics accumulated since the last log, by a training or an evaluation that was broken off."""
-        self._token_metrics[mode] = TokenMetrics()
-        self._metrics[mode].clear()
-
     @property
     def tokens_trained(self) -> int:
         """Tokens of all ranks since training started, before a resume too. Waits for the device."""
         return int(self._total_train_tokens)
 
-    def start_counting(self, tokens: int) -> None:
-        """Start a training's metrics anew, after `tokens` tokens of an earlier process."""
-        self._drop_metrics("train")
-        self._total_train_tokens = tokens
-        self.start_run_loss()
+    def restart_metrics(self, tokens: int) -> None:
+        """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
+        self.step_metrics.restart(tokens)
+
+    def _finalize_training(self, *args, **kwargs):
+        self.step_metrics.add_rest()
+        return super()._finalize_training(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
         # a callback behind the guard may have asked for it
