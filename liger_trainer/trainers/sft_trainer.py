@@ -24,14 +24,15 @@ from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
-from .adamw import AdamWTrainer
 from .best_metric import correct_guess, follow_direction
+from .checkpointing import CheckpointingTrainer
 from .distill_config import LigerDistillConfig
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
+from .one_launch_adamw import OneLaunchStep
 from .prepare_rows import check_names, cut_of
 from .qat import give_back, quantise_weights
 from .resume_check import ResumeCheck
@@ -59,7 +60,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(AdamWTrainer):
+class LigerTrainer(CheckpointingTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -140,7 +141,7 @@ class LigerTrainer(AdamWTrainer):
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
         self.add_callback(self.finite)
-        self.step_metrics = StepMetrics(self)
+        self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
@@ -299,7 +300,19 @@ class LigerTrainer(AdamWTrainer):
         local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
         return self.accelerator.reduce(local.to(device), "sum")
 
+    def create_optimizer(self, *args, **kwargs):
+        given = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer = optimizer if given is not None else self.one_launch.of(optimizer)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model):
+        norm = self.one_launch.norm_before_step(model)
+        return super()._clip_grad_norm(model) if norm is None else norm
+
     def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None:  # nothing is clipped
+            grad_norm = self.one_launch.norm_before_step(model)
         norm = super()._get_grad_norm(model, grad_norm)
         self.finite.saw_norm(norm)
         return norm
