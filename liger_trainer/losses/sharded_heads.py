@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
 from ..kernels.types import RowSelection, VocabParallel
+from ..plugins import KEEPS_ROWS
 from .model_parts import Head, head_rows, output_module
 
-_MARK = "_liger_keeps_rows_sharded"
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
@@ -36,12 +36,12 @@ def keep_sharded(model: nn.Module, keep: bool = True) -> None:
     """
     head = output_module(model)
     if head is not None:
-        setattr(head, _MARK, keep)
+        setattr(head, KEEPS_ROWS, keep)
 
 
 def kept_sharded(model: nn.Module) -> bool:
     """Whether the head of a model is marked by `keep_sharded`."""
-    return getattr(output_module(model), _MARK, False)
+    return getattr(output_module(model), KEEPS_ROWS, False)
 
 
 def obstacle(model: nn.Module) -> str | None:
@@ -96,7 +96,7 @@ class ShardedHead:
             return None
         if is_tensor_parallel(module):
             return cls(module, "replicated")
-        if not getattr(module, _MARK, False):
+        if not getattr(module, KEEPS_ROWS, False):
             return None
         unit = isinstance(module, FSDPModule)
         if unit:

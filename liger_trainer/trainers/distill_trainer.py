@@ -18,7 +18,6 @@ from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
-from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
 from .distill_config import LigerDistillConfig
@@ -152,14 +151,6 @@ class LigerDistillTrainer(LigerTrainer):
     @property
     def tokenizer(self) -> Any:
         return self._tokenizer
-
-    def why_whole_head(self) -> str | None:
-        if not isinstance(self.teaching, ModelTeacher):
-            return "only a single teacher model in this process is compared with a head whose rows lie on the ranks"
-        plan = self.args.loss_plan()
-        if plan.other_tokens or plan.of("hidden"):
-            return "uld, alm and the losses on hidden states need whole models"
-        return super().why_whole_head()
 
     def teacher_fingerprints(self) -> dict[str, Any]:
         return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}

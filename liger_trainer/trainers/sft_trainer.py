@@ -5,7 +5,8 @@
 
 import inspect
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from trl.trainer.sft_trainer import (
 from ..common.console import announce
 from ..common.non_finite import STOP
 from ..errors import ConfigError
+from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
 from ..losses.token_output import TokenLossOutput
 from ..patching.document_leaks import PackedRows, read_packed_rows
 from ..patching.document_mask import documents_come_along, padded_on_the_right
 from ..patching.patcher import base_of, patched_record
+from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction
-from .checkpointing import CheckpointingTrainer
+from .checkpoint_guard import CheckpointGuard, public_files, public_report
 from .distill_config import LigerDistillConfig
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
@@ -33,15 +36,13 @@ from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
-from .prepare_rows import check_names, cut_of
-from .qat import give_back, quantise_weights
+from .prepare_rows import RowPreparingTrainer, check_names, cut_of
 from .resume_check import ResumeCheck
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .rows import check_positions
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
 from .sft_config import LigerConfig
-from .sharded_head import shard_head
-from .step_config import AUTO, FAST, MEMORY, NEVER
+from .step_config import AUTO, FAST, MEMORY
 from .student import (
     check_no_prefix,
     check_prefixes_kept,
@@ -60,7 +61,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(CheckpointingTrainer):
+class LigerTrainer(RowPreparingTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -83,6 +84,9 @@ class LigerTrainer(CheckpointingTrainer):
         graph_reports: after a training, what was done about CUDA graphs, by model.
         row_facts: counts of each dataset's rows: dropped, truncated, tokens (`RowFacts`). A stream has none.
         row_weights: the weights of the rows; None without `args.weight_column`.
+        quantised: what holds the weights behind quantised ones; None without `args.qat`.
+        resumed_from: the checkpoint that the last `train` went on from; None from the beginning.
+        checkpoint_files: further small files of every checkpoint, by name.
         skipped_rows: rows without any supervised token, by dataset; they were left out.
 
     Raises:
@@ -96,6 +100,7 @@ class LigerTrainer(CheckpointingTrainer):
     """
 
     _tag_names = ["trl", "sft", "liger-trainer"]
+    resumed_from: Path | None = None
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
         given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
@@ -112,7 +117,8 @@ class LigerTrainer(CheckpointingTrainer):
             adapters = with_names_of_modules(given["peft_config"])
             given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
             args, kwargs = (), {**given.pop("kwargs", {}), **given}
-        give_back(given.get("model"))
+        for plugin in of_trainer(config, base_of(given.get("model"))):
+            plugin.before_model(given.get("model"))
         options = take_liger_options(config)
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
@@ -120,6 +126,8 @@ class LigerTrainer(CheckpointingTrainer):
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*args, **kwargs)
+        self.checkpoint_guard = CheckpointGuard(self)
+        self.checkpoint_files = self.checkpoint_guard.files
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)
         if freezes:
@@ -145,7 +153,6 @@ class LigerTrainer(CheckpointingTrainer):
         self._eval_prefix = "eval"
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
-        shard_head(self, getattr(config, "vocab_parallel", NEVER))
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
@@ -153,7 +160,8 @@ class LigerTrainer(CheckpointingTrainer):
         slice_documents(self)
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
-        quantise_weights(self, config)
+        for plugin in self.plugins():
+            plugin.after_init(self)
         announce(str(self.patched.report))
 
     def learnable_rows(self, tokenized, args, packing, dataset_name):
@@ -197,15 +205,23 @@ class LigerTrainer(CheckpointingTrainer):
             collator = collator.collator
         return type(collator) in (DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling)
 
+    def plugins(self) -> list[TrainerPlugin]:
+        """Return the extras that this trainer has."""
+        model = base_of(self.model)
+        return of_trainer(self.args, model, output_module(model))
+
+    @property
+    def quantised(self) -> Any:
+        """Return what holds the weights behind the model's quantised ones (`qat`); None where it has none."""
+        return getattr(base_of(self.model), QUANTISED, None)
+
+    def folder_locked(self, trial: Any = None) -> AbstractContextManager[None]:
+        """Hold the output directory's lock within the context; the first process takes it for all."""
+        return self.checkpoint_guard.folder_locked(trial)
+
     def loss_options(self) -> LossOptions:
         """Return the options of this trainer's fused loss."""
         return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
-
-    def why_whole_head(self) -> str | None:
-        """Return why the loss needs the output head as a whole, None if its rows may stay on their ranks."""
-        if self.compute_loss_func is not None:
-            return "compute_loss_func reads logits"
-        return "sequences are sharded over the ranks" if self.shards_sequences() else None
 
     def shards_sequences(self) -> bool:
         """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
@@ -229,11 +245,14 @@ class LigerTrainer(CheckpointingTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
-        with lock, host_ahead(self), tower_without_gradients(self.model):
-            checkpoint = self.choose_checkpoint(resume_from_checkpoint)
+        with lock, host_ahead(self), tower_without_gradients(self.model), public_report(self.args):
+            checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
+            self.resumed_from = None if checkpoint is None else Path(checkpoint)
             self._resume_check.begin(checkpoint, force_resume)
             self._undo_evaluation_wrap()
             self._check_not_evaluated_by_deepspeed()
+            for plugin in self.plugins():
+                plugin.check(self)
             return super().train(
                 resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
             )
@@ -363,7 +382,8 @@ class LigerTrainer(CheckpointingTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         check_names(eval_dataset)
         self._eval_prefix = metric_key_prefix
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with public_report(self.args):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
@@ -374,6 +394,8 @@ class LigerTrainer(CheckpointingTrainer):
 
     def evaluation_loop(self, *args, **kwargs):
         self.step_metrics.drop("eval")
+        for plugin in self.plugins():
+            plugin.check(self)
         return super().evaluation_loop(*args, **kwargs)
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
@@ -446,10 +468,45 @@ class LigerTrainer(CheckpointingTrainer):
         self.step_metrics.add_rest()
         return super()._finalize_training(*args, **kwargs)
 
+    # what Trainer saves and reads back; checkpoint_guard.py says why each is changed
+
     def _save_checkpoint(self, model, trial):
         # a callback behind the guard may have asked for it
         self.finite.check(self.state, and_moments=True)
         self.finite.remember(self.state)
         remember_tokens(self.state, self.tokens_trained)
         self._resume_check.remember()
-        super()._save_checkpoint(model, trial)
+        with self.checkpoint_guard.staged(trial):
+            super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        with self.checkpoint_guard.files_hold():
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, *args, **kwargs):
+        with public_files(self.args):
+            super()._save(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.checkpoint_guard.is_staging:  # else it is pushed once it has its name
+            with public_files(self.args):  # it saves the arguments too, and needs their token
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def _get_output_dir(self, trial):
+        return self.checkpoint_guard.folder(super()._get_output_dir(trial))
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args):
+        with self.checkpoint_guard.best_found_again():
+            begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
+        # Trainer would make one more epoch of a training that has made all its steps
+        return begun if self.state.global_step < max_steps else (num_train_epochs, 0)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.checkpoint_guard.load(super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self.checkpoint_guard.load_best(super()._load_best_model)
+
+    def _issue_warnings_after_load(self, load_result):
+        if not self.checkpoint_guard.load_again(load_result):
+            super()._issue_warnings_after_load(load_result)

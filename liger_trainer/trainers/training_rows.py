@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
-
-from .discreet import DiscreetTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -60,7 +59,7 @@ class EndlessStream(IterableDataset):
                 return
 
 
-class ReproducibleRows(DiscreetTrainer):
+class ReproducibleRows(SFTTrainer):
     """SFTTrainer whose training rows come in the same order where it is resumed. See the top of this file."""
 
     def train(self, *args, **kwargs):
