@@ -49,8 +49,8 @@ from ..teachers.fingerprints import data_fingerprint, template_fingerprint, toke
 from ..teachers.row_keys import documents
 from .capture_model import RowReader, Source, model_source
 from .distill_config import LigerDistillConfig
-from .prepare_rows import PreparedRows, prepare_rows
 from .ranks import decided_by_first
+from .row_preparation import PreparedRows, prepare_rows
 
 LOCK, MIB = ".lock", 2**20
 SECONDS_OF_A_PART = 60.0

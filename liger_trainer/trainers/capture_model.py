@@ -24,7 +24,7 @@ from ..teachers.cache.store import CacheSettings, HiddenSettings, TeacherName
 from ..teachers.fingerprints import teacher_fingerprint
 from ..teachers.placement import load_teacher, stays, stream_weights
 from .distill_config import LigerDistillConfig
-from .prepare_rows import PreparedRows
+from .row_preparation import PreparedRows
 from .rows import check_positions
 from .step_config import AUTO
 from .student import take_liger_options

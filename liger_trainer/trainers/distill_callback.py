@@ -31,7 +31,7 @@ from ..teachers.fingerprints import describe_frozen_model
 from ..teachers.placement import check_alike, load_frozen, shard, teacher_dtype
 from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .best_metric import correct_guess, follow_direction
-from .evaluation_rows import tokens_that_count
+from .evaluation_rows import real_tokens
 from .finite_guard import FiniteGuard
 from .finite_weights import norm_of_gradients
 from .loss_schedule import LossSchedule
@@ -248,7 +248,7 @@ class DistillationCallback(TrainerCallback):
             return teacher_logits(called, self.teacher, *args, **{**inputs, "use_cache": False})
 
     def _record(self, mode: str, outputs: TokenLossOutput, inputs: dict[str, Any]) -> None:
-        counts = outputs.label_mask if mode == "train" else tokens_that_count(outputs.label_mask)
+        counts = outputs.label_mask if mode == "train" else real_tokens(outputs.label_mask)
         values = per_token_values(outputs).items()
         sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
         self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))

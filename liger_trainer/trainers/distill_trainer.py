@@ -27,7 +27,7 @@ from .images import check_settings
 from .loss_schedule import LossProgress
 from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
-from .prepare_rows import cut_of, rows_for_reading
+from .row_preparation import rows_for_reading
 from .rows import (
     GENERATION_PROMPT,
     asked,
@@ -138,7 +138,7 @@ class LigerDistillTrainer(LigerTrainer):
             with self.teaching.live() as models:
                 for name, model in models.items():
                     whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
-                    check_positions(self.named_datasets(), self.args, base_of(model), whose, read)
+                    check_positions(self.row_preparation.named_datasets(), self.args, base_of(model), whose, read)
         self.progress = LossProgress(self, self.args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
@@ -192,16 +192,14 @@ class LigerDistillTrainer(LigerTrainer):
         if self.fused is not before:
             self.distil()
 
-    def learnable_rows(self, tokenized, args, packing, dataset_name):
-        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
-        part = cut_of(args, packing)
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        super().read_rows(tokenized, kept, dataset_name, part)
         self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
-        return kept
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         self.teaching.see(dataset, processing_class, dataset_name)
         if formatting_func is None and has_only_prompts(dataset):
-            dataset = self.check_chats(dataset, processing_class, dataset_name)
+            dataset = self.row_preparation.check_chats(dataset, processing_class, dataset_name)
             return self._prepare_prompts(dataset, processing_class, args, dataset_name)
 
         def prepare(rows, packing):
@@ -247,7 +245,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     def _check_unprepared_rows(self) -> None:
         """Show the teacher the rows that `skip_prepare_dataset` has kept from it, as far as they can be read."""
-        for name, rows in self.named_datasets().items():
+        for name, rows in self.row_preparation.named_datasets().items():
             readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
             self.teaching.check(rows if readable and self.args.teacher_column is None else None, name, self.tokenizer)
 

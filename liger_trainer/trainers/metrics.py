@@ -190,7 +190,7 @@ class StepMetrics:
         """Return the averages since the last log, and take over TRL's, which it would log without the prefix."""
         means, of_trl = self._over_tokens[mode].flush(), self._trainer._metrics[mode]
         if mode == "eval":
-            means.update(self._trainer.returned_loss())
+            means.update(self._trainer.evaluation_rows.returned_loss())
         for name, values in of_trl.items():
             means[name] = sum(map(float, values)) / len(values)
         of_trl.clear()

@@ -105,7 +105,7 @@ class ResumeCheck:
         }
 
     def _of_data(self) -> dict[str, Any]:
-        named = self._trainer.named_datasets()
+        named = self._trainer.row_preparation.named_datasets()
         return {f"{name} dataset": self._of_rows(rows) for name, rows in named.items()}
 
     def _of_rows(self, rows: Any) -> dict[str, Any]:

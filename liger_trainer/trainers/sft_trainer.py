@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from trl.trainer.sft_trainer import (
     DataCollatorForLanguageModeling,
@@ -30,14 +31,15 @@ from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction
 from .checkpoint_guard import CheckpointGuard, public_files, public_report
 from .distill_config import LigerDistillConfig
+from .evaluation_rows import EvaluationRows
 from .finite_guard import FiniteGuard
 from .fixed_shapes import PADDING
 from .host_ahead import host_ahead
 from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
-from .prepare_rows import RowPreparingTrainer, check_names, cut_of
 from .resume_check import ResumeCheck
+from .row_preparation import RowPreparation, check_names
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .rows import check_positions
 from .sequence_parallel import check_slices, ranks_added_up, slice_documents
@@ -53,6 +55,7 @@ from .student import (
     undo_evaluation_wrap,
     with_names_of_modules,
 )
+from .training_rows import by_seed, endless, tell_epoch, warn_of_epochs
 
 
 def _last_name(model: Any) -> str:
@@ -61,7 +64,7 @@ def _last_name(model: Any) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-class LigerTrainer(RowPreparingTrainer):
+class LigerTrainer(SFTTrainer):
     """Supervised fine-tuning with our layers, and the loss computed from hidden states, in training and evaluation.
 
     Takes what `trl.SFTTrainer` takes and logs what it logs (loss, entropy, mean_token_accuracy, num_tokens, aux_loss),
@@ -103,12 +106,12 @@ class LigerTrainer(RowPreparingTrainer):
     resumed_from: Path | None = None
 
     def __init__(self, *args, on_non_finite: str | None = None, **kwargs):
-        given = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs).arguments
-        config = given.get("args")
+        # Before SFTTrainer's own, which loads the model, makes adapters and prepares the rows.
+        call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
+        given, config = call.arguments, call.arguments.get("args")
         if config is None:  # TRL would make an SFTConfig, whose bf16 is an error on a CPU
-            config = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
-            args, kwargs = (), {**given.pop("kwargs", {}), **given, "args": config}
-        check_settings(given.get("train_dataset"), config)
+            config = given["args"] = LigerConfig(f"{_last_name(given.get('model'))}-SFT")
+        check_settings(given.get("train_dataset"), config)  # of images, which raw rows show
         if not isinstance(config, (LigerConfig, LigerDistillConfig)):
             correct_guess(config)
         follow_direction(config)
@@ -116,31 +119,34 @@ class LigerTrainer(RowPreparingTrainer):
         if given.get("peft_config") is not None:
             adapters = with_names_of_modules(given["peft_config"])
             given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
-            args, kwargs = (), {**given.pop("kwargs", {}), **given}
         for plugin in of_trainer(config, base_of(given.get("model"))):
-            plugin.before_model(given.get("model"))
-        options = take_liger_options(config)
+            plugin.before_model(given.get("model"))  # before anything copies quantised numbers
+        options = take_liger_options(config)  # off the arguments: Trainer would apply liger-kernel
+        # What prepares rows, and what the overridden methods use, is there before SFTTrainer calls them.
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
-        with warnings.catch_warnings(), loading_and_adapters(config):
-            # TRL announces a slower path for label smoothing; here it is part of the fused loss.
-            warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
-            super().__init__(*args, **kwargs)
+        self.row_preparation, self.evaluation_rows = RowPreparation(self, call), EvaluationRows(self)
+        self.row_facts, self.largest_ids = self.row_preparation.facts, self.row_preparation.largest_ids
         self.checkpoint_guard = CheckpointGuard(self)
         self.checkpoint_files = self.checkpoint_guard.files
+        with warnings.catch_warnings(), loading_and_adapters(config), self.row_preparation.accepted():
+            # TRL announces a slower path for label smoothing; here it is part of the fused loss.
+            warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
+            super().__init__(*call.args, **call.kwargs)
         check_savable(self.model, self.processing_class)
         check_prefixes_kept(self.model, self.args)
-        if freezes:
+        if freezes:  # now there are adapters, and no optimizer yet
             freeze_tower(self.model)
-        # TRL's own configuration knows no such field, and its labels stay as they are.
+        # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
+        # its labels stay as they are.
         self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
-        check_positions(self.named_datasets(), self.args, base_of(self.model), "the model")
-        check_slices(self)
+        check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
+        check_slices(self)  # looks at the collator's type, so before the next one is around it
         if self.shards_sequences():  # else transformers would take the loss for a mean over the micro-batch
             self.model_accepts_loss_kwargs = True
         self._weigh_rows()
-        self._resume_check = ResumeCheck(self)
+        self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
@@ -148,27 +154,37 @@ class LigerTrainer(RowPreparingTrainer):
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
         self.args.logging_nan_inf_filter = False
         self.finite = FiniteGuard(self.accelerator, on_non_finite or getattr(config, "on_non_finite", STOP))
-        self.add_callback(self.finite)
+        self.add_callback(self.finite)  # our first callback: the others read numbers that it has judged
         self.step_metrics, self.one_launch = StepMetrics(self), OneLaunchStep(self)
-        self._eval_prefix = "eval"
+        # The layers after PEFT's and TRL's wraps of forward, which `undo` must keep; before accelerate's.
         self.patched = patch_student(base_of(self.model), options, self.loss_options(), getattr(config, "memory", FAST))
         self.fused = self.patched.fused
         self.packed_rows = self._packed_rows(getattr(config, "attention", AUTO))
         if self.packed_rows is not None and self.packed_rows.certain:
             check_no_prefix(self.accelerator.unwrap_model(self.model))
         read_packed_rows(base_of(self.model), self.patched, self.packed_rows)
-        slice_documents(self)
+        slice_documents(self)  # around the collator, once attention knows documents
         self.add_callback(TokenCount(self))
         widen_notebook_table(self)
         for plugin in self.plugins():
             plugin.after_init(self)
         announce(str(self.patched.report))
 
-    def learnable_rows(self, tokenized, args, packing, dataset_name):
-        kept = super().learnable_rows(tokenized, args, packing, dataset_name)
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepare = super()._prepare_dataset
+        return self.row_preparation.prepare(
+            prepare, dataset, processing_class, args, packing, formatting_func, dataset_name
+        )
+
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        """Look at the rows of a dataset before they are cut and packed; the row weights do.
+
+        Args:
+            tokenized, kept: all rows, and those with a supervised token.
+            part: which tokens of a row truncation or packing will leave.
+        """
         if self.row_weights is not None:
-            self.row_weights.read(kept, dataset_name, cut_of(args, packing))
-        return kept
+            self.row_weights.read(kept, dataset_name, part)
 
     def _weigh_rows(self) -> None:
         """Have the collator give each token the weight of its row."""
@@ -230,7 +246,7 @@ class LigerTrainer(RowPreparingTrainer):
 
     def check_rows(self) -> None:
         """Raise DataError where rows have ids that the student does not have."""
-        self.check_ids(base_of(self.model))
+        self.row_preparation.check_ids(base_of(self.model))
 
     def teacher_fingerprints(self) -> dict[str, Any]:
         """Return what identifies a teacher in checkpoints, under "teacher"; empty without one."""
@@ -253,6 +269,7 @@ class LigerTrainer(RowPreparingTrainer):
             self._check_not_evaluated_by_deepspeed()
             for plugin in self.plugins():
                 plugin.check(self)
+            warn_of_epochs(self)
             return super().train(
                 resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
             )
@@ -261,6 +278,19 @@ class LigerTrainer(RowPreparingTrainer):
         prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
         if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             undo_evaluation_wrap(self.model)
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return by_seed(super()._get_train_sampler(*args, **kwargs), self.args)
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        make = super()._get_dataloader
+        if is_training:
+            return make(endless(dataset), description, batch_size, sampler_fn, True, **kwargs)
+        return self.evaluation_rows.loader(make, dataset, description, batch_size, sampler_fn, **kwargs)
+
+    def _run_epoch(self, **kwargs):
+        tell_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        return super()._run_epoch(**kwargs)
 
     def _check_not_evaluated_by_deepspeed(self) -> None:
         engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # of a training
@@ -373,11 +403,12 @@ class LigerTrainer(RowPreparingTrainer):
         self._record(inputs, model(**inputs, fused_lm_head=True).in_fp32(), num_items)
         return (loss, outputs) if return_outputs else loss
 
-    def prediction_step(self, *args, **kwargs):
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
         # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
         # one yet, such as a teacher.
         with self.accelerator.autocast():
-            return super().prediction_step(*args, **kwargs)
+            inputs = self.evaluation_rows.without_repeated(inputs, prediction_loss_only)
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         check_names(eval_dataset)
@@ -396,7 +427,8 @@ class LigerTrainer(RowPreparingTrainer):
         self.step_metrics.drop("eval")
         for plugin in self.plugins():
             plugin.check(self)
-        return super().evaluation_loop(*args, **kwargs)
+        with self.evaluation_rows.counted():
+            return super().evaluation_loop(*args, **kwargs)
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
@@ -425,11 +457,11 @@ class LigerTrainer(RowPreparingTrainer):
         """
         tokens = count(outputs.label_mask)
         sums["mean_token_accuracy"] = count(outputs.is_top1)
-        self.evaluated_items = tokens if num_items is None else num_items / self._averaged_ranks()
+        self.evaluation_rows.items = tokens if num_items is None else num_items / self._averaged_ranks()
         if self.aux_loss_enabled:
             sums["aux_loss"] = outputs.aux_loss.double() * tokens
         local = torch.stack([*sums.values(), tokens])
-        counted = local if self.evaluated_rows else torch.zeros_like(local)
+        counted = local if self.evaluation_rows.rows else torch.zeros_like(local)
         *totals, tokens = self.accelerator.reduce(counted, "sum").unbind()
         self.add_metrics("eval", dict(zip(sums, totals, strict=True)), tokens)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
@@ -454,6 +486,10 @@ class LigerTrainer(RowPreparingTrainer):
         """Return whether these logs are of training."""
         # A callback may have generated between a step and its log, and left the model in eval mode.
         return "loss" in logs or self.model.training
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
 
     @property
     def tokens_trained(self) -> int:

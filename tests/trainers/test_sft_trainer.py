@@ -32,7 +32,7 @@ from trl.trainer import sft_trainer
 from liger_trainer import LigerDistillConfig, LigerTrainer, patch
 from liger_trainer.errors import ConfigError, DataError, MaterializedLogitsWarning
 from liger_trainer.patching.patcher import patched_record
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 pytestmark = pytest.mark.filterwarnings("error::liger_trainer.MaterializedLogitsWarning")
 
