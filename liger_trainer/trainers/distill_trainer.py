@@ -123,7 +123,6 @@ class LigerDistillTrainer(LigerTrainer):
             for message in args.in_vain(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
-        self._evaluated = 0
 
     def _prepare_teacher(self) -> None:
         """Have the teacher check rows and student, and put its loss on the student."""
@@ -300,10 +299,6 @@ class LigerDistillTrainer(LigerTrainer):
         if GENERATION_PROMPT not in self._signature_columns:
             self._signature_columns.append(GENERATION_PROMPT)
 
-    def evaluation_loop(self, *args, **kwargs):
-        self._evaluated = 0
-        return super().evaluation_loop(*args, **kwargs)
-
     def restart_metrics(self, tokens: int) -> None:
         super().restart_metrics(tokens)
         if self._on_policy is not None:
@@ -311,27 +306,18 @@ class LigerDistillTrainer(LigerTrainer):
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
-            self._evaluated += 1
-            inputs = self._sampling().replace_in_eval(inputs, self._evaluated)
+            self.evaluation_rows.sampled += 1
+            inputs = self._sampling().replace_in_eval(inputs, self.evaluation_rows.sampled)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def train(self, *args, **kwargs):
         try:
-            output = super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         except TeacherServerError as error:
             raise TeacherServerError(f"{error} {save_and_advise(self)}") from error
-        self.teaching.settle()
-        return output
 
-    def _save_checkpoint(self, model, trial):
+    def settle(self) -> None:
         self.teaching.settle()
-        super()._save_checkpoint(model, trial)
-
-    def evaluate(self, *args, **kwargs):
-        metrics = super().evaluate(*args, **kwargs)
-        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
-            self.teaching.settle()
-        return metrics
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._source = inputs.pop(SOURCE, None)

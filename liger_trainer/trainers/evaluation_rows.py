@@ -160,12 +160,13 @@ class EvaluationRows:
 
     Attributes:
         rows: how many rows of the batch at hand count. Without padding, all its rows are one.
+        sampled: how many batches of this evaluation, on this process, have completions that were sampled.
         items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self.rows = 1
+        self.rows, self.sampled = 1, 0
         self.items: Tensor | float | None = None
         self._loss_only = True
         self._losses = TokenMetrics()
@@ -204,7 +205,7 @@ class EvaluationRows:
         """
         if self._trainer.accelerator.num_processes > 1:
             self._trainer.gather_function = self._gather_once
-        self._losses = TokenMetrics()
+        self._losses, self.sampled = TokenMetrics(), 0
         replacements = Replacements()
         replacements.set(
             self._trainer, "prediction_step", partial(self._with_returned_loss, self._trainer.prediction_step)

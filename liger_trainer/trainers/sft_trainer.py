@@ -52,7 +52,7 @@ from .student import (
     loading_and_adapters,
     patch_student,
     take_liger_options,
-    undo_evaluation_wrap,
+    undo_evaluation,
     with_names_of_modules,
 )
 from .training_rows import by_seed, endless, tell_epoch, warn_of_epochs
@@ -170,11 +170,17 @@ class LigerTrainer(SFTTrainer):
             plugin.after_init(self)
         announce(str(self.patched.report))
 
+    # rows, before training
+
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepare = super()._prepare_dataset
         return self.row_preparation.prepare(
             prepare, dataset, processing_class, args, packing, formatting_func, dataset_name
         )
+
+    def check_rows(self) -> None:
+        """Raise DataError where rows have ids that the student does not have."""
+        self.row_preparation.check_ids(base_of(self.model))
 
     def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
         """Look at the rows of a dataset before they are cut and packed; the row weights do.
@@ -185,6 +191,10 @@ class LigerTrainer(SFTTrainer):
         """
         if self.row_weights is not None:
             self.row_weights.read(kept, dataset_name, part)
+
+    @property
+    def skipped_rows(self) -> dict[str, int]:
+        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
 
     def _weigh_rows(self) -> None:
         """Have the collator give each token the weight of its row."""
@@ -221,84 +231,19 @@ class LigerTrainer(SFTTrainer):
             collator = collator.collator
         return type(collator) in (DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling)
 
-    def plugins(self) -> list[TrainerPlugin]:
-        """Return the extras that this trainer has."""
-        model = base_of(self.model)
-        return of_trainer(self.args, model, output_module(model))
+    # one step, in the order in which transformers calls it
 
-    @property
-    def quantised(self) -> Any:
-        """Return what holds the weights behind the model's quantised ones (`qat`); None where it has none."""
-        return getattr(base_of(self.model), QUANTISED, None)
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+        return self.accelerator.reduce(local.to(device), "sum")
 
-    def folder_locked(self, trial: Any = None) -> AbstractContextManager[None]:
-        """Hold the output directory's lock within the context; the first process takes it for all."""
-        return self.checkpoint_guard.folder_locked(trial)
-
-    def loss_options(self) -> LossOptions:
-        """Return the options of this trainer's fused loss."""
-        return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
-
-    def shards_sequences(self) -> bool:
-        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.sp_enabled
-
-    def check_rows(self) -> None:
-        """Raise DataError where rows have ids that the student does not have."""
-        self.row_preparation.check_ids(base_of(self.model))
-
-    def teacher_fingerprints(self) -> dict[str, Any]:
-        """Return what identifies a teacher in checkpoints, under "teacher"; empty without one."""
-        return {}
-
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
-        """Train as `trl.SFTTrainer` does.
-
-        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
-        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
-        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
-        it trains, and saves checkpoints, no other process may train in `output_dir`.
-        """
-        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
-        with lock, host_ahead(self), tower_without_gradients(self.model), public_report(self.args):
-            checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
-            self.resumed_from = None if checkpoint is None else Path(checkpoint)
-            self._resume_check.begin(checkpoint, force_resume)
-            self._undo_evaluation_wrap()
-            self._check_not_evaluated_by_deepspeed()
-            for plugin in self.plugins():
-                plugin.check(self)
-            warn_of_epochs(self)
-            return super().train(
-                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-            )
-
-    def _undo_evaluation_wrap(self) -> None:
-        prepared = getattr(self.model, "_is_accelerate_prepared", False) and self.model_wrapped is self.model
-        if prepared and self.accelerator.num_processes > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            undo_evaluation_wrap(self.model)
-
-    def _get_train_sampler(self, *args, **kwargs):
-        return by_seed(super()._get_train_sampler(*args, **kwargs), self.args)
-
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        make = super()._get_dataloader
-        if is_training:
-            return make(endless(dataset), description, batch_size, sampler_fn, True, **kwargs)
-        return self.evaluation_rows.loader(make, dataset, description, batch_size, sampler_fn, **kwargs)
-
-    def _run_epoch(self, **kwargs):
-        tell_epoch(kwargs["train_dataloader"], kwargs["epoch"])
-        return super()._run_epoch(**kwargs)
-
-    def _check_not_evaluated_by_deepspeed(self) -> None:
-        engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # of a training
-        if self.is_deepspeed_enabled and engine is None and self.model_wrapped is not self.model:
-            raise ConfigError(
-                "DeepSpeed has prepared this model for an evaluation, without an optimizer, and cannot train it then. "
-                "Leave out evaluate() before train(); eval_on_start=True evaluates before the first step."
-            )
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.saw_loss(loss, inputs)
+        # transformers logs the mean over all ranks, of which those with slices of a row add up
+        return loss * ranks_added_up(self) if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, with `return_outputs` also outputs without gradient. What a subclass returns is reported."""
@@ -337,59 +282,6 @@ class LigerTrainer(SFTTrainer):
         with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.finite.saw_loss(loss, inputs)
-        # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * ranks_added_up(self) if self.shards_sequences() else loss
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        if not self.shards_sequences() or "shift_labels" not in batch_samples[0]:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        local = torch.stack([(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batch_samples]).sum()
-        return self.accelerator.reduce(local.to(device), "sum")
-
-    def create_optimizer(self, *args, **kwargs):
-        given = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
-        self.optimizer = optimizer if given is not None else self.one_launch.of(optimizer)
-        return self.optimizer
-
-    def _clip_grad_norm(self, model):
-        norm = self.one_launch.norm_before_step(model)
-        return super()._clip_grad_norm(model) if norm is None else norm
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None:  # nothing is clipped
-            grad_norm = self.one_launch.norm_before_step(model)
-        norm = super()._get_grad_norm(model, grad_norm)
-        self.finite.saw_norm(norm)
-        return norm
-
-    def use_own_loss(self) -> None:
-        """Put this trainer's loss, and its MLPs, back on the model where another trainer of it has replaced them."""
-        record = patched_record(base_of(self.model))
-        if record is not None and record.fused not in (None, self.fused):
-            self.patched, self.fused = record, record.fuse(self.loss_options())
-            record.remake_mlps(MEMORY[getattr(self.args, "memory", FAST)])
-
-    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return what the student's forward gets beside the batch."""
-        return {}
-
-    def frozen_models(self) -> dict[str, Any]:
-        """Return the models beside the student that run in each step, by name."""
-        return {}
-
-    def floating_point_ops(self, inputs):
-        ids = inputs.get("input_ids")
-        if ids is None or getattr(self.model, "main_input_name", None) != "input_ids":
-            return super().floating_point_ops(inputs)
-        per_token = self._flos_per_token  # transformers would count all parameters again for each micro-batch
-        if per_token is None:
-            per_token = self._flos_per_token = super().floating_point_ops(inputs) / ids.numel()
-        return round(per_token * ids.numel())
-
     def _averaged_ranks(self) -> int:
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
@@ -402,33 +294,6 @@ class LigerTrainer(SFTTrainer):
         loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items)
         self._record(inputs, model(**inputs, fused_lm_head=True).in_fp32(), num_items)
         return (loss, outputs) if return_outputs else loss
-
-    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
-        # one yet, such as a teacher.
-        with self.accelerator.autocast():
-            inputs = self.evaluation_rows.without_repeated(inputs, prediction_loss_only)
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        check_names(eval_dataset)
-        self._eval_prefix = metric_key_prefix
-        with public_report(self.args):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
-        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-        output.metrics.update(
-            self.step_metrics.means("eval", f"{metric_key_prefix}_")
-        )  # evaluate() has them from its log
-        return output
-
-    def evaluation_loop(self, *args, **kwargs):
-        self.step_metrics.drop("eval")
-        for plugin in self.plugins():
-            plugin.check(self)
-        with self.evaluation_rows.counted():
-            return super().evaluation_loop(*args, **kwargs)
 
     def _record(self, inputs: dict[str, Any], outputs: TokenLossOutput, num_items: Tensor | float | None) -> None:
         """Add a micro-batch to the metrics, without waiting for the device."""
@@ -466,13 +331,25 @@ class LigerTrainer(SFTTrainer):
         self.add_metrics("eval", dict(zip(sums, totals, strict=True)), tokens)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
 
-    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        """Return what is averaged over tokens. In training, `entropy` is logged as TRL does, as a mean of means."""
-        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+    def _clip_grad_norm(self, model):
+        norm = self.one_launch.norm_before_step(model)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
-    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
-        """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
-        self.step_metrics.add(mode, totals, tokens)
+    def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None:  # nothing is clipped
+            grad_norm = self.one_launch.norm_before_step(model)
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.saw_norm(norm)
+        return norm
+
+    def floating_point_ops(self, inputs):
+        ids = inputs.get("input_ids")
+        if ids is None or getattr(self.model, "main_input_name", None) != "input_ids":
+            return super().floating_point_ops(inputs)
+        per_token = self._flos_per_token  # transformers would count all parameters again for each micro-batch
+        if per_token is None:
+            per_token = self._flos_per_token = super().floating_point_ops(inputs) / ids.numel()
+        return round(per_token * ids.numel())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.logs_training(logs) else "eval"
@@ -487,27 +364,95 @@ class LigerTrainer(SFTTrainer):
         # A callback may have generated between a step and its log, and left the model in eval mode.
         return "loss" in logs or self.model.training
 
-    @property
-    def skipped_rows(self) -> dict[str, int]:
-        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
+    # an evaluation
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        check_names(eval_dataset)
+        self._eval_prefix = metric_key_prefix
+        with public_report(self.args):
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self.is_in_train:  # there, checkpoints and the end of training wait for it
+            self.settle()
+        return metrics
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        # evaluate() has these from its log
+        output.metrics.update(self.step_metrics.means("eval", f"{metric_key_prefix}_"))
+        return output
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.step_metrics.drop("eval")
+        for plugin in self.plugins():
+            plugin.check(self)
+        with self.evaluation_rows.counted():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
+        # Before training, transformers has accelerate put autocast around the model only if it has prepared no other
+        # one yet, such as a teacher.
+        with self.accelerator.autocast():
+            inputs = self.evaluation_rows.without_repeated(inputs, prediction_loss_only)
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    # a training
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, force_resume: bool = False):
+        """Train as `trl.SFTTrainer` does.
+
+        With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole; a path that is not whole
+        is refused with a CorruptError. A checkpoint whose training started with other data, another tokenizer, student
+        or teacher is refused with a ConfigError that says what differs; with `force_resume` it is only a warning. While
+        it trains, and saves checkpoints, no other process may train in `output_dir`.
+        """
+        lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
+        with lock, host_ahead(self), tower_without_gradients(self.model), public_report(self.args):
+            checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
+            self.resumed_from = None if checkpoint is None else Path(checkpoint)
+            self._resume_check.begin(checkpoint, force_resume)
+            undo_evaluation(self)
+            for plugin in self.plugins():
+                plugin.check(self)
+            warn_of_epochs(self)
+            output = super().train(
+                resume_from_checkpoint=checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
+        self.settle()
+        return output
+
+    def create_optimizer(self, *args, **kwargs):
+        given = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer = optimizer if given is not None else self.one_launch.of(optimizer)
+        return self.optimizer
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return by_seed(super()._get_train_sampler(*args, **kwargs), self.args)
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        make = super()._get_dataloader
+        if is_training:
+            return make(endless(dataset), description, batch_size, sampler_fn, True, **kwargs)
+        return self.evaluation_rows.loader(make, dataset, description, batch_size, sampler_fn, **kwargs)
+
+    def _run_epoch(self, **kwargs):
+        tell_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        return super()._run_epoch(**kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        self.step_metrics.add_rest()
+        return super()._finalize_training(*args, **kwargs)
 
     @property
     def tokens_trained(self) -> int:
         """Tokens of all ranks since training started, before a resume too. Waits for the device."""
         return int(self._total_train_tokens)
 
-    def restart_metrics(self, tokens: int) -> None:
-        """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
-        self.step_metrics.restart(tokens)
-
-    def _finalize_training(self, *args, **kwargs):
-        self.step_metrics.add_rest()
-        return super()._finalize_training(*args, **kwargs)
-
     # what Trainer saves and reads back; checkpoint_guard.py says why each is changed
 
     def _save_checkpoint(self, model, trial):
-        # a callback behind the guard may have asked for it
+        self.settle()
+        # the guard has checked this step, unless a callback behind it has asked for the checkpoint
         self.finite.check(self.state, and_moments=True)
         self.finite.remember(self.state)
         remember_tokens(self.state, self.tokens_trained)
@@ -546,3 +491,64 @@ class LigerTrainer(SFTTrainer):
     def _issue_warnings_after_load(self, load_result):
         if not self.checkpoint_guard.load_again(load_result):
             super()._issue_warnings_after_load(load_result)
+
+    def folder_locked(self, trial: Any = None) -> AbstractContextManager[None]:
+        """Hold the output directory's lock within the context; the first process takes it for all."""
+        return self.checkpoint_guard.folder_locked(trial)
+
+    # what the collaborators ask
+
+    def plugins(self) -> list[TrainerPlugin]:
+        """Return the extras that this trainer has."""
+        model = base_of(self.model)
+        return of_trainer(self.args, model, output_module(model))
+
+    @property
+    def quantised(self) -> Any:
+        """Return what holds the weights behind the model's quantised ones (`qat`); None where it has none."""
+        return getattr(base_of(self.model), QUANTISED, None)
+
+    def shards_sequences(self) -> bool:
+        """Return whether each rank trains on slices of rows, as DeepSpeed's Ulysses cuts them."""
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled
+
+    # what LigerDistillTrainer does otherwise
+
+    def loss_options(self) -> LossOptions:
+        """Return the options of this trainer's fused loss."""
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, dft=self.args.loss_type == "dft")
+
+    def use_own_loss(self) -> None:
+        """Put this trainer's loss, and its MLPs, back on the model where another trainer of it has replaced them."""
+        record = patched_record(base_of(self.model))
+        if record is not None and record.fused not in (None, self.fused):
+            self.patched, self.fused = record, record.fuse(self.loss_options())
+            record.remake_mlps(MEMORY[getattr(self.args, "memory", FAST)])
+
+    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the student's forward gets besides the batch."""
+        return {}
+
+    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        """Return what is averaged over tokens. In training, `entropy` is logged as TRL does, as a mean of means."""
+        return {"perplexity": -outputs.log_probs, "entropy": outputs.entropy}
+
+    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums over the tokens of all ranks; `mode` is "train" or "eval"."""
+        self.step_metrics.add(mode, totals, tokens)
+
+    def restart_metrics(self, tokens: int) -> None:
+        """Start a training's metrics from the start, after `tokens` tokens of an earlier process."""
+        self.step_metrics.restart(tokens)
+
+    def frozen_models(self) -> dict[str, Any]:
+        """Return the models besides the student that run in each step, by name."""
+        return {}
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        """Return what identifies a teacher in checkpoints, under "teacher"; empty without one."""
+        return {}
+
+    def settle(self) -> None:
+        """Return once everything that a teacher has answered is known to be sound, or raise."""
