@@ -92,6 +92,7 @@ class LigerDistillTrainer(LigerTrainer):
     _name = "Distillation"
 
     def __init__(self, model, teacher_model: GivenTeacher = None, args=None, teacher_processor: Any = None, **kwargs):
+        # Before LigerTrainer's: its __init__ prepares the rows, which the teacher sees, and puts our loss on the model.
         of_trl = not isinstance(args, LigerDistillConfig)
         if of_trl:
             if args is not None:
@@ -102,7 +103,7 @@ class LigerDistillTrainer(LigerTrainer):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError("compute_loss_func would take the place of distillation. Use LigerTrainer with it.")
-        check_settings(kwargs.get("train_dataset"), args)
+        check_settings(kwargs.get("train_dataset"), args)  # of images, before a teacher is loaded
         self.teaching = make_teacher(args, teacher_model, rows_for_reading)
         if teacher_processor is not None:
             take_processor(self.teaching, teacher_processor)
@@ -112,12 +113,14 @@ class LigerDistillTrainer(LigerTrainer):
         self.lmbda, self.prompts_alone = args.lmbda, set[str]()
         self._late_chats = False  # whether the rows are chats whose generation prompts were not prepared
         super().__init__(model, args, **kwargs)
+        # Now the collator is there, and the layers are patched.
         check_teacher_of_slices(self, samples=bool(args.samples or self.prompts_alone))
         if args.teacher != "self":  # which wants adapters that can be switched off
             check_prompt_learning(self.student)
         self._prepare_teacher()
         if args.disable_dropout:
             disable_dropout(self.student)
+        # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
             for message in args.in_vain(sampled=self._on_policy is not None):
@@ -131,69 +134,19 @@ class LigerDistillTrainer(LigerTrainer):
         self._rows_collator, self.data_collator = self.data_collator, self.teaching.collator(self.data_collator)
         if self.args.samples:
             self.data_collator = PromptCollator(self.data_collator)
-        vocab_size = self.teaching.prepare(self)
+        vocab_size = self.teaching.prepare(self)  # loads it where it is a name; compares vocabularies
         self._check_rows_of_both(vocab_size)
         if self.args.teacher != "self":
             with self.teaching.live() as models:
                 for name, model in models.items():
                     whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
                     check_positions(self.row_preparation.named_datasets(), self.args, base_of(model), whose, read)
+        # Before there is an optimizer, which gets its projectors.
         self.progress = LossProgress(self, self.args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
 
-    @property
-    def student(self) -> Any:
-        """Return the model that learns, without its wrapper for several processes."""
-        return self.accelerator.unwrap_model(self.model)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    def teacher_fingerprints(self) -> dict[str, Any]:
-        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
-
-    @property
-    def teacher(self) -> Any:
-        return self.teaching.model
-
-    @property
-    def teacher_model(self) -> Any:
-        """Return `teacher`, under the name that it has in TRL's trainers."""
-        return self.teacher
-
-    @property
-    def teacher_patched(self) -> Patched | None:
-        return self.teaching.patched
-
-    def frozen_models(self) -> dict[str, Any]:
-        # the student, with its adapters off, is a teacher too, but has its own graphs
-        with self.teaching.live() as models:
-            frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
-        return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
-
-    def distil(self, **changes: Any) -> None:
-        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
-
-        Evaluations change too, except for what a schedule moves: there it has its final value.
-        """
-        self.distillation = replace(self.distillation, **changes)
-        assert self.fused is not None
-        self.progress.set_loss(self.fused, self.loss_options())
-
-    def loss_options(self) -> LossOptions:
-        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
-
-    def use_own_loss(self) -> None:
-        before = self.fused
-        super().use_own_loss()
-        if self.fused is not before:
-            self.distil()
-
-    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
-        super().read_rows(tokenized, kept, dataset_name, part)
-        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
+    # rows, before training
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         self.teaching.see(dataset, processing_class, dataset_name)
@@ -221,17 +174,9 @@ class LigerDistillTrainer(LigerTrainer):
         self._late_chats = not args.samples and is_conversational(next(iter(prepared)))
         return self._with_generation_prompts(prepared, processing_class, args) if args.samples else prepared
 
-    def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
-        template = self.chat_template
-        rows = with_generation_prompts(prepared, tokenizer, args, template)
-
-        def read(reader: Any) -> list[list[int]]:
-            if reader is tokenizer:
-                return rows[GENERATION_PROMPT][:]
-            return prompt_ids(prepared.map(lambda row: asked(row, tokenizer, template)), reader, None, None)
-
-        self.teaching.see_prompts(rows, "train", read, tokenizer=tokenizer)
-        return rows
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        super().read_rows(tokenized, kept, dataset_name, part)
+        self.teaching.read_rows(kept, dataset_name, lambda tokens: tokens[part])
 
     def check_rows(self) -> None:
         """Do nothing yet: where the tokenizers differ, the teacher's refusal says more (`_check_rows_of_both`)."""
@@ -247,6 +192,18 @@ class LigerDistillTrainer(LigerTrainer):
         for name, rows in self.row_preparation.named_datasets().items():
             readable = isinstance(rows, Dataset) and {"input_ids", "labels"} <= set(rows.column_names)
             self.teaching.check(rows if readable and self.args.teacher_column is None else None, name, self.tokenizer)
+
+    def _with_generation_prompts(self, prepared: Any, tokenizer: Any, args: Any) -> Any:
+        template = self.chat_template
+        rows = with_generation_prompts(prepared, tokenizer, args, template)
+
+        def read(reader: Any) -> list[list[int]]:
+            if reader is tokenizer:
+                return rows[GENERATION_PROMPT][:]
+            return prompt_ids(prepared.map(lambda row: asked(row, tokenizer, template)), reader, None, None)
+
+        self.teaching.see_prompts(rows, "train", read, tokenizer=tokenizer)
+        return rows
 
     def _prepare_prompts(self, dataset, processing_class, args, dataset_name):
         """Prepare rows without completions. In evaluation the student writes them; in training all must be sampled."""
@@ -277,6 +234,8 @@ class LigerDistillTrainer(LigerTrainer):
         self.teaching.check(prompts, dataset_name, tokenizer)
         return prompts.remove_columns(column)
 
+    # one step: completions are sampled, the teacher answers, the loss moves along its plan
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Sample completions for the micro-batches of an optimizer step, before transformers counts their tokens."""
         if self.lmbda == 0 and not self.args.seq_kd and self._on_policy is None:
@@ -294,15 +253,65 @@ class LigerDistillTrainer(LigerTrainer):
             self._on_policy = OnPolicy(self, self._rows_collator)
         return self._on_policy
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        if GENERATION_PROMPT not in self._signature_columns:
-            self._signature_columns.append(GENERATION_PROMPT)
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.progress.average_gradients()
+        return loss
 
-    def restart_metrics(self, tokens: int) -> None:
-        super().restart_metrics(tokens)
-        if self._on_policy is not None:
-            self._on_policy.flush()
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self._source = inputs.pop(SOURCE, None)
+        self.use_own_loss()
+        assert self.fused is not None
+        # What the student has just written is no label: to learn it would only make the student surer of itself.
+        with self.fused.without_cross_entropy() if self._source == STUDENT else nullcontext():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden = self.progress.hidden
+        if hidden is None:
+            return {"teacher_logits": self.teaching.answer(inputs)}
+        with hidden.of_teacher() as hidden_pass:
+            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
+
+    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
+        return {**super().per_token(outputs), **per_token_values(outputs)}
+
+    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
+        super().add_metrics(mode, totals, tokens)
+        if mode == "train":
+            self.progress.seen(totals, tokens)
+        if mode == "train" and self._source is not None:
+            self._sampling().add_metrics(self._source, totals, tokens)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.logs_training(logs) and self._on_policy is not None:
+            logs.update(self._on_policy.flush())
+        if "loss" in logs:
+            logs.update(self.progress.logged)
+        super().log(logs, start_time)
+
+    # the loss
+
+    def distil(self, **changes: Any) -> None:
+        """Go on with another loss. `changes` are fields of `Distillation`, such as `temperature` or `ce_weight`.
+
+        Evaluations change too, except for what a schedule moves: there it has its final value.
+        """
+        self.distillation = replace(self.distillation, **changes)
+        assert self.fused is not None
+        self.progress.set_loss(self.fused, self.loss_options())
+
+    def loss_options(self) -> LossOptions:
+        return LossOptions(label_smoothing=self.args.label_smoothing_factor, distillation=self.distillation)
+
+    def use_own_loss(self) -> None:
+        before = self.fused
+        super().use_own_loss()
+        if self.fused is not before:
+            self.distil()
+
+    # an evaluation, and a training
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self.prompts_alone - {"train"} and not bool((inputs["labels"] != -100).any()):
@@ -319,45 +328,25 @@ class LigerDistillTrainer(LigerTrainer):
     def settle(self) -> None:
         self.teaching.settle()
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        self._source = inputs.pop(SOURCE, None)
-        self.use_own_loss()
-        assert self.fused is not None
-        # What the student has just written is no label: to learn it would only make the student surer of itself.
-        with self.fused.without_cross_entropy() if self._source == STUDENT else nullcontext():
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def add_metrics(self, mode: str, totals: dict[str, Tensor], tokens: Tensor) -> None:
-        super().add_metrics(mode, totals, tokens)
-        if mode == "train":
-            self.progress.seen(totals, tokens)
-        if mode == "train" and self._source is not None:
-            self._sampling().add_metrics(self._source, totals, tokens)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.logs_training(logs) and self._on_policy is not None:
-            logs.update(self._on_policy.flush())
-        if "loss" in logs:
-            logs.update(self.progress.logged)
-        super().log(logs, start_time)
-
-    def teacher_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        hidden = self.progress.hidden
-        if hidden is None:
-            return {"teacher_logits": self.teaching.answer(inputs)}
-        with hidden.of_teacher() as hidden_pass:
-            return {"teacher_logits": self.teaching.answer(inputs), "hidden_pass": hidden_pass}
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:
-            self.progress.average_gradients()
-        return loss
+    def restart_metrics(self, tokens: int) -> None:
+        super().restart_metrics(tokens)
+        if self._on_policy is not None:
+            self._on_policy.flush()
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
         self.progress.join(optimizer)
         return optimizer
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if GENERATION_PROMPT not in self._signature_columns:
+            self._signature_columns.append(GENERATION_PROMPT)
+
+    # checkpoints
+
+    def teacher_fingerprints(self) -> dict[str, Any]:
+        return {"teacher": {"kind": self.args.teacher, **self.teaching.fingerprints()}}
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
@@ -372,5 +361,32 @@ class LigerDistillTrainer(LigerTrainer):
         super()._load_best_model()
         self.progress.load_best(str(self.state.best_model_checkpoint))
 
-    def per_token(self, outputs: TokenLossOutput) -> dict[str, Tensor]:
-        return {**super().per_token(outputs), **per_token_values(outputs)}
+    # the models
+
+    @property
+    def student(self) -> Any:
+        """Return the model that learns, without its wrapper for several processes."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def teacher(self) -> Any:
+        return self.teaching.model
+
+    @property
+    def teacher_model(self) -> Any:
+        """Return `teacher`, under the name that it has in TRL's trainers."""
+        return self.teacher
+
+    @property
+    def teacher_patched(self) -> Patched | None:
+        return self.teaching.patched
+
+    def frozen_models(self) -> dict[str, Any]:
+        # the student, with its adapters off, is a teacher too, but has its own graphs
+        with self.teaching.live() as models:
+            frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
+        return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
