@@ -50,11 +50,10 @@ if TYPE_CHECKING:
     from .tools.generate.options import GenerateOptions
     from .tools.generate.run import generate as generate_dataset
     from .trainers.capture import capture as capture_teacher_cache
+    from .trainers.config import LigerConfig, LigerDistillConfig
     from .trainers.distill_callback import DistillationCallback
-    from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
     from .trainers.import_cache import import_cache as import_teacher_cache
-    from .trainers.sft_config import LigerConfig
     from .trainers.sft_trainer import LigerTrainer
 
 __version__ = "0.1.0"
@@ -66,9 +65,9 @@ _MODULE_OF = {
     "DistillationCallback": "trainers.distill_callback",
     "GenerateOptions": "tools.generate.options",
     "LigerBlockSparseTop2MLP": "modules.mlps",
-    "LigerConfig": "trainers.sft_config",
+    "LigerConfig": "trainers.config",
     "LigerCrossEntropyLoss": "modules.losses",
-    "LigerDistillConfig": "trainers.distill_config",
+    "LigerDistillConfig": "trainers.config",
     "LigerDistillTrainer": "trainers.distill_trainer",
     "LigerExperts": "modules.experts",
     "LigerFalconH1MLP": "modules.mlps",

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..plugins import QUANTISED, TrainerPlugin
-from ..trainers.qat_config import INT4, INT8, NVFP4
+from ..trainers.options import INT4, INT8, NVFP4, updating_in_backward
 
 NVFP4_GROUP = 16
 

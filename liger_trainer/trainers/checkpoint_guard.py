@@ -37,13 +37,13 @@ from ..common.checkpoints import (
     rotate,
     weights_alone,
 )
+from ..common.console import on_first_rank
 from ..common.files import STATE, write_atomically
 from ..common.folder_lock import folder_lock
 from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..secrets import names_a_secret, redacted, remember_settings
-from .ranks import decided_by_first
 
 ENCODER = "prompt_encoder.safetensors"
 
@@ -74,7 +74,7 @@ class CheckpointGuard:
                 stack.enter_context(folder_lock(folder, warnings.warn))
                 clear_staging(folder)
 
-            self._decided_by_first(begin)
+            self._on_first_rank(begin)
             yield
 
     def choose(self, wanted: str | bool | None) -> str | None:
@@ -84,7 +84,7 @@ class CheckpointGuard:
             ConfigError: there is none.
             CorruptError: `wanted` is not whole, or none is.
         """
-        return self._decided_by_first(lambda: self._chosen(wanted)) if wanted else None
+        return self._on_first_rank(lambda: self._chosen(wanted)) if wanted else None
 
     def _chosen(self, wanted: str | bool) -> str:
         run_dir = Path(str(self._trainer.args.output_dir))
@@ -126,7 +126,7 @@ class CheckpointGuard:
         if state.best_model_checkpoint is None:
             return state
         known, folder = state.best_model_checkpoint, Path(path).parent
-        state.best_model_checkpoint = self._decided_by_first(lambda: best_checkpoint(folder))
+        state.best_model_checkpoint = self._on_first_rank(lambda: best_checkpoint(folder))
         if state.best_model_checkpoint is None:
             state.best_metric = state.best_global_step = None
             if self._trainer.is_world_process_zero():
@@ -155,7 +155,7 @@ class CheckpointGuard:
     def load_best(self, load: Callable[[], None]) -> None:
         """Have Trainer `load` the best checkpoint, unless it is damaged."""
         best = Path(str(self._trainer.state.best_model_checkpoint))
-        self._decided_by_first(lambda: refuse_damaged(best, contents=True))
+        self._on_first_rank(lambda: refuse_damaged(best, contents=True))
         if not self._loaded_encoder(best):
             with self._reading(best):
                 load()
@@ -249,13 +249,13 @@ class CheckpointGuard:
             shutil.rmtree(staged.parent, ignore_errors=True)
 
         self._trainer.accelerator.wait_for_everyone()
-        self._decided_by_first(finish)
+        self._on_first_rank(finish)
         if self._trainer.is_local_process_zero() and staged.is_dir():  # on a disk of its own: another node's part
             finish()
         self._trainer.accelerator.wait_for_everyone()
 
-    def _decided_by_first(self, decide: Callable[[], Any]) -> Any:
-        return decided_by_first(self._trainer.is_world_process_zero(), decide)
+    def _on_first_rank(self, decide: Callable[[], Any]) -> Any:
+        return on_first_rank(self._trainer.is_world_process_zero(), decide)
 
 
 # arguments without secrets

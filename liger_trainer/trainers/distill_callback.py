@@ -14,7 +14,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import prepare_deepspeed
 
 from ..common.console import announce
-from ..common.non_finite import STOP, check_policy
 from ..common.replacements import Replacements
 from ..errors import ConfigError
 from ..losses.fused_forward import FusedLoss, LossOfOneForward
@@ -33,9 +32,10 @@ from ..teachers.vocabulary import compare_tokenizers, tokenizer_of, with_heads
 from .best_metric import correct_guess, follow_direction
 from .evaluation_rows import real_tokens
 from .finite_guard import FiniteGuard
-from .finite_weights import norm_of_gradients
+from .finite_report import norm_of_gradients
 from .loss_schedule import LossSchedule
 from .metrics import TokenMetrics, per_token_values
+from .options import STOP, check_policy
 
 
 class DistillationCallback(TrainerCallback):
@@ -155,7 +155,7 @@ class DistillationCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs) -> None:
         assert self.finite is not None
-        self.finite.saw_norm(norm_of_gradients(model, optimizer, args.device))
+        self.finite.record_norm(norm_of_gradients(model, optimizer, args.device))
         self.finite.on_pre_optimizer_step(args, state, control, optimizer=optimizer, **kwargs)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
@@ -253,8 +253,8 @@ class DistillationCallback(TrainerCallback):
         sums = {name: value.masked_fill(~counts, 0).sum(dtype=torch.float64) for name, value in values}
         self._metrics[mode].add(sums, counts.sum(dtype=torch.float64))
         if mode == "train" and self.finite is not None:
-            self.finite.saw_teacher(sums)
-            self.finite.saw_loss(outputs.loss, inputs)
+            self.finite.record_teacher(sums)
+            self.finite.record_loss(outputs.loss, inputs)
 
 
 class _DistillationLoss(FusedLoss):

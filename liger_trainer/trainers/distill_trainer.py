@@ -3,16 +3,21 @@
 # transformers types its Trainer's model, args and accelerator more loosely than they are once it is constructed:
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+import shlex
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import is_conversational
 
+from ..common.checkpoints import checkpoints_in
+from ..common.files import CONFIG
 from ..errors import ConfigError, TeacherServerError
 from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
@@ -20,11 +25,10 @@ from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
 from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
-from .distill_config import LigerDistillConfig
-from .from_trl_args import moved
-from .giving_up import save_and_advise
+from .config import LigerDistillConfig
+from .from_trl_args import from_trl
 from .images import check_settings
-from .loss_schedule import LossProgress
+from .loss_schedule import LossState
 from .metrics import per_token_values
 from .on_policy import SOURCE, STUDENT, OnPolicy, PromptCollator
 from .row_preparation import rows_for_reading
@@ -97,7 +101,7 @@ class LigerDistillTrainer(LigerTrainer):
         if of_trl:
             if args is not None:
                 correct_guess(args)
-            args, kwargs = moved(args, kwargs)
+            args, kwargs = from_trl(args, kwargs)
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is model and not isinstance(model, str):
             raise ConfigError("The student cannot be its own teacher: its weights would move under the teacher.")
@@ -123,7 +127,7 @@ class LigerDistillTrainer(LigerTrainer):
         # Its completions are batched by the collator inside the teacher's.
         self._on_policy = OnPolicy(self, self._rows_collator) if args.samples or self.prompts_alone else None
         if not of_trl:  # whose own defaults are set here
-            for message in args.in_vain(sampled=self._on_policy is not None):
+            for message in args.unused_fields(sampled=self._on_policy is not None):
                 warnings.warn(message, stacklevel=2)
         self._source: str | None = None  # who wrote the completions of the micro-batch at hand, where some are sampled
 
@@ -142,7 +146,7 @@ class LigerDistillTrainer(LigerTrainer):
                     whose, read = f"the teacher {name}".rstrip(), self.teaching.longest_row
                     check_positions(self.row_preparation.named_datasets(), self.args, base_of(model), whose, read)
         # Before there is an optimizer, which gets its projectors.
-        self.progress = LossProgress(self, self.args.loss_plan())
+        self.progress = LossState(self, self.args.loss_plan())
         self.add_callback(self.progress)
         self.distil(vocab_size=vocab_size)
 
@@ -323,7 +327,7 @@ class LigerDistillTrainer(LigerTrainer):
         try:
             return super().train(*args, **kwargs)
         except TeacherServerError as error:
-            raise TeacherServerError(f"{error} {save_and_advise(self)}") from error
+            raise TeacherServerError(f"{error} {save_and_hint(self)}") from error
 
     def settle(self) -> None:
         self.teaching.settle()
@@ -390,3 +394,22 @@ class LigerDistillTrainer(LigerTrainer):
         with self.teaching.live() as models:
             frozen = {f"teacher {name}".rstrip(): model for name, model in models.items()}
         return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
+
+
+def save_and_hint(trainer: Any) -> str:
+    """Save a checkpoint after the last whole step, unless there is one, and return how to go on from it.
+
+    With several processes nothing is saved: the others are in the middle of a step and know nothing of it.
+    """
+    args, step = trainer.args, trainer.state.global_step
+    folder = Path(str(args.output_dir))
+    checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    if step > 0 and args.world_size == 1 and not checkpoint.is_dir():
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.control = trainer.callback_handler.on_save(args, trainer.state, trainer.control)
+    saved = checkpoints_in(folder)
+    if not saved:
+        return "No step was taken, so nothing was saved." if step == 0 else "No checkpoint was saved."
+    by_command = (folder / CONFIG).is_file()
+    how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
+    return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"

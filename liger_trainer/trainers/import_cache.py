@@ -18,7 +18,7 @@ from ..teachers.row_keys import documents
 from ..teachers.vocabulary import compare_tokenizers, teacher_tokenizer
 from .capture import Progress, write_cache
 from .capture_model import Source, token_settings
-from .distill_config import LigerDistillConfig
+from .config import LigerDistillConfig
 from .row_preparation import PreparedRows
 
 MOST_ENTRIES = 64  # unless cache_entries says otherwise, as in a capture

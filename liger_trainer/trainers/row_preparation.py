@@ -21,7 +21,7 @@ from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from .chat_checks import check_chats, check_part, fit_arguments
 from .chat_rows import datasets_in_messages
-from .distill_config import LigerDistillConfig
+from .config import LigerDistillConfig
 from .message_marks import has_masked_messages, marked_template, template_for_training
 from .rows import RowFacts, count_rows, has_only_prompts
 from .token_ids import LargestIds, check_ids

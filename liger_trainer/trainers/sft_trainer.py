@@ -19,7 +19,6 @@ from trl.trainer.sft_trainer import (
 )
 
 from ..common.console import announce
-from ..common.non_finite import STOP
 from ..errors import ConfigError
 from ..losses.model_parts import output_module
 from ..losses.spec import IGNORE_INDEX, LossOptions, TokenWeights
@@ -30,28 +29,26 @@ from ..patching.patcher import base_of, patched_record
 from ..plugins import QUANTISED, TrainerPlugin, of_trainer
 from .best_metric import correct_guess, follow_direction
 from .checkpoint_guard import CheckpointGuard, public_files, public_report
-from .distill_config import LigerDistillConfig
+from .config import LigerConfig, LigerDistillConfig
 from .evaluation_rows import EvaluationRows
 from .finite_guard import FiniteGuard
-from .fixed_shapes import PADDING
-from .host_ahead import host_ahead
-from .images import check_settings, freeze_tower, tower_without_gradients, without_adapters, wrapped
+from .images import check_settings, freeze_tower, tower_without_gradients, with_image_collator, without_adapters
 from .metrics import StepMetrics, TokenCount, count, num_tokens, remember_tokens, widen_notebook_table
 from .one_launch_adamw import OneLaunchStep
+from .options import AUTO, FAST, MEMORY, STOP
 from .resume_check import ResumeCheck
 from .row_preparation import RowPreparation, check_names
 from .row_weights import TOKEN_WEIGHTS, RowWeights, WeightCollator
 from .rows import check_positions
-from .sequence_parallel import check_slices, ranks_added_up, slice_documents
-from .sft_config import LigerConfig
-from .step_config import AUTO, FAST, MEMORY
+from .sequence_parallel import check_slices, ranks_summed, slice_documents
+from .step_graphs import PADDING, reduce_host_work
 from .student import (
     check_no_prefix,
     check_prefixes_kept,
     check_savable,
-    loading_and_adapters,
     patch_student,
-    take_liger_options,
+    patched_sft_module,
+    pop_liger_options,
     undo_evaluation,
     with_names_of_modules,
 )
@@ -121,7 +118,7 @@ class LigerTrainer(SFTTrainer):
             given["peft_config"] = without_adapters(adapters, given["model"]) if freezes else adapters
         for plugin in of_trainer(config, base_of(given.get("model"))):
             plugin.before_model(given.get("model"))  # before anything copies quantised numbers
-        options = take_liger_options(config)  # off the arguments: Trainer would apply liger-kernel
+        options = pop_liger_options(config)  # off the arguments: Trainer would apply liger-kernel
         # What prepares rows, and what the overridden methods use, is there before SFTTrainer calls them.
         column: str | None = getattr(config, "weight_column", None)
         self.row_weights = None if column is None else RowWeights(column, config.packing_strategy)
@@ -129,7 +126,7 @@ class LigerTrainer(SFTTrainer):
         self.row_facts, self.largest_ids = self.row_preparation.facts, self.row_preparation.largest_ids
         self.checkpoint_guard = CheckpointGuard(self)
         self.checkpoint_files = self.checkpoint_guard.files
-        with warnings.catch_warnings(), loading_and_adapters(config), self.row_preparation.accepted():
+        with warnings.catch_warnings(), patched_sft_module(config), self.row_preparation.accepted():
             # TRL announces a slower path for label smoothing; here it is part of the fused loss.
             warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
             super().__init__(*call.args, **call.kwargs)
@@ -139,7 +136,7 @@ class LigerTrainer(SFTTrainer):
             freeze_tower(self.model)
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.
-        self.data_collator = wrapped(self, getattr(config, "learn_image_tokens", True))
+        self.data_collator = with_image_collator(self, getattr(config, "learn_image_tokens", True))
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
         check_slices(self)  # looks at the collator's type, so before the next one is around it
@@ -241,9 +238,9 @@ class LigerTrainer(SFTTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.finite.saw_loss(loss, inputs)
+        self.finite.record_loss(loss, inputs)
         # transformers logs the mean over all ranks, of which those with slices of a row add up
-        return loss * ranks_added_up(self) if self.shards_sequences() else loss
+        return loss * ranks_summed(self) if self.shards_sequences() else loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, with `return_outputs` also outputs without gradient. What a subclass returns is reported."""
@@ -286,7 +283,7 @@ class LigerTrainer(SFTTrainer):
         """Return over how many ranks gradients are averaged, where num_items_in_batch counts the tokens of all."""
         if not self.args.average_tokens_across_devices:
             return 1
-        return self.accelerator.num_processes // (self.get_tp_size() * ranks_added_up(self))
+        return self.accelerator.num_processes // (self.get_tp_size() * ranks_summed(self))
 
     def _evaluate_user_loss(self, model, inputs, return_outputs, num_items):
         """Compute `compute_loss_func` on real logits, and the metrics in a fused pass."""
@@ -301,7 +298,7 @@ class LigerTrainer(SFTTrainer):
         if not self.model.training:
             return self._record_evaluated(outputs, sums, num_items)
         read = (num_tokens(inputs) - self._padding_tokens).to(outputs.label_mask.device)  # the last of several
-        self.finite.saw_teacher(sums)
+        self.finite.record_teacher(sums)
         local = torch.stack([*sums.values(), count(outputs.label_mask), count(outputs.is_top1), read])
         *totals, tokens, correct, seen = self.accelerator.reduce(local, "sum").unbind()
         self.add_metrics("train", dict(zip(sums, totals, strict=True)), tokens)
@@ -339,7 +336,7 @@ class LigerTrainer(SFTTrainer):
         if grad_norm is None:  # nothing is clipped
             grad_norm = self.one_launch.norm_before_step(model)
         norm = super()._get_grad_norm(model, grad_norm)
-        self.finite.saw_norm(norm)
+        self.finite.record_norm(norm)
         return norm
 
     def floating_point_ops(self, inputs):
@@ -406,7 +403,7 @@ class LigerTrainer(SFTTrainer):
         it trains, and saves checkpoints, no other process may train in `output_dir`.
         """
         lock = self.folder_locked(trial) if self.args.save_strategy != "no" else nullcontext()
-        with lock, host_ahead(self), tower_without_gradients(self.model), public_report(self.args):
+        with lock, reduce_host_work(self), tower_without_gradients(self.model), public_report(self.args):
             checkpoint = self.checkpoint_guard.choose(resume_from_checkpoint)
             self.resumed_from = None if checkpoint is None else Path(checkpoint)
             self._resume_check.begin(checkpoint, force_resume)

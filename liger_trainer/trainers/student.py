@@ -20,10 +20,10 @@ from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record
-from .step_config import FAST, MEMORY
+from .options import FAST, MEMORY
 
 
-def take_liger_options(args: Any) -> PatchOptions | None:
+def pop_liger_options(args: Any) -> PatchOptions | None:
     """Return what `liger_kernel_config` asks for, None without it, and switch `use_liger_kernel` off.
 
     transformers and TRL would serve the flag with liger-kernel, or refuse it.
@@ -103,7 +103,7 @@ def patch_student(model: Any, options: PatchOptions | None, loss: LossOptions, m
 
 
 @contextlib.contextmanager
-def loading_and_adapters(args: Any) -> Iterator[None]:
+def patched_sft_module(args: Any) -> Iterator[None]:
     """Change two things in SFTTrainer's module while it constructs itself.
 
     A model that is given by its name must have all its weights in its files, and be no adapter. And adapters on

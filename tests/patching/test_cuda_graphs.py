@@ -19,7 +19,7 @@ from liger_trainer.patching import cuda_graphs, graph_recorder
 from liger_trainer.patching.call_structure import NotCapturable, fill, flatten
 from liger_trainer.patching.cuda_graphs import GraphedLayers
 from liger_trainer.patching.patcher import base_of, patched_record
-from liger_trainer.trainers.fixed_shapes import FixedShapes
+from liger_trainer.trainers.step_graphs import FixedShapes
 
 
 @pytest.fixture(autouse=True)

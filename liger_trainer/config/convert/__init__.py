@@ -15,7 +15,7 @@ import yaml
 
 from ...common.value_rules import complaints, read
 from ...errors import ConfigError
-from ...trainers.sampling_config import ELSEWHERE
+from ...trainers.options import ELSEWHERE
 from ..conflicts import FORMER, GONE, renamed
 from ..schema import SECTIONS, shipped_schema
 from ..settings import Finding, Setting, in_order

@@ -18,7 +18,7 @@ from ...losses.sharded_heads import is_tensor_parallel, keep_sharded, obstacle
 from ...patching.patcher import base_of
 from ...plugins import TrainerPlugin
 from ...teachers.model import ModelTeacher
-from ...trainers.step_config import ALWAYS, AUTO, NEVER
+from ...trainers.options import ALWAYS, AUTO, NEVER
 
 
 def shard_head(trainer: Any, wanted: str) -> None:

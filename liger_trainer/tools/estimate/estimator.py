@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.run_config import load_run_config
 from ...errors import ConfigError
-from ...trainers.step_config import FAST
+from ...trainers.options import FAST
 from .gpus import Gpu
 from .memory_tracker import Peak
 from .row_lengths import RowLengths, row_lengths

@@ -30,7 +30,7 @@ from ...patching.patcher import NothingToPatch, Patched, PatchOptions, base_of
 from ...plugins import load
 from ...teachers.adapters_off import without_adapters
 from ...teachers.base import teacher_logits
-from ...trainers.step_config import ALWAYS, NEVER
+from ...trainers.options import ALWAYS, NEVER
 from .memory_tracker import MemoryTracker, Peak
 from .stand_ins import as_bitsandbytes, attention, attention_mask, on_a_gpu, quantize
 
