@@ -66,10 +66,9 @@ if TYPE_CHECKING:
     from .patching.patcher import Patched, PatchOptions, patch
     from .patching.use_liger_kernel import disable, enable
     from .trainers.capture import capture as capture_teacher_cache
+    from .trainers.config import LigerConfig, LigerDistillConfig
     from .trainers.distill_callback import DistillationCallback
-    from .trainers.distill_config import LigerDistillConfig
     from .trainers.distill_trainer import LigerDistillTrainer
-    from .trainers.sft_config import LigerConfig
     from .trainers.sft_trainer import LigerTrainer
 
 __version__ = "0.1.0"
@@ -81,9 +80,9 @@ _MODULE_OF = {
     "DistillationCallback": "trainers.distill_callback",
     "GenerateOptions": "extras.generate.options",
     "LigerBlockSparseTop2MLP": "extras.modules.mlps",
-    "LigerConfig": "trainers.sft_config",
+    "LigerConfig": "trainers.config",
     "LigerCrossEntropyLoss": "extras.modules.losses",
-    "LigerDistillConfig": "trainers.distill_config",
+    "LigerDistillConfig": "trainers.config",
     "LigerDistillTrainer": "trainers.distill_trainer",
     "LigerExperts": "extras.modules.experts",
     "LigerFalconH1MLP": "extras.modules.mlps",

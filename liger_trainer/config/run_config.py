@@ -110,9 +110,9 @@ class RunConfig:
             ConfigError: the arguments contradict each other, or the hardware cannot do what they ask for.
         """
         if self.recipe != "sft":
-            from ..trainers.distill_config import LigerDistillConfig as training_class
+            from ..trainers.config import LigerDistillConfig as training_class
         else:
-            from ..trainers.sft_config import LigerConfig as training_class
+            from ..trainers.config import LigerConfig as training_class
         elsewhere = ("model_init_kwargs", "resume_from_checkpoint")
         sections = ("rows", "images", "step", "qat", "non_finite", "training", "distillation", "sampling")
         args = self.on_this_machine()._build(training_class, sections, elsewhere)

@@ -27,8 +27,7 @@ from ..common.replacements import own_attribute
 from ..common.zero3 import is_needed_in, is_partitioned, need_in, shape_of
 from ..errors import ConfigError
 from ..kernels.types import Lora, VocabParallel
-
-KEEPS_ROWS = "_liger_keeps_rows_sharded"  # the mark of a head whose rows stay on their ranks under FSDP2
+from ..plugins import KEEPS_ROWS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import has_length
 
 from ..common import limits
-from ..trainers.token_metrics import tokens_before
+from ..trainers.metrics import tokens_before
 from .reports.tables import duration
 
 IN_TRAINING = ("loss", "forward_kl", "agreement_at_1", "mean_token_accuracy", "grad_norm")

@@ -15,13 +15,13 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common.checkpoints import checkpoints_in, newest_whole, refuse_damaged
+from ..common.console import on_first_rank
 from ..common.files import METRICS
 from ..common.signals import handling
 from ..common.zero3 import shape_of
 from ..errors import ConfigError
-from ..trainers.ranks import decided_by_first
+from ..trainers.metrics import tokens_before
 from ..trainers.sft_trainer import LigerTrainer
-from ..trainers.token_metrics import tokens_before
 from .checkpoints import BEFORE
 from .output_dir import start_output
 from .progress import Pace, peak_memory_mib, show_progress
@@ -92,7 +92,7 @@ class MeasureFirst(TrainerCallback):
         checkpoint = self.trainer.resumed_from
         if checkpoint is None:
             return None
-        text = decided_by_first(self.trainer.is_world_process_zero(), lambda: _text_of(checkpoint / BEFORE))
+        text = on_first_rank(self.trainer.is_world_process_zero(), lambda: _text_of(checkpoint / BEFORE))
         if text is None:
             if self.trainer.is_world_process_zero():
                 warnings.warn(

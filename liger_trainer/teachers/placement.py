@@ -16,9 +16,10 @@ from .. import plugins
 from ..common.adapters import load_merged
 from ..errors import ConfigError
 from ..losses.deferred_logits import DeferredLogits
-from ..losses.model_parts import KEEPS_ROWS, Head, output_module
+from ..losses.model_parts import Head, output_module
 from ..losses.spec import Logits
 from ..patching.patcher import base_of
+from ..plugins import KEEPS_ROWS
 from .config import OF_LOADING, TeacherConfig, placed
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"

@@ -65,7 +65,7 @@ def _why_zero3(trainer: Any) -> str | None:
     return None
 
 
-def ranks_added_up(trainer: Any) -> int:
+def ranks_summed(trainer: Any) -> int:
     """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
 
     They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed

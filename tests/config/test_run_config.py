@@ -15,7 +15,7 @@ from liger_trainer.config.schema import Schema, installed_versions, shipped_sche
 from liger_trainer.config.schema_writer import installed_schema
 from liger_trainer.config.yaml_reader import parse_overrides, setting
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.distill_config import LigerDistillConfig
+from liger_trainer.trainers.config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
 

@@ -20,7 +20,7 @@ from liger_trainer.patching.graphs import layer_graphs as graph_recorder
 from liger_trainer.patching.graphs.cuda_graphs import GraphedLayers
 from liger_trainer.patching.graphs.layer_graphs import NotCapturable, fill, flatten
 from liger_trainer.patching.patcher import base_of, patched_record
-from liger_trainer.trainers.fixed_shapes import FixedShapes
+from liger_trainer.trainers.step_graphs import FixedShapes
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from liger_trainer.run import output_dir as saving
 from liger_trainer.run.data.datasets import load_run_datasets
 from liger_trainer.run.models import open_model
 from liger_trainer.teachers.row_keys import documents
-from liger_trainer.trainers.prepare_rows import prepare_rows
+from liger_trainer.trainers.row_preparation import prepare_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

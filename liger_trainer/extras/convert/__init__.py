@@ -19,7 +19,7 @@ from ...config.schema import SECTIONS, shipped_schema
 from ...config.settings import Finding, Setting, in_order
 from ...config.yaml_reader import read_settings
 from ...errors import ConfigError
-from ...trainers.sampling_config import ELSEWHERE
+from ...trainers.options import ELSEWHERE
 
 Settings = dict[str, Any]
 Default = tuple[str, Any, str]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ...trainers.qat_config import INT4, INT8, NVFP4
+from ...trainers.options import INT4, INT8, NVFP4
 from . import OF_TRANSFORMERS, Default, ForeignConfig, NotHere, NotNeeded, Settings, Tool
 from .rows import (
     FUSED,

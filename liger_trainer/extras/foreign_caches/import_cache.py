@@ -15,8 +15,8 @@ from ...teachers.row_keys import documents
 from ...teachers.vocabulary import compare_tokenizers, teacher_tokenizer
 from ...trainers.capture import Progress, write_cache
 from ...trainers.capture_model import Source, token_settings
-from ...trainers.distill_config import LigerDistillConfig
-from ...trainers.prepare_rows import PreparedRows
+from ...trainers.config import LigerDistillConfig
+from ...trainers.row_preparation import PreparedRows
 from .distillkit_records import DistillKitRecords
 from .foreign import ForeignReader, ForeignRecords, MatchedRows
 from .vllm_records import VLLMRecords

@@ -25,7 +25,7 @@ from ...run.metric_rows import DISTILL_ROWS
 from ...run.models import ModelFiles, check_student, load_original, open_model, with_processor
 from ...run.output_dir import check_writable
 from ...trainers.distill_trainer import LigerDistillTrainer
-from ...trainers.prepare_rows import Preparation
+from ...trainers.row_preparation import Preparation
 from .elimination import LeftOut, eliminate_layers
 from .importance import Importance, measure_importance
 from .narrowing import layer_mlps, narrow_mlps
@@ -166,7 +166,7 @@ def _measure(
         eval_dataset=data.test,
         processing_class=copy.deepcopy(files.processing),
     )
-    rows.check_ids(original)
+    rows.row_preparation.check_ids(original)
     original.to(args.device)
     narrows = config["student_intermediate_size"] is not None
     downs = [mlp.down for mlp in layer_mlps(original)] if narrows else []

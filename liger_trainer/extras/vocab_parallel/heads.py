@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import ConfigError
 from ...kernels.types import RowSelection, VocabParallel
-from ...losses.model_parts import KEEPS_ROWS, Head, head_rows, output_module
+from ...losses.model_parts import Head, head_rows, output_module
+from ...plugins import KEEPS_ROWS
 
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 

@@ -15,7 +15,9 @@ from ...common.replacements import Replacements
 from ...errors import ConfigError
 from ...losses.model_parts import head_rows, output_module
 from ...patching.patcher import base_of
-from ...trainers.step_config import ALWAYS, AUTO, NEVER
+from ...plugins import TrainerPlugin
+from ...teachers.model import ModelTeacher
+from ...trainers.options import ALWAYS, AUTO, NEVER
 from .heads import is_tensor_parallel, keep_sharded, obstacle
 
 
@@ -54,7 +56,21 @@ def _reason(trainer: Any, model: nn.Module) -> str | None:
         return "its weights are offloaded to the CPU"
     if trainer.args.torch_compile:
         return "torch_compile cannot trace the collectives of its loss"
-    return trainer.why_whole_head() or obstacle(model)
+    return why_whole_head(trainer) or obstacle(model)
+
+
+def why_whole_head(trainer: Any) -> str | None:
+    """Return why a trainer's loss needs the output head as a whole, None if its rows may stay on their ranks."""
+    teaching = getattr(trainer, "teaching", None)
+    if teaching is not None and not isinstance(teaching, ModelTeacher):
+        return "only a single teacher model in this process is compared with a head whose rows lie on the ranks"
+    if teaching is not None:
+        plan = trainer.args.loss_plan()
+        if plan.other_tokens or plan.of("hidden"):
+            return "uld, alm and the losses on hidden states need whole models"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func reads logits"
+    return "sequences are sharded over the ranks" if trainer.shards_sequences() else None
 
 
 def _costs_more(trainer: Any, model: nn.Module) -> str | None:
@@ -95,3 +111,13 @@ def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
             replaced.undo()
 
     accelerator.prepare = prepare_apart
+
+
+class VocabParallelPlugin(TrainerPlugin):
+    """`vocab_parallel` for the trainers. It also takes off the mark of an earlier trainer that had it."""
+
+    def after_init(self, trainer: Any) -> None:
+        shard_head(trainer, getattr(trainer.args, "vocab_parallel", NEVER))
+
+
+PLUGIN = VocabParallelPlugin()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.run_config import load_run_config
 from ...errors import ConfigError
-from ...trainers.step_config import FAST
+from ...trainers.options import FAST
 from .memory_tracker import Peak
 from .simulate import StepMemory, StepSpec, simulate, simulate_reading
 from .step_spec import RowLengths, Sharding, capture_spec, row_lengths, sharding_of, step_spec

@@ -24,7 +24,7 @@ from ...run.drop_layers import kept_indices, thinned_config
 from ...teachers.cache.hidden import HiddenFormat, TeacherHead
 from ...teachers.cache.records import RecordFormat
 from ...teachers.cache.store import HiddenSettings, read_index
-from ...trainers.step_config import AUTO, MEMORY, NEVER
+from ...trainers.options import AUTO, MEMORY, NEVER
 from .simulate import ModelSpec, StepSpec
 from .stand_ins import MomentsOptimizer
 

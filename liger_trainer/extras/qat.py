@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..common.optimizers import updating_in_backward
 from ..errors import ConfigError
 from ..patching.patcher import base_of
-from .qat_config import INT4, INT8, NVFP4
+from ..plugins import QUANTISED, TrainerPlugin
+from ..trainers.options import INT4, INT8, NVFP4, updating_in_backward
 
 NVFP4_GROUP = 16
-_MARK = "liger_trainer_quantised_weights"  # on a model, for a trainer that gets it later; a copy has its own
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
@@ -42,36 +41,45 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
 
 def quantised_weights(model: Any) -> "QuantisedWeights | None":
     """Return what holds the weights behind a model's quantised ones; None where it has none."""
-    return vars(base_of(model)).get(_MARK)
+    return vars(base_of(model)).get(QUANTISED)
 
 
-def give_back(model: Any) -> None:
-    """Put the weights behind back for good, where an earlier trainer has quantised a model. A name is left alone."""
-    weights = None if isinstance(model, str) else quantised_weights(model)
-    if weights is not None:
-        weights.release()
-        delattr(base_of(model), _MARK)
+class QatPlugin(TrainerPlugin):
+    """`qat` for the trainers."""
+
+    def before_model(self, model: Any) -> None:
+        """Put the weights behind back for good, where an earlier trainer has quantised a model, before it is copied."""
+        weights = quantised_weights(model) if isinstance(model, nn.Module) else None
+        if weights is not None:
+            weights.release()
+            delattr(base_of(model), QUANTISED)
+
+    def after_init(self, trainer: Any) -> None:
+        """Quantise a trainer's model as its configuration has it."""
+        qat: str | None = getattr(trainer.args, "qat", None)
+        if qat is not None:
+            weights = QuantisedWeights(trainer, qat, trainer.args.qat_group_size)
+            trainer.add_callback(weights)
+            setattr(base_of(trainer.model), QUANTISED, weights)
+
+    def check(self, trainer: Any) -> None:
+        """Refuse a model that a trainer made later has given other weights than this one's."""
+        callbacks = trainer.callback_handler.callbacks
+        ours = next((callback for callback in callbacks if isinstance(callback, QuantisedWeights)), None)
+        now = quantised_weights(trainer.model)
+        if now is not ours:
+            are = "are no longer quantised" if now is None else "are quantised anew"
+            raise ConfigError(
+                f"qat: a trainer that was made later has got this model, whose weights {are}. Make the other trainer "
+                "when this one is done, or give it a copy of the model."
+            )
+
+    def files_hold(self, trainer: Any) -> contextlib.AbstractContextManager[None]:
+        weights = quantised_weights(trainer.model)
+        return contextlib.nullcontext() if weights is None else weights.lifted()
 
 
-def quantise_weights(trainer: Any, config: Any) -> None:
-    """Quantise a trainer's model as its configuration has it."""
-    qat: str | None = getattr(config, "qat", None)
-    if qat is not None:
-        weights = QuantisedWeights(trainer, qat, config.qat_group_size)
-        trainer.add_callback(weights)
-        setattr(base_of(trainer.model), _MARK, weights)
-
-
-def check_not_taken(trainer: Any) -> None:
-    """Raise ConfigError where a trainer that was made later has given the model other weights than this one's."""
-    callbacks = trainer.callback_handler.callbacks
-    ours = next((callback for callback in callbacks if isinstance(callback, QuantisedWeights)), None)
-    if quantised_weights(trainer.model) is not ours:
-        now = "are no longer quantised" if quantised_weights(trainer.model) is None else "are quantised anew"
-        raise ConfigError(
-            f"qat: a trainer that was made later has got this model, whose weights {now}. Make the other trainer when "
-            "this one is done, or give it a copy of the model."
-        )
+PLUGIN = QatPlugin()
 
 
 class QuantisedWeights(TrainerCallback):

@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 from ..kernels.adamw import adamw_
 from ..kernels.gradient_norm import gradient_norm
 from ..kernels.runtime import use_triton
-from .checkpointing import CheckpointingTrainer
 from .finite_guard import innermost
 
 EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
@@ -83,46 +82,53 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def in_one_launch(optimizer: Any, trainer: Any) -> Any:
-    """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
+class OneLaunchStep:
+    """Has a trainer's torch AdamW, where it can, update all weights in one launch and clip their gradients there."""
 
-    It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank.
-    """
-    if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
-        return optimizer
-    whole = trainer.accelerator.distributed_type in WHOLE
-    params = _params(optimizer)
-    if not whole or trainer.get_tp_size() > 1 or not _are_plain(params):
-        return optimizer
-    defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
-    return OneLaunchAdamW(optimizer.param_groups, **defaults)
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def of(self, optimizer: Any) -> Any:
+        """Return an optimizer of the same parameters whose step is one launch, or `optimizer` itself if it can't be.
+
+        It can where a fused AdamW of torch has plain parameters on one GPU where Triton works, whole on each rank.
+        `optim: adamw_torch` is not fused, and so stays torch's own.
+        """
+        if type(optimizer) is not torch.optim.AdamW or optimizer.state or any(map(_is_unusual, optimizer.param_groups)):
+            return optimizer
+        whole = self._trainer.accelerator.distributed_type in WHOLE
+        params = _params(optimizer)
+        if not whole or self._trainer.get_tp_size() > 1 or not _are_plain(params):
+            return optimizer
+        defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+        return OneLaunchAdamW(optimizer.param_groups, **defaults)
+
+    def norm_before_step(self, model: nn.Module) -> Tensor | None:
+        """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
+
+        Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, wrapped by
+        somebody or has further parameters; a scale of fp16 is in the gradients; somebody else may look at them.
+        """
+        trainer = self._trainer
+        optimizer = innermost(trainer.optimizer)
+        if not isinstance(optimizer, OneLaunchAdamW):
+            return None
+        optimizer.coefficient = None  # of a step that was interrupted
+        if trainer.accelerator.scaler is not None or _is_watched(trainer, optimizer):
+            return None
+        params = list(model.parameters())
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
+            return None
+        norm, most = gradient_norm(grads), trainer.args.max_grad_norm
+        if most > 0:
+            optimizer.clip(norm, most)
+        return norm
 
 
 def _are_plain(params: list[nn.Parameter]) -> bool:
     one_gpu = len({p.device for p in params}) == 1 and params[0].is_cuda
     return one_gpu and all(type(p) is nn.Parameter and use_triton(p) for p in params)
-
-
-def norm_before_step(trainer: Any, model: nn.Module) -> Tensor | None:
-    """Return the norm of the model's gradients, and have the optimizer's next step clip them by `max_grad_norm`.
-
-    Return None, and have it clip nothing, where that is left to Trainer: the optimizer is another, wrapped by somebody
-    or has further parameters; a scale of fp16 is in the gradients; somebody else may look at them.
-    """
-    optimizer = innermost(trainer.optimizer)
-    if not isinstance(optimizer, OneLaunchAdamW):
-        return None
-    optimizer.coefficient = None  # of a step that was interrupted
-    if trainer.accelerator.scaler is not None or _is_watched(trainer, optimizer):
-        return None
-    params = list(model.parameters())
-    grads = [p.grad for p in params if p.grad is not None]
-    if not grads or not {id(p) for p in params}.issuperset(map(id, _params(optimizer))):
-        return None
-    norm, most = gradient_norm(grads), trainer.args.max_grad_norm
-    if most > 0:
-        optimizer.clip(norm, most)
-    return norm
 
 
 def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
@@ -149,22 +155,3 @@ def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
         or any(not kind.__module__.startswith("liger_trainer.") for kind in looking)
         or any(not kind.__module__.startswith(("liger_trainer.", "transformers.")) for kind in clipping)
     )
-
-
-class AdamWTrainer(CheckpointingTrainer):
-    """A trainer that makes `OneLaunchAdamW` of torch's fused AdamW where it can, and clips in its step."""
-
-    def create_optimizer(self, *args, **kwargs):
-        given = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
-        self.optimizer = optimizer if given is not None else in_one_launch(optimizer, self)
-        return self.optimizer
-
-    def _clip_grad_norm(self, model):
-        norm = norm_before_step(self, model)
-        return super()._clip_grad_norm(model) if norm is None else norm
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None:  # nothing is clipped
-            grad_norm = norm_before_step(self, model)
-        return super()._get_grad_norm(model, grad_norm)

@@ -1,5 +1,8 @@
-"""Batches of few shapes, since CUDA graphs are recorded for a shape: packed rows of one, padded rows of sixteen."""
+"""What keeps the host ahead of the GPU in a training: decoder layers in CUDA graphs, and fewer walks over modules."""
 
+import contextlib
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,18 +10,89 @@ import torch
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..common.console import announce
+from ..common.module_walks import without_walks
 from ..common.replacements import Replacements
+from ..errors import ConfigError
 from ..losses.spec import IGNORE_INDEX
+from ..patching.graphs.cuda_graphs import GraphedLayers
+from ..patching.graphs.layer_graphs import NotCapturable
+from ..patching.patcher import base_of
+from .options import ALWAYS, AUTO, NEVER
 
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
 MOST_PADDING = 0.1  # of a full batch
 LENGTHS = 16  # of padded batches
-SHORT = 64  # tokens: with documents as long on average, or longer, their number is always the same
+MEAN_DOCUMENT = 64  # tokens: with documents as long on average, or longer, their number is always the same
 _LENGTHS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 
 
-def few_shapes(trainer: Any, replacements: Replacements) -> None:
+@contextlib.contextmanager
+def reduce_host_work(trainer: Any) -> Iterator[None]:
+    """Within the context, which is one training, the host does less for each step.
+
+    Sets `trainer.graph_reports`: for each model what was done about CUDA graphs, in a line.
+
+    Raises:
+        ConfigError: cuda_graphs is "always", and something is against it.
+    """
+    replacements = Replacements()
+    graphed = _graphed(trainer, getattr(trainer.args, "cuda_graphs", AUTO))
+    for name, quick in without_walks(trainer.model).items():
+        replacements.set(trainer.model, name, types.MethodType(quick, trainer.model))
+    if "student" in graphed and not getattr(trainer.args, "samples", False):
+        pad_to_few_shapes(trainer, replacements)
+    try:
+        yield
+    finally:
+        for name, layers in graphed.items():
+            trainer.graph_reports[name] = layers.report
+            layers.undo()
+        replacements.undo()
+
+
+def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
+    """Return, by the models' names, their layers in graphs."""
+    trainer.graph_reports = {}
+    if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
+        return {}
+    graphed: dict[str, GraphedLayers] = {}
+    for name, model in {"student": base_of(trainer.model), **trainer.frozen_models()}.items():
+        try:
+            reason = _why_no_graphs(trainer, wanted)
+            if reason is not None:
+                raise NotCapturable(reason)
+            graphed[name] = GraphedLayers(model, name, trained=name == "student", always=wanted == ALWAYS)
+        except NotCapturable as error:
+            if wanted == ALWAYS:
+                for layers in graphed.values():
+                    layers.undo()
+                raise ConfigError(f"cuda_graphs: always does not go with this training: {error}.") from None
+            trainer.graph_reports[name] = f"CUDA graphs: none for the {name}: {error}"
+            announce(trainer.graph_reports[name])
+    return graphed
+
+
+def _why_no_graphs(trainer: Any, wanted: str) -> str | None:
+    """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
+    args = trainer.args
+    reasons = {
+        f"the device is {args.device.type}": args.device.type != "cuda",
+        "FSDP moves weights": trainer.is_fsdp_enabled,
+        "DeepSpeed moves weights": trainer.is_deepspeed_enabled,
+        "tensor parallelism splits layers": trainer.get_tp_size() > 1,
+        "several processes have not been measured": wanted == AUTO and trainer.accelerator.num_processes > 1,
+        "torch_compile has graphs of its own": args.torch_compile,
+        "activation_offloading moves what layers keep": getattr(args, "activation_offloading", False),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+# A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.
+
+
+def pad_to_few_shapes(trainer: Any, replacements: Replacements) -> None:
     """Have TRL's collator make batches of few shapes, where rows have a greatest length that can be divided.
 
     No row becomes longer than that: a model may know no more positions. The collator is changed where it is called,
@@ -78,7 +152,7 @@ class FixedShapes:
             more = torch.as_tensor(value, dtype=there.dtype).expand(1, missing)
             batch[name] = torch.cat([there, more], 1)
         known = torch.cat([ends[:-1], ends.new_tensor(of_its_own)])
-        step = max(16, self.tokens // SHORT)
+        step = max(16, self.tokens // MEAN_DOCUMENT)
         count = -(-len(known) // step) * step + 1
         ends = torch.cat([known, ends.new_full((count - len(known),), self.tokens)])
         return batch | dict.fromkeys(_LENGTHS, ends) | dict.fromkeys(_LONGEST, self.longest) | {PADDING: missing}

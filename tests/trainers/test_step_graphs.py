@@ -18,8 +18,8 @@ from liger_trainer.common.module_walks import without_walks
 from liger_trainer.common.replacements import Replacements
 from liger_trainer.errors import ConfigError
 from liger_trainer.losses.spec import IGNORE_INDEX
-from liger_trainer.trainers import host_ahead
-from liger_trainer.trainers.fixed_shapes import FixedShapes, few_shapes
+from liger_trainer.trainers import step_graphs
+from liger_trainer.trainers.step_graphs import FixedShapes, pad_to_few_shapes
 
 
 def sft(model=None, rows=None, cls=LigerTrainer, callbacks=None, peft_config=None, data_collator=None, **options):
@@ -93,10 +93,10 @@ def test_a_copy_of_a_model_in_training_has_its_own_modes_and_gradients():
 @pytest.mark.parametrize("family, fixed_shapes", [("qwen3", True), ("mixtral", False)])
 def test_padding_is_not_counted_by_an_auxiliary_loss(monkeypatch, family, fixed_shapes):
     graphed = types.SimpleNamespace(report="", undo=lambda: None)
-    monkeypatch.setattr(host_ahead, "_graphed", lambda trainer, wanted: {"student": graphed})
+    monkeypatch.setattr(step_graphs, "_graphed", lambda trainer, wanted: {"student": graphed})
     trainer = sft(tiny_model(family), texts(20), packing=True, max_length=16)
     trainer.graph_reports = {}
-    with host_ahead.host_ahead(trainer):
+    with step_graphs.reduce_host_work(trainer):
         assert isinstance(trainer.data_collator, FixedShapes) is fixed_shapes
     assert not isinstance(trainer.data_collator, FixedShapes)
 
@@ -189,7 +189,7 @@ def test_few_shapes_change_no_loss(make, options, tmp_path):
         trainer = sft(tiny_model(), data, **options)
     want, replacements = batches_of(trainer), Replacements()
     trainer._total_train_tokens = 0
-    few_shapes(trainer, replacements)
+    pad_to_few_shapes(trainer, replacements)
     got = batches_of(trainer)
     replacements.undo()
     trainer._total_train_tokens = 0

@@ -21,42 +21,54 @@ from ..errors import ConfigError, DataError
 from ..losses.model_parts import embedding_rows, head_rows, output_module
 from .chat_checks import check_chats, check_part, fit_arguments
 from .chat_rows import datasets_in_messages
-from .distill_config import LigerDistillConfig
-from .evaluation_rows import EvaluationOfEachRow
+from .config import LigerDistillConfig
 from .message_marks import has_masked_messages, marked_template, template_for_training
 from .rows import RowFacts, count_rows, has_only_prompts
 from .token_ids import LargestIds, check_ids
 
 
-class RowPreparingTrainer(EvaluationOfEachRow):
-    """SFTTrainer that counts its rows, checks them, and leaves out those with nothing to learn.
+class RowPreparation:
+    """A trainer's rows: it checks and counts them, and leaves out those with nothing to learn, before TRL packs them.
+
+    Args:
+        trainer: before its `__init__`. While TRL prepares rows, it reads `chat_template` and `args` of it. Its method
+            `read_rows` is shown the rows of each dataset before they are cut.
+        call: the arguments of `SFTTrainer`. Their datasets are brought into the form of messages.
 
     Attributes:
-        row_facts: counts of each dataset's rows; a stream has none.
+        facts: counts of each dataset's rows; a stream has none.
         largest_ids: the largest token id and label of each row, by dataset.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, trainer: Any, call: inspect.BoundArguments):
         end_workers_with_this_process()
-        self.row_facts: dict[str, RowFacts] = {}
+        self._trainer = trainer
+        self.facts: dict[str, RowFacts] = {}
         self.largest_ids: dict[str, LargestIds] = {}
-        call = inspect.signature(SFTTrainer).bind_partial(*args, **kwargs)
         check_names(call.arguments.get("eval_dataset"))
         config: Any = call.arguments.get("args")
         call.arguments.update(datasets_in_messages(call.arguments, config))
+        self._config = config
         self._part: str | None = getattr(config, "supervised_part", None)
         self._allow_unwritten: bool = getattr(config, "allow_unwritten_fields", False)
         self._only_answers: bool = getattr(config, "assistant_only_loss", False)
-        self._answers_only = self._part is not None and self._only_answers
         if self._part is not None:
             check_part(self._part, call.arguments["train_dataset"], config.completion_only_loss)
-        if self._answers_only:  # SFTTrainer would refuse a template without marks
-            config.assistant_only_loss = False
+
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
+        """Within the context SFTTrainer accepts `assistant_only_loss` without marks in the chat template.
+
+        `supervised_part` finds the answers of any template, so the flag is off while SFTTrainer constructs itself.
+        """
+        switched = self._part is not None and self._only_answers
+        if switched:
+            self._config.assistant_only_loss = False
         try:
-            super().__init__(*call.args, **call.kwargs)
+            yield
         finally:
-            if self._answers_only:
-                config.assistant_only_loss = True
+            if switched:
+                self._config.assistant_only_loss = True
 
     @contextmanager
     def _marked_parts(self, dataset: Any, tokenizer: Any, args: Any) -> Iterator[None]:
@@ -65,19 +77,23 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         if "input_ids" in get_dataset_column_names(dataset) or not (self._part or has_masked_messages(dataset)):
             yield
             return
+        trainer = self._trainer
         if self._part is not None:
-            check_part(self._part, dataset, self.completion_only_loss)
-        before = self.chat_template, args.assistant_only_loss
-        template = self.chat_template if self._part is None else None
+            check_part(self._part, dataset, trainer.completion_only_loss)
+        before = trainer.chat_template, args.assistant_only_loss
+        template = trainer.chat_template if self._part is None else None
         template = marked_template(template or template_for_training(tokenizer), self._part, self._only_answers)
-        self.chat_template, args.assistant_only_loss = template, True
+        trainer.chat_template, args.assistant_only_loss = template, True
         try:
             yield
         finally:
-            self.chat_template, args.assistant_only_loss = before
+            trainer.chat_template, args.assistant_only_loss = before
 
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest."""
+    def prepare(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
+        """Check chats, tokenize, leave out rows without a supervised token, then let TRL cut and pack the rest.
+
+        prepare: `_prepare_dataset` of TRL. The arguments are its.
+        """
         if formatting_func is None and has_only_prompts(dataset):
             raise DataError(
                 f"The {dataset_name} dataset has prompts and no completions, so there is nothing to learn from. Add "
@@ -87,17 +103,17 @@ class RowPreparingTrainer(EvaluationOfEachRow):
             if formatting_func is None:
                 dataset = self.check_chats(dataset, processing_class, dataset_name)
             try:
-                return self._prepared(dataset, processing_class, args, packing, formatting_func, dataset_name)
+                return self._prepared(prepare, dataset, processing_class, args, packing, formatting_func, dataset_name)
             except TemplateError as error:
                 raise DataError(
                     f"The chat template refuses a row of the {dataset_name} dataset: {error.message}."
                 ) from error
 
-    def _prepared(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        prepare = super()._prepare_dataset
+    def _prepared(self, prepare, dataset, processing_class, args, packing, formatting_func, dataset_name) -> Any:
         if not isinstance(dataset, Dataset):
             return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        # First tokenized alone: rows can be counted only before they are cut, shuffled and packed.
+        # First only tokenized: rows can be counted only before they are cut, shuffled and packed. TRL reads what it
+        # does from args, so they are changed and put back.
         max_length, shuffles = args.max_length, args.shuffle_dataset
         args.max_length, args.shuffle_dataset = None, False
         try:
@@ -105,14 +121,17 @@ class RowPreparingTrainer(EvaluationOfEachRow):
         finally:
             args.max_length, args.shuffle_dataset = max_length, shuffles
         self.largest_ids.setdefault(dataset_name, LargestIds.of(tokenized))
-        kept = self.learnable_rows(tokenized, args, packing, dataset_name)
+        facts, places = count_rows(tokenized, *kept_length(args, packing))
+        kept = tokenized if len(places) == len(tokenized) else tokenized.select(places)
+        self.facts[dataset_name] = facts
+        self._trainer.read_rows(tokenized, kept, dataset_name, kept_tokens(args, packing))
         if not len(kept):
             raise DataError(
                 f"No row of the {dataset_name} dataset has a supervised token within max_length={max_length}: "
                 "every label is masked. Check the completions, the chat template's generation markers, or max_length."
             )
         prepared: Any = prepare(kept, processing_class, args, packing, formatting_func, dataset_name)
-        self.row_facts[dataset_name] = replace(self.row_facts[dataset_name], sequences=len(prepared))
+        self.facts[dataset_name] = replace(facts, sequences=len(prepared))
         return prepared
 
     def check_chats(self, dataset: Any, tokenizer: Any, name: str) -> Any:
@@ -122,16 +141,11 @@ class RowPreparingTrainer(EvaluationOfEachRow):
             DataError: a row of chat messages that the template cannot render, or not all of.
         """
         check_chats(
-            dataset, tokenizer, self.chat_template, f"row {{}} of the {name} dataset".format,
+            dataset, tokenizer, self._trainer.chat_template, f"row {{}} of the {name} dataset".format,
             allow_unwritten=self._allow_unwritten,
             only_answers=self._only_answers,
         )  # fmt: skip
-        return fit_arguments(dataset, tokenizer, self.chat_template)
-
-    def learnable_rows(self, tokenized: Dataset, args: Any, packing: bool, dataset_name: str) -> Dataset:
-        """Return the rows with a supervised token within what truncation or packing will leave of them."""
-        self.row_facts[dataset_name], kept = count_rows(tokenized, *kept_length(args, packing))
-        return tokenized if len(kept) == len(tokenized) else tokenized.select(kept)
+        return fit_arguments(dataset, tokenizer, self._trainer.chat_template)
 
     def check_ids(self, model: Any) -> None:
         """Raise DataError where rows have token ids that a model does not have. Streams cannot be looked through."""
@@ -145,12 +159,9 @@ class RowPreparingTrainer(EvaluationOfEachRow):
 
     def named_datasets(self) -> dict[str, Any]:
         """Return the training rows as "train" and the evaluation datasets by their names, or as "eval"."""
-        tests = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
-        return {name: rows for name, rows in {"train": self.train_dataset, **tests}.items() if rows is not None}
-
-    @property
-    def skipped_rows(self) -> dict[str, int]:
-        return {name: facts.rows_dropped for name, facts in self.row_facts.items()}
+        train, tests = self._trainer.train_dataset, self._trainer.eval_dataset
+        tests = tests if isinstance(tests, Mapping) else {"eval": tests}
+        return {name: rows for name, rows in {"train": train, **tests}.items() if rows is not None}
 
 
 def check_names(eval_dataset: Any) -> None:
@@ -169,7 +180,7 @@ def kept_length(args: Any, packing: bool) -> tuple[int | None, str]:
     return None if uncut else args.max_length, "keep_start" if packing else args.truncation_mode
 
 
-def cut_of(args: Any, packing: bool) -> slice:
+def kept_tokens(args: Any, packing: bool) -> slice:
     """Return which tokens of a row are kept."""
     length, mode = kept_length(args, packing)
     return slice(-length, None) if length is not None and mode == "keep_end" else slice(length)
@@ -184,7 +195,7 @@ class PreparedRows:
     largest_ids: dict[str, LargestIds]
 
 
-class Preparation(RowPreparingTrainer):
+class Preparation(SFTTrainer):
     """The trainer's preparation of rows without its model. Rows do not depend on one, so a tiny one stands in."""
 
     def __init__(self, args: LigerDistillConfig, **kwargs: Any):
@@ -193,7 +204,16 @@ class Preparation(RowPreparingTrainer):
         vocabulary = max(getattr(processing, "tokenizer", processing).get_vocab().values()) + 1
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         stand_in = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **dict.fromkeys(sizes.split(), 1), **special))
-        super().__init__(stand_in, args, **kwargs)
+        call = inspect.signature(SFTTrainer).bind(stand_in, args, **kwargs)
+        self.row_preparation = RowPreparation(self, call)
+        with self.row_preparation.accepted():
+            super().__init__(*call.args, **call.kwargs)
+
+    def _prepare_dataset(self, *rows: Any) -> Any:
+        return self.row_preparation.prepare(super()._prepare_dataset, *rows)
+
+    def read_rows(self, tokenized: Dataset, kept: Dataset, dataset_name: str, part: slice) -> None:
+        """See `LigerTrainer.read_rows`. Nobody reads them here."""
 
 
 def prepare_rows(
@@ -203,7 +223,8 @@ def prepare_rows(
     args = _without_model(args)
     args.output_dir = args.teacher_cache_dir  # the trainer makes the directory
     trainer: Any = Preparation(args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
-    return PreparedRows(trainer.named_datasets(), trainer.processing_class, trainer.largest_ids)
+    rows = trainer.row_preparation
+    return PreparedRows(rows.named_datasets(), trainer.processing_class, rows.largest_ids)
 
 
 def rows_for_reading(
