@@ -1,4 +1,4 @@
-"""Llama 4's rotary embeddings under Liger-Kernel's public names, on our op. See docs/modules.md."""
+"""Llama 4's rotary embeddings under Liger-Kernel's public names, on our op. See docs/extras.md."""
 
 import torch
 from torch import Tensor

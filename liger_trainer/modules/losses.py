@@ -1,6 +1,6 @@
 """Losses as modules, under the public names and signatures of Liger-Kernel (arXiv:2410.10989), on top of our ops.
 
-An argument does what it says or is refused. docs/modules.md shows each module beside its counterpart, with the
+An argument does what it says or is refused. docs/extras.md shows each module beside its counterpart, with the
 differences. Layers are in layers.py.
 """
 

@@ -1,6 +1,6 @@
 """Rotary embedding under Liger-Kernel's public names and signatures, and as modules, on top of our ops.
 
-See layers.py and docs/modules.md.
+See layers.py and docs/extras.md.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Distillation losses on given targets under Liger-Kernel's names, composed of our ops. See docs/modules.md."""
+"""Distillation losses on given targets under Liger-Kernel's names, composed of our ops. See docs/extras.md."""
 
 import torch
 import torch.nn.functional as F
