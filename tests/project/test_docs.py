@@ -355,11 +355,18 @@ def test_python_compiles_and_its_imports_from_here_are_there(page):
                     exec(compile(ast.unparse(node), str(page), "exec"), {})
 
 
+def table_of(tool: str) -> list[tuple[str, str]]:
+    """The rows of the table about a tool's file in docs/migrating.md: the YAML of its left and right cells."""
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    sections = {re.sub(r"\W", "", part.partition("\n")[0]).lower(): part for part in text.split("\n## ")}
+    rows = re.findall(r"^\| (.*) \|$", sections[tool].partition("|---|---|\n")[2], re.M)
+    cells = [[re.findall(r"`([^`]*)`", cell) for cell in row.split(" | ")] for row in rows]
+    return [("\n".join(left), "\n".join(right)) for left, right in cells]
+
+
 @pytest.mark.parametrize("tool", ForeignTool)
 def test_a_file_of_another_tool_becomes_what_is_shown(tool):
-    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    command = f"liger-trainer convert theirs.yaml --from {tool} -o my.yaml"
-    theirs, ours = re.findall(rf"```yaml\n([^`]*)```\n\n```bash\n{command}\n```\n\n```yaml\n([^`]*)```", text)[0]
+    theirs, ours = ("".join(f"{line}\n" for line in column if line) for column in zip(*table_of(tool), strict=True))
     table = importlib.import_module(f"liger_trainer.config.convert.{tool}").TOOL
     assert convert(theirs, "theirs.yaml", table).settings == read_settings_of(ours)
 
