@@ -199,7 +199,6 @@ COMMANDS = {
     "liger-trainer run my.yaml output_dir=first": Played(my_yaml(), "my.yaml"),
     "liger-trainer run my.yaml max_steps=20": Played(my_yaml(), "my.yaml"),
     "liger-trainer run smollm2/distill_cached": demo("smollm2/distill_cached", before=captured),
-    "liger-trainer run smollm2/distill_layerdrop": demo("smollm2/distill_layerdrop"),
     "liger-trainer run smollm2/distill_pruned": demo("smollm2/distill_pruned"),
     "liger-trainer schema": Played(),
     "liger-trainer selfcheck": Played(extra=("--dtype", "float32")),
