@@ -28,7 +28,7 @@ def generate(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE | --KEY VALUE", help="Options; docs/generate.md.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE | --KEY VALUE", help="Options; docs/extras.md.", show_default=False),
     ] = None,
 ) -> None:
     """Sample data from a teacher, drop what is of no use, write a dataset; the same command goes on if interrupted."""

@@ -60,7 +60,7 @@ class DistillationCallback(TrainerCallback):
             one whose state is not finite.
         teacher: the teacher, once training has begun.
 
-    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/ways-in.md says whom they reach.
+    Adds to the logs what `LigerDistillTrainer` logs about the teacher; docs/patching.md says whom they reach.
 
     Raises:
         ValueError: a value out of range, or a loss that is not known.

@@ -5,7 +5,7 @@ import yaml
 from tiny_files import write
 from tool_runs import attempt, logged, run
 
-pytest.importorskip("axolotl", reason="axolotl is not installed: docs/integrations.md has the commands")
+pytest.importorskip("axolotl", reason="axolotl is not installed: docs/extras.md has the commands")
 
 PLUGIN = "liger_trainer.integrations.axolotl.LigerTrainerPlugin"
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "lora_dropout": 0.0}

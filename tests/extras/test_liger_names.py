@@ -1,4 +1,4 @@
-"""docs/modules.md names every public name of Liger-Kernel 0.8.5, and says rightly whether it is here."""
+"""docs/extras.md names every public name of Liger-Kernel 0.8.5, and says rightly whether it is here."""
 
 import re
 from importlib import import_module
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-PAGE = Path(__file__).parents[2] / "docs" / "modules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extras.md"
 APPLY = "apply_liger_kernel_to_"
 TRANSFORMERS = """
 is_transformers_available LigerCrossEntropyLoss LigerDyT LigerFusedCETVDLoss LigerFusedLinearCrossEntropyLoss

@@ -13,7 +13,7 @@ from tiny import assert_same_gradients, gradients, largest_vocabulary_tensor, ma
 from tiny_files import write
 from tool_runs import logged, run
 
-pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed: docs/integrations.md has the commands")
+pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed: docs/extras.md has the commands")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 from tiny_files import write
 from tool_runs import attempt, logged, run
 
-pytest.importorskip("swift", reason="ms-swift is not installed: docs/integrations.md has the commands")
+pytest.importorskip("swift", reason="ms-swift is not installed: docs/extras.md has the commands")
 
 ARGUMENTS = {
     "model": "student", "model_type": "qwen3", "template": "qwen3", "dataset": "chats.jsonl", "torch_dtype": "float32",

@@ -29,7 +29,7 @@ _SERVER, _PROMPTS, _HELD_OUT = given("teacher_server_base_url"), given("prompts"
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How data is sampled from a teacher alone, and which of it is kept. See docs/generate.md.
+    """How data is sampled from a teacher alone, and which of it is kept. See docs/extras.md.
 
     Raises:
         ValueError: a value is beyond its limits, or does nothing beside the others.

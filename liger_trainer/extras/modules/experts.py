@@ -1,4 +1,4 @@
-"""Stacked experts under Liger-Kernel's name, on torch's grouped product and our activation. See docs/modules.md."""
+"""Stacked experts under Liger-Kernel's name, on torch's grouped product and our activation. See docs/extras.md."""
 
 from typing import Any
 

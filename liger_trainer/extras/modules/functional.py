@@ -1,6 +1,6 @@
 """Functions under the names and signatures of Liger-Kernel's `functional`, on top of our ops and modules.
 
-Each means what the module of its name does, whose docstring says shapes, dtypes and errors; docs/modules.md says which
+Each means what the module of its name does, whose docstring says shapes, dtypes and errors; docs/extras.md says which
 of Liger-Kernel's functions are not here, and what differs. in_place and chunk_mem_const steer how Liger's kernels run:
 our values do not depend on them.
 """

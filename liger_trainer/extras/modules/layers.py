@@ -2,7 +2,7 @@
 
 Parameters have the names and shapes of Hugging Face's layers, so state dicts fit both ways. An argument does what it
 says or is refused. Arguments that only steer how Liger computes (in_place, row_mode) are accepted, since the values do
-not depend on them. docs/modules.md shows each module beside its counterpart, with the differences. Rotary embedding is
+not depend on them. docs/extras.md shows each module beside its counterpart, with the differences. Rotary embedding is
 in rope.py, losses are in losses.py.
 """
 

@@ -1,6 +1,6 @@
 """Losses as modules, under the public names and signatures of Liger-Kernel (arXiv:2410.10989), on top of our ops.
 
-An argument does what it says or is refused. docs/modules.md shows each module beside its counterpart, with the
+An argument does what it says or is refused. docs/extras.md shows each module beside its counterpart, with the
 differences. Layers are in layers.py.
 """
 
@@ -407,7 +407,7 @@ def _check_fused(ce_weight, lse_square_scale, label_smoothing, return_z_loss, re
         )
 
 
-# Distillation losses on given targets under Liger-Kernel's names, composed of our ops. See docs/modules.md.
+# Distillation losses on given targets under Liger-Kernel's names, composed of our ops. See docs/extras.md.
 
 
 CHUNK = 2**26  # logits at a time; in fp32, 256 MiB

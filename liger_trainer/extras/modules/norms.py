@@ -1,4 +1,4 @@
-"""RMSNorms of single families under Liger-Kernel's names. The general ones are in layers.py. See docs/modules.md."""
+"""RMSNorms of single families under Liger-Kernel's names. The general ones are in layers.py. See docs/extras.md."""
 
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """Rotary embedding under Liger-Kernel's public names and signatures, and as modules, on top of our ops.
 
-See layers.py and docs/modules.md.
+See layers.py and docs/extras.md.
 """
 
 from collections.abc import Sequence
@@ -172,7 +172,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, 
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-# Llama 4's rotary embeddings under Liger-Kernel's public names, on our op. See docs/modules.md.
+# Llama 4's rotary embeddings under Liger-Kernel's public names, on our op. See docs/extras.md.
 
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Output heads that stay sharded by rows, that is by vocabulary, over the ranks while a loss is computed.
 
 Two engines shard so: FSDP2, where a head is a unit of its own and was marked by `keep_sharded`, and transformers'
-tensor parallelism (`tp_plan`), whose heads are colwise. What the loss makes of it is in docs/vocabulary-parallel.md.
+tensor parallelism (`tp_plan`), whose heads are colwise. What the loss makes of it is in docs/extras.md.
 
 An FSDP2 unit gathers its weight in a hook before its forward. While logits are deferred, these two hooks are passed
 over: the loss reads this rank's rows from the sharded parameter, and autograd adds the gradient, which is complete, to
