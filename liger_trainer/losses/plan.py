@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.options import check_values, option
 from ..common.value_rules import ABOVE_ZERO, BELOW_ONE, NUMBER, SHARE, Rule, complaints, did_you_mean, read
-from ..kernels.divergence_kinds import KINDS
+from ..kernels.divergence_kinds import KINDS, REMOVED
 from .schedules import Schedule, Taid, schedules_of, taid_of
 
 # The fields of LigerDistillConfig about the loss. Imports no torch.
@@ -135,6 +135,8 @@ def listed_terms(losses: Any) -> tuple[LossTerm, ...]:
 
 def _term(entry: Any) -> LossTerm:
     kind = entry.get("type") if isinstance(entry, dict) else None
+    if isinstance(kind, str) and kind in REMOVED:
+        raise ValueError(f"losses: {kind} was removed: {REMOVED[kind]}.")
     if not isinstance(kind, str) or kind not in LOSS_TYPES:
         hint = did_you_mean(kind, LOSS_TYPES) if isinstance(kind, str) else ""
         raise ValueError(f"Each of losses needs a type out of {', '.join(LOSS_TYPES)}; got {entry!r}.{hint}")
