@@ -139,6 +139,7 @@ class RowSelection:
 def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return (positions of labelled rows at the front, [count, num_items] in fp64). Sizes don't depend on the count."""
     valid = labels != ignore_index
+    # the others go to the last place, which is cut off
     position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
     index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
     index.scatter_(0, position, torch.arange(valid.numel(), device=valid.device))
@@ -151,13 +152,13 @@ def _find_kernel(
     labels_ptr, num_items_ptr, index_ptr, counts_ptr, n, ignore_index, HAS_NUM_ITEMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     lanes = tl.arange(0, BLOCK)
-    count = tl.program_id(0) * 0
+    count = tl.program_id(0) * 0  # a tensor and no constant, so that the loop may change it
     for start in range(0, n, BLOCK):
         at = start + lanes
         valid = (tl.load(labels_ptr + at, mask=at < n, other=0) != ignore_index) & (at < n)
         one = valid.to(tl.int32)
         tl.store(index_ptr + count + tl.cumsum(one, 0) - 1, at.to(tl.int64), mask=valid)
-        count += tl.sum(one, 0)
+        count += tl.sum(one, 0)  # of all blocks so far: where the next block writes
     tl.store(counts_ptr, count.to(tl.float64))
     if HAS_NUM_ITEMS:
         tl.store(counts_ptr + 1, tl.load(num_items_ptr).to(tl.float64))
@@ -236,7 +237,7 @@ def low_rank(hidden: Tensor, lora: Adapters, dtype: torch.dtype) -> tuple[Tensor
     adapters = adapters_of(lora)
     if not adapters:
         return None, None
-    low = [_low(hidden, adapter, dtype) for adapter in adapters]
+    low = [_low(hidden, adapter, dtype) for adapter in adapters]  # (N, r_i) each
     if len(adapters) == 1:
         return low[0], adapters[0].b
     return torch.cat(low, 1), torch.cat([adapter.b for adapter in adapters], 1)
@@ -329,9 +330,12 @@ class TermGradients:
         self._x_sum = self.x = self.w = None
         if needs[0]:
             over = overwrite and rows.index is None
+            # fp32 sums, whose front half becomes the gradient
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
         if needs[1]:
+            # Rows of padding beyond the vocabulary, and all rows of a batch without labels, get no product: they must
+            # be 0.
             make = torch.empty_like if vocab == w.shape[0] and rows.count > 0 else torch.zeros_like
             dtype = torch.promote_types(w.dtype, wide or w.dtype)
             self.w = make(w, dtype=dtype, memory_format=torch.contiguous_format)
@@ -339,6 +343,7 @@ class TermGradients:
     def add(self, dlogits: Tensor, x: Tensor, w: Tensor, rows: slice, columns: slice) -> None:
         """Add a chunk. dlogits: (n, c); x (n, H), w (c, H): the chunk's rows and the tile's columns, in its dtype."""
         if self.w is not None:
+            # beta 0 for the first chunk: the memory is uninitialised, and need not be zeroed first.
             addmm_into(self.w[columns], dlogits.t(), x, beta=1 if rows.start else 0, alpha=self._alpha)
         if self.x is not None:  # last: self.x may share x's memory
             self._add_x(dlogits, w, self.x[rows], columns)
@@ -361,7 +366,7 @@ class TermGradients:
         dtype: that of the weight, or of half its size.
         """
         assert self.w is not None
-        rest = self.w[first : self._vocab].view(-1).view(dtype)
+        rest = self.w[first : self._vocab].view(-1).view(dtype)  # what later tiles will overwrite
         return rest[: shape[0] * shape[1]].view(shape) if shape[0] * shape[1] <= rest.numel() else None
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -82,9 +82,7 @@ def tile_mask(rows, cols, N, H, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT
 
 
 @triton.jit
-def _sum_programs_kernel(
-    share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr
-):  # fmt: skip
+def _sum_programs_kernel(share_ptr, first_ptr, second_ptr, P, H, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
     share_ptr += tl.program_id(1).to(tl.int64) * P * H
     total = tl.zeros((SUM_ROWS, SUM_COLUMNS), tl.float32)

@@ -206,9 +206,8 @@ def _launch(
     logs = (math.log(beta) if beta else -math.inf for beta in betas)
     scalars = lr, 1 - lr * weight_decay, *logs, *(1 - beta for beta in betas), eps
     launch = Launch(
-        _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK,
-        num_warps=WARPS,
-    )  # fmt: skip
+        _kernel, (len(chunks),), *scalars, **constants, ALIGNED=are_aligned(addresses[:4]), CHUNK=CHUNK, num_warps=WARPS
+    )
     if not launch(table, chunks, coefficient, found_inf, has_twin=True):
         params, grads, exp_avgs, exp_avg_sqs = columns
         return adamw_reference(

@@ -30,7 +30,7 @@ def gradient_norm_reference(grads: Sequence[Tensor]) -> Tensor:
 @triton.jit
 def _kernel(
     table_ptr, chunks_ptr, out_ptr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Add the squares of one chunk. table_ptr: int64, for each tensor its address and numel."""
     program = tl.program_id(0).to(tl.int64)
     row = table_ptr + tl.load(chunks_ptr + 2 * program).to(tl.int64) * 2

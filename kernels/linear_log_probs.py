@@ -75,7 +75,7 @@ def linear_log_probs_reference(
 
 def stored_log_probs(
     logits: Tensor, labels: Tensor, ignore_index: int | None = -100, mean_logits: bool = False
-) -> LogProbs:  # fmt: skip
+) -> LogProbs:
     """Return the values of logits (N, V) that are there, in plain torch and in their dtype."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     log_probs = F.log_softmax(logits, -1)

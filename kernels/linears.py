@@ -80,9 +80,7 @@ def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> 
     return dx
 
 
-def weight_gradients(
-    rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]
-) -> list[Tensor | None]:  # fmt: skip
+def weight_gradients(rows: Sequence[Tensor | None], x: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Return dW_i of dy_i (N, O_i) and x (N, K), where needed. Autograd casts it to the weight's dtype."""
     return [None if dy is None or x is None or not need else dy.t() @ x for dy, need in zip(rows, needs, strict=True)]
 

@@ -153,9 +153,7 @@ def add(y: Tensor, t: Tensor | None, b: Tensor | None, bias: Tensor | None, ends
 
 
 @triton.jit
-def _combine_kernel(
-    y_ptr, place_ptr, weight_ptr, ends_ptr, out_ptr, H, E, TOP: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _combine_kernel(y_ptr, place_ptr, weight_ptr, ends_ptr, out_ptr, H, E, TOP: tl.constexpr, BLOCK: tl.constexpr):
     blocks, stop = tl.cdiv(H, BLOCK), tl.load(ends_ptr + E - 1)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -257,9 +255,8 @@ class _Order(NamedTuple):
 
 
 def lora_experts_reference(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute `lora_experts` in plain torch, expert by expert."""
     first, last = gate_up.dense(), down.dense()
     dtype, wide = first.dtype, torch.promote_types(first.dtype, torch.float32)
@@ -378,9 +375,8 @@ def _fitted(gradient: Tensor | None, parameter: tuple[torch.Size, torch.dtype] |
 
 
 def lora_experts(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *,
-    gate: Gate = SILU,
-) -> Tensor:  # fmt: skip
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: StackedProjection, down: StackedProjection, *, gate: Gate = SILU
+) -> Tensor:
     """Compute each token's weighted sum over its experts, which are frozen, with or without LoRA adapters.
 
     Differentiable once, in x, weights and the adapters. bf16 experts on a GPU are grouped products, and the host never

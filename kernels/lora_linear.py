@@ -32,7 +32,7 @@ from ._low_rank import (
     rank_gradients,
     restored,
     stacked,
-)  # fmt: skip
+)
 
 
 def lora_linear_reference(

@@ -35,7 +35,7 @@ from ._low_rank import (
     restored,
     stacked,
     with_biases,
-)  # fmt: skip
+)
 from .lora_linear import interleaved, leaves_of, lora_linear_reference
 
 
@@ -94,7 +94,7 @@ class LoraMLPFunction(torch.autograd.Function):
 
 def _remade(
     ctx, sources: Sequence[Tensor], biases: Sequence[Tensor | None], first: Stack, masks: Masks
-) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+) -> tuple[list[Tensor], Tensor | None]:
     """Return ([gate(x), up(x)] or [both packed], s x A^T), as the forward had them. x's memory is free afterwards."""
     x = as_matrix(ctx.make(*sources), ctx.numerics.compute)
     return project(x, with_biases(first, biases), masks, ctx.numerics)

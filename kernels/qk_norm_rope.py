@@ -296,9 +296,7 @@ def _forward(q, k, q_weight, k_weight, cos, sin, angles: Angles, norm: Norm) -> 
     q_out = torch.empty_like(q, dtype=_out_dtype(q, q_weight, norm))
     k_out = torch.empty_like(k, dtype=_out_dtype(k, k_weight, norm))
     rstd = vector(B * S * (2 if norm.over_heads else hq + hk), q)
-    strides = (
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
-    )  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles))
     launch = _forward_launch(q.shape, hk, strides, angles, norm, FORWARD_TILE, FORWARD_PER_WARP)
     launch(q, k, q_weight, k_weight, q_out, k_out, rstd, cos, sin)
     return q_out, k_out, rstd

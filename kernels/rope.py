@@ -121,9 +121,7 @@ def load_pairs(rows, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def store_pairs(
-    rows, a, b, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+def store_pairs(rows, a, b, live, D: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.reshape(tl.join(a, b), a.shape[0], a.shape[1], 2 * BLOCK)
@@ -214,9 +212,7 @@ def _launch(
 def _rotate_triton(sides: list[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, angles: Angles, sign: float) -> None:
     """Rotate one or two tensors (B, H, S, D). sides: pairs (input, output)."""
     (q, q_out), (k, k_out) = sides[0], sides[-1]
-    strides = (
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles)
-    )  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides(cos, angles))
     launch = _launch(q.shape, k.shape[1], len(sides), strides, angles, sign, TILE, WARPS)
     launch(q, k, q_out, k_out, cos, sin)
 
