@@ -107,6 +107,7 @@ class RowSelection:
         if isinstance(num_items, Tensor) and num_items.is_cpu and not labels.is_cpu:
             num_items = num_items.item()  # the host has it: a copy to the device would wait for the queue
         self._num_items = num_items
+        # both write to the device; `wait` reads what they found
         find = _find_triton if use_triton(labels) else _find_torch
         on_device = num_items.to(labels.device) if isinstance(num_items, Tensor) else None
         self._index, self._on_device = find(labels.reshape(-1), on_device, ignore_index)
@@ -124,13 +125,14 @@ class RowSelection:
         count, total = self._on_device.unbind()
         if not isinstance(self._num_items, Tensor):
             total = count if self._num_items is None else torch.full_like(count, self._num_items)
-        alpha = total.reciprocal().where(total != 0, 0)
+        alpha = total.reciprocal().where(total != 0, 0)  # 1 / num_items: the rank's factor of its summed loss
         self._of_ranks = HostCopy(counts_of_ranks(torch.stack([count, alpha]), group))
 
     def wait(self) -> Rows:
         count, total = self._counts.get().tolist()
         count = int(count)
         num_items = total if isinstance(self._num_items, Tensor) else self._num_items
+        # None: every row has a label, and nothing is gathered
         index = None if count == self._total else self._index[:count]
         of_ranks = None if self._of_ranks is None else [(a, b) for a, b in self._of_ranks.get().tolist()]
         return Rows(index, count, max(count, 1) if num_items is None else num_items, of_ranks)
@@ -138,7 +140,7 @@ class RowSelection:
 
 def _find_torch(labels: Tensor, num_items: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return (positions of labelled rows at the front, [count, num_items] in fp64). Sizes don't depend on the count."""
-    valid = labels != ignore_index
+    valid = labels != ignore_index  # (n,)
     # the others go to the last place, which is cut off
     position = torch.where(valid, valid.cumsum(0) - 1, valid.numel())
     index = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
@@ -156,7 +158,7 @@ def _find_kernel(
     for start in range(0, n, BLOCK):
         at = start + lanes
         valid = (tl.load(labels_ptr + at, mask=at < n, other=0) != ignore_index) & (at < n)
-        one = valid.to(tl.int32)
+        one = valid.to(tl.int32)  # cumsum needs a number
         tl.store(index_ptr + count + tl.cumsum(one, 0) - 1, at.to(tl.int64), mask=valid)
         count += tl.sum(one, 0)  # of all blocks so far: where the next block writes
     tl.store(counts_ptr, count.to(tl.float64))
@@ -311,7 +313,7 @@ class Operands(NamedTuple):
         """Compute logits (n, c) without bias into the workspace's corner. The smallest product goes first: it is
         rounded a second time when the others are added.
         """
-        *larger, smallest = self.terms
+        *larger, smallest = self.terms  # with adapters: the base first, whose product is the larger
         out = workspace[: smallest[0].shape[0], : smallest[1].shape[0]]
         project(*smallest, out)
         for x, w in larger:
@@ -329,7 +331,7 @@ class TermGradients:
         self._vocab, self._alpha, self._rounded_in_place = vocab, alpha, rounded_in_place
         self._x_sum = self.x = self.w = None
         if needs[0]:
-            over = overwrite and rows.index is None
+            over = overwrite and rows.index is None  # else the gradient has fewer rows than the hidden states
             # fp32 sums, whose front half becomes the gradient
             dtype = stats_dtype(x.dtype) if rounded_in_place else x.dtype
             self.x = x.detach() if over else torch.empty(rows.count, x.shape[1], dtype=dtype, device=x.device)
@@ -371,6 +373,7 @@ class TermGradients:
 
     def finish(self, rows: Rows, x: Tensor, w: Tensor, overwrite: bool) -> tuple[Tensor | None, Tensor | None]:
         dx = _rounded_in_place(self.x, x.dtype) if self.x is not None and self._rounded_in_place else self.x
+        # The rows that take part are scattered among all; the others have gradient 0.
         if dx is not None and rows.index is not None:
             into = x.detach().zero_() if overwrite else torch.zeros_like(x)
             dx = into.index_copy_(0, rows.index, dx)
@@ -449,6 +452,7 @@ def addmm_into(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) 
     elif out.dtype == torch.promote_types(out.dtype, a.dtype):
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
     else:
+        # beta 0 must clear NaN from uninitialised memory, which 0 * NaN would keep
         out.mul_(beta) if beta else out.zero_()
         out.add_(a @ b, alpha=alpha)
 

@@ -52,7 +52,7 @@ class ActivationLinearFunction(torch.autograd.Function):
                 h = dh if x.dtype == dh.dtype else torch.empty_like(dh)
             dx = empty(x)
             backward(dh, x, None, dx, None, ctx.activation, h)
-        elif need_weight:
+        elif need_weight:  # x is frozen: h is made by the forward's kernel
             h = forward(x, None, ctx.activation, dout.dtype)
         if h is not None:
             dweight = torch.mm(dout.t(), h.view(-1, weight.shape[1]))  # autograd casts it to weight's dtype

@@ -35,7 +35,7 @@ class GatedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.bias_dtype = activation, None if bias is None else bias.dtype
         gate, up = halves(gate, up)
-        dtype = promoted(gate, up)
+        dtype = promoted(gate, up)  # of the product
         if torch.is_autocast_enabled(gate.device.type):  # F.linear's own casts would be cached without a graph
             dtype = torch.get_autocast_dtype(gate.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -63,6 +63,7 @@ def gated_linear_gradients(
         if needs[2]:  # over dh, unless dtypes differ: then a thread could overwrite what another still reads
             h = dh if gate.dtype == dh.dtype == (gate if up is None else up).dtype else torch.empty_like(dh)
         dgate, dup = input_gradients(dh, gate, up, needs, activation, h, overwrite=overwrite)
+    # Frozen inputs: no kernel of the backward passes over gate and up, so h is made by the forward's.
     elif needs[2]:
         h = forward(*halves(gate, up), activation, dout.dtype)
     if h is not None:

@@ -36,11 +36,11 @@ class LinearsFunction(torch.autograd.Function):
         source = saved_or_recomputed(uncast, x)
         ctx.make = source.make
         ctx.save_for_backward(*weights, *source.tensors)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output without a gradient stays None, and has no product
         outputs = products(x, weights, biases)
         need_x, _, *needs = ctx.needs_input_grad
         if not need_x:
-            frozen = [not (needs[i] or needs[count + i]) for i in range(count)]
+            frozen = [not (needs[i] or needs[count + i]) for i in range(count)]  # its weight and its bias
             ctx.mark_non_differentiable(*(y for y, is_frozen in zip(outputs, frozen, strict=True) if is_frozen))
         return outputs
 
@@ -76,7 +76,7 @@ def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> 
     for dy, weight in zip(rows, weights, strict=True):
         if dy is not None:
             weight = weight.to(dy.dtype)
-            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)  # in place: no tensor for each layer
     return dx
 
 

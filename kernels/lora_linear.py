@@ -43,6 +43,7 @@ def lora_linear_reference(
 
     Its dropout is torch's, with other masks than the op's.
     """
+    # The base's dtype is the result's, however wide the adapters are.
     base = y = F.linear(x, weight if unpack is None else unpack(weight).to(x.dtype), bias)
     for a, b, scale, dropout in adapters:
         y = y + F.linear(F.linear(F.dropout(x.to(a.dtype), dropout), a), b) * scale
@@ -86,7 +87,7 @@ class LoraLinearFunction(torch.autograd.Function):
         g, dbs = rank_gradients(dys, values, stack, needs[1::2], need_x or any(needs[::2]), numerics)
         dx = input_gradient(dys, stack, numerics) if need_x else None
         flat = as_matrix(ctx.make(*sources), numerics.compute) if any(needs[::2]) else None
-        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)
+        das = a_gradients(g, flat, dx, stack, Masks(seed), numerics)  # also adds the adapters' part to dx
         return None if dx is None else dx.view(ctx.shape), None, *interleaved(das, dbs, needs)
 
 
