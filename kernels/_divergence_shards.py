@@ -294,8 +294,8 @@ class GradientNumbers(NamedTuple):
     means: Tensor  # (len(SECOND_PASS), n), the second sum of each kind
 
     def at(self, rows: slice) -> "GradientNumbers":
-        partitions = (x.at(rows) for x in self[:3])
-        return GradientNumbers(*partitions, self.token_weight[rows], self.reverse_T[rows], self.means[:, rows])
+        s, s_T, u_T = self.s.at(rows), self.s_T.at(rows), self.u_T.at(rows)
+        return GradientNumbers(s, s_T, u_T, self.token_weight[rows], self.reverse_T[rows], self.means[:, rows])
 
 
 def divergence_shard(
