@@ -129,7 +129,6 @@ EQUIVALENT = {
     "first_pass: t_at_s_top = zero - 1e+30": TOP,
     "divergence_rows: padded = -(-vocab // 16) * 16": BEYOND,
     "divergence_kernel: means = (0.0, reverse_T) [0]": "the forward KL's gradient subtracts no mean",
-    "divergence_kernel: mean = 0.0": "of a kind that is not asked for, and has no gradient",
     "write_metrics: return (s_max, t_max, s_lse, t_lse, forward, reverse) [0]": "what a sum is scaled by, and back",
     "divergence_rows: argument ALIASED": "a barrier, which the interpreter does not need",
     "first_pass: u_top = zero - 1e+30": TOP,
