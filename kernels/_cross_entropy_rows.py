@@ -6,7 +6,8 @@ that turn logits into per-token values and a gradient.
     d loss / d x_j = w f [q_j ((1 - s) c[label] + s / V sum c + 2 z lse) - (1 - s) c[label] [j = label] - s / V c_j]
 
 w is the token's weight, c the class's, s label_smoothing, z z_loss; f = exp(-nll) held constant for DFT, else 1.
-A tile's gradient may have that of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's own factor.
+A tile's gradient may have the gradient of the entropy E added: d E / d x_j = -q_j (x_j - lse + E), times each row's
+factor.
 
 If a row is whole, one kernel reads it twice and writes the gradient over it. If it comes in tiles of the vocabulary,
 each tile's statistics are folded into a carry; then the tiles come again for their gradient. Each Triton kernel has a
@@ -490,7 +491,7 @@ def tile_gradient(
 ) -> None:  # fmt: skip
     """Write factor * d loss / d raw logits into grad (n, columns), which may be the tile. lse, factor: (n,).
 
-    entropy: that of each row (n,), and the factor (n,) of its gradient, which is added.
+    entropy: of each row (n,), and the factor (n,) of its gradient, which is added.
     """
     if not use_triton(tile.logits):
         return _tile_gradient_torch(tile, targets, lse, factor, grad, o, entropy)

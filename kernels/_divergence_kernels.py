@@ -161,7 +161,7 @@ def gradient_of(weight, q, p, d, e, mean, beta, alpha, KIND: tl.constexpr):
         q_ratio, _ = log_ratios(d, e, beta)
         gradient = weight * q * (q_ratio - mean)
     elif KIND == SKEW:
-        _, rise = skew(q, p, d, e, alpha)  # has q in it, which would underflow as a factor of its own
+        _, rise = skew(q, p, d, e, alpha)  # has q in it, which would underflow as a separate factor
         gradient = weight * (q * mean - rise)
     elif KIND == SKEW_REVERSE:
         _, rise = skew_reverse(d, e, alpha)
@@ -570,7 +570,7 @@ def probabilities(log_q, log_p):
     """Return (q, p, d = log2 p/q, e = smaller / larger of both). p - q is exactly 0 where log_q == log_p."""
     d = log_p - log_q
     e = tl.exp2(-tl.abs(d))  # at most 1: nothing overflows
-    # The smaller is larger * e and not an exponential of its own: so p - q is exactly 0 where d is.
+    # The smaller is larger * e and not another exponential: so p - q is exactly 0 where d is.
     larger = tl.exp2(tl.maximum(log_q, log_p))
     smaller = larger * e
     q = tl.where(d > 0, smaller, larger)

@@ -60,7 +60,7 @@ def threshold_of(p: float) -> int:
 
 
 def draw_seed(x: Tensor) -> Tensor:
-    """Draw a seed (1,) on x's device, from torch's own generator. CUDA graphs draw anew at each replay."""
+    """Draw a seed (1,) on x's device, from torch's own generator. CUDA graphs draw again at each replay."""
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 

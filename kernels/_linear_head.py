@@ -365,7 +365,7 @@ class TermGradients:
     def free_rows(self, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Return memory for `shape` in the rows of dw from `first` on, or None if it is too small.
 
-        dtype: that of the weight, or of half its size.
+        dtype: the weight's, or of half its size.
         """
         assert self.w is not None
         rest = self.w[first : self._vocab].view(-1).view(dtype)  # what later tiles will overwrite
@@ -381,7 +381,7 @@ class TermGradients:
 
 
 def _rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round (n, H) to a dtype of half the size, or of the same, in the front of its own memory."""
+    """Round (n, H) to a dtype of half the size, or of the same, in the front of its memory."""
     if dtype == sums.dtype:
         return sums
     out = sums.view(-1).view(dtype)[: sums.numel()].view(sums.shape)
@@ -398,7 +398,7 @@ class HeadGradients:
     """d loss / d (hidden, weight, bias, low, low_weight), built from d loss / d logits by chunks and tiles.
 
     The products apply the factor 1 / num_items as their alpha, to fp32 accumulators. In the low-precision gradient of
-    the logits it would round every entry again; as a pass of its own it would move the whole weight gradient again.
+    the logits it would round every entry again; as a separate pass it would move the whole weight gradient again.
     With `rounded_in_place` the hidden states' gradient is summed as a whole, and lies in the memory of its sums.
     `factor`, a scalar that only the device knows (see `upstream_rows`), multiplies the gradients at the end. Until then
     the weight's sum over all tokens may exceed fp16's range, so it is kept in fp32.
@@ -498,7 +498,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Adapte
 
 
 def check_overwritten(overwrite_hidden: bool, lora: Adapters) -> None:
-    """Raise ValueError if autograd needs hidden after it was overwritten. (A dropout keeps a copy of its own.)"""
+    """Raise ValueError if autograd needs hidden after it was overwritten. (A dropout keeps its own copy.)"""
     needed = (adapter.a.requires_grad and not adapter.dropout for adapter in adapters_of(lora))
     if overwrite_hidden and torch.is_grad_enabled() and any(needed):
         raise ValueError("overwrite_hidden would overwrite what the gradient of lora's a needs: leave it out.")

@@ -64,7 +64,7 @@ def row_plan(count: int, vocab: int, bytes_per_logit: int, how: "Execution") -> 
     """Return chunks of whole rows of equal size, as large as the workspace allows.
 
     Each chunk reads and writes the weight's gradient once, so few large chunks approach the speed of the bare matrix
-    products. Liger-Kernel's rule uses V / H alone: it gives small models chunks whose time goes into that traffic.
+    products. Liger-Kernel's rule uses only V / H: it gives small models chunks whose time goes into that traffic.
     By default a batch that would fill more than half of WORKSPACE_MB by itself is cut in two: one chunk would save
     little time, and as little memory as stored logits.
     """
@@ -221,7 +221,7 @@ class LinearLoss:
     keeps_values: ClassVar[bool] = False  # whether `recomputed` needs what `statistics` returned
 
     def chunk_state(self, rows: int) -> Any:
-        """Return what `write_rows` needs beside the chunk, for chunks of at most `rows` rows.
+        """Return what `write_rows` needs besides the chunk, for chunks of at most `rows` rows.
 
         It lives for one walk over the chunks, so that a loss that waits for its backward holds no workspace.
         """
@@ -236,7 +236,7 @@ class LinearLoss:
         raise NotImplementedError
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of stored logits. dtype: that of the products."""
+        """Return the dtype of stored logits. dtype: of the products."""
         return dtype
 
     def bytes_per_logit(self, dtype: torch.dtype) -> int:
@@ -437,7 +437,7 @@ class FusedLoss:
             dtype: torch.dtype, needs: Sequence[bool], labels: Tensor | None, num_items: Tensor | None,
             ignore_index: int, workspace_mb: float | None, accumulate_dtype: torch.dtype | None, *arguments: Any,
         ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-            """Compute the loss and its gradients. `dtype` is that of the products: autocast is off when this runs."""
+            """Compute the loss and its gradients. `dtype`: of the products; autocast is off when this runs."""
             rows = selected_rows(hidden, labels, None, num_items, ignore_index)
             head = LinearHead(hidden, weight, bias, low, low_weight, dtype)
             loss = build(rows, Execution(workspace_mb, accumulate_dtype), head, labels, *arguments)

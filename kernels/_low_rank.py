@@ -15,7 +15,7 @@ Numerics  y and dx are in the dtype of the base product; each term is rounded as
           exact except for underflow. As columns of one product with fp32 results, the three cost little more than
           one: r is so small that reading x takes most of the time. Where two such matrices u and v meet, in y and
           dx, [h m l h] of u times [h h h m] of v is their product to 2^-16. On other devices x is cast.
-Dropout   An adapter reads m_j * x / (1 - p_j), with a mask m_j of its own: x A_j^T, dA_j and its part of dx. See
+Dropout   An adapter reads m_j * x / (1 - p_j), with its own mask m_j: x A_j^T, dA_j and its part of dx. See
           _dropout.py. Where Triton does not run, m_j * x is made for one adapter at a time.
 Source    Hu et al. 2021, arXiv:2106.09685; sums of bf16 matrices: Henry et al. 2019, arXiv:1904.06376
 """
@@ -347,7 +347,7 @@ def _with_adapters(projections: Sequence[Projection], a: Tensor | None, bs: Sequ
 
 
 def layout_of(stack: Stack) -> Layout:
-    """Return what `restored` needs beside the tensors."""
+    """Return what `restored` needs besides the tensors."""
     return tuple((tuple(adapter[2:] for adapter in p.adapters), p.unpack) for p in stack.projections)
 
 

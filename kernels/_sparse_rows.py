@@ -1,7 +1,7 @@
 """Row kernels of linear_sparse_divergence.py: they turn a chunk of logits into per-token values and their gradient.
 
 A row's K entries that the teacher named are taken out first: their logits go to registers, and -inf takes their places.
-So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a sum of its own. (1 minus the
+So one pass over the row sees only the rest of the vocabulary, and the rest's mass is a separate sum. (1 minus the
 others would lose every digit where a student is sure.) A second pass writes the rest's gradient over the logits, and
 the K entries are filled in last. The Triton kernel and its torch twin take the same arguments.
 Formulas: linear_sparse_divergence.py.
@@ -88,7 +88,7 @@ class SparseOptions:
 
     @property
     def kinds(self) -> int:
-        """Return the kernel's KINDS: bits of the divergences beside the forward KL, whose bit says that there are."""
+        """Return the kernel's KINDS: bits of the divergences besides the forward KL, whose bit says that there are."""
         return (
             0 if self.plain else BITS["forward_kl"] | sum(BITS[kind] for kind in self.weights if kind != "forward_kl")
         )
@@ -247,7 +247,7 @@ def _sparse_kernel(
         e_k_T = tl.where(present, tl.exp2((x_k - top) * inv_t), 0.0)
         total_T = total_rest_T * tl.exp2((top_rest - top) * inv_t) + tl.sum(e_k_T, 0)
 
-    # The divergence. Without a rest, 1 - sum p is rounding alone, and log_rest_q may be any finite number.
+    # The divergence. Without a rest, 1 - sum p is only rounding, and log_rest_q may be any finite number.
     mass = tl.sum(p, 0)  # P; rounding in a cache may bring it above 1
     total_rest_T = tl.where(count > 0, total_rest_T, 1.0)
     log_rest_q = ((top_rest - top) * inv_t + tl.log2(total_rest_T / total_T)) * LN2
@@ -321,7 +321,7 @@ def _sparse_kernel(
             grad = (grad * slope * token_weight).to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + cols, grad, mask=cols < V, eviction_policy="evict_first")
         tl.debug_barrier()  # the pass also wrote over the taken entries
-        # q times the sum of the gradients in log q, minus that of each
+        # q times the sum of the gradients in log q, minus the gradient of each
         grad_k = coefficient * (down * e_k_T / total_T - down_k)
         if HAS_CE:
             grad_k += ce_weight * (e_k / total - tl.where(ids == label, 1.0, 0.0))

@@ -5,12 +5,12 @@ exponentials, the label's logit) are combined by all-reduce, a few numbers a tok
 gradient of its own logits needs. The head is never gathered, nor is its gradient.
 
 Tokens    "replicated": all ranks have the same tokens, as in tensor parallelism. The gradient of hidden is all-reduced.
-          "sharded": each rank has tokens of its own, as under FSDP. A chunk holds tokens of all ranks: their hidden
+          "sharded": each rank has its own tokens, as under FSDP. A chunk holds tokens of all ranks: their hidden
           states are all-gathered, and the gradients of these reduce-scattered. The weight's gradient sums over the
           tokens of all ranks: it is complete.
 Method    One walk over the chunks: products, statistics, all-reduce, gradient, products. Statistics of all tokens first
           and one all-reduce for all of them would need every logit twice, a third more arithmetic; an all-reduce of
-          some 50 kB a chunk takes microseconds beside products of milliseconds. The workspace of a chunk holds
+          some 50 kB a chunk takes microseconds, next to products of milliseconds. The workspace of a chunk holds
           as many logits as without ranks, of W times as many tokens over 1 / W of the vocabulary; gathered hidden
           states and the fp32 sum of their gradient lie within its budget.
           All ranks walk over the same chunks. A rank's tokens spread evenly over them, so ranks may have different

@@ -3,7 +3,7 @@
     o_i = sum over j of softmax(scale * q_i k_j) v_j,   j from the document's first token, or i - window + 1, to i
 
 Shapes    q, o: (T, Hq, D)   k, v: (T, Hk, D), Hq a multiple of Hk   bounds: (2, T) int32   lse, delta: (Hq, T) fp32
-Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends on T alone and a
+Method    each token knows where its document begins and ends (`document_bounds`), so the grid depends only on T and a
           CUDA graph serves any number of documents. A program has BLOCK_M queries of one head and walks over the keys
           from the first document that begins in or before the block; blocks that all its queries see whole take no
           mask. Backward: one kernel for dq and o . do, one for dk and dv that walks over the queries of all heads of a

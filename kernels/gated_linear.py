@@ -5,8 +5,8 @@ Method    The forward saves gate, up and weight, but not h. The kernel that turn
           and up has act(gate) in registers, so it writes h over dh, and dW = dout^T h reads h there. Compared with an
           activation and a separate linear layer, N I fewer elements are kept, for one more write.
 Numerics  h in the product's dtype, from fp32, rounded once: the same in both passes
-Traffic   beside the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes (2 for a
-          frozen weight)
+Traffic   besides the three products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes (2 for
+          a frozen weight)
 Source    Shazeer 2020, arXiv:2002.05202; recomputation: Chen et al. 2016, arXiv:1604.06174
 """
 

@@ -9,7 +9,7 @@
 
 Shapes    x, z, y: (..., H), in the kernels (N, H)    w: (H,)    rstd: (N, groups) fp32; means over H / groups
 Method    as rms_norm.py: the forward saves x, z and rstd, a few programs per multiprocessor walk over the rows and keep
-          their share of dw in registers. A group is a row of its own, with its own part of w.
+          their share of dw in registers. A group is a separate row, with its own part of w.
 Numerics  fp32 inside, rounded once on the way out; with gate_first vhat is rounded to x's dtype before it meets w, as
           Mamba-2 has it, and the gradients ignore that rounding. With the norm first, models round xhat and xhat * w
           too.

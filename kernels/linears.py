@@ -5,7 +5,7 @@ Method    dx = sum_i dy_i W_i is one tensor, to which each product adds its part
           each layer, and add them afterwards. W_i is saved as it is; under autocast it is cast again in the backward.
           An x that a norm has made is made again there (_autograd.py).
 Numerics  a product adds to dx in fp32, so each part but the first is rounded once, where autograd rounds it twice
-Traffic   beside the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
+Traffic   besides the products: one read of dx for each layer but the first, where autograd's sum takes 3 reads and
           2 writes
 Source    accumulation by beta of GEMM: Dongarra et al. 1990, ACM TOMS 16; sharing an input: lora_linears.py
 """

@@ -135,7 +135,7 @@ def add(y: Tensor, t: Tensor | None, b: Tensor | None, bias: Tensor | None, ends
 
     Args:
         y: (S, N), contiguous.
-        t: (S, R), contiguous, in y's dtype, or None to add the bias alone.
+        t: (S, R), contiguous, in y's dtype, or None to add only the bias.
         b: (E, N, R), of any strides, or None as t.
         bias: (E, N) or None.
     """
@@ -291,7 +291,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, low: _Low, ends: Te
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, low: _Low, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (the gradient of the layer's input, dy B, which is that of x A^T)."""
+    """Return (the gradient of the layer's input, dy B, which is the gradient of x A^T)."""
     dx = grouped(dy, weight, ends)
     if low.a is None or low.b is None:
         return dx, None

@@ -5,7 +5,7 @@ Method    The base product writes y, and a second product for each adapter adds 
           y's size, and no elementwise pass. The forward saves x, which layers that read the same x share, and x A^T
           (N, r). The backward computes no gradient of W, and adds the adapters' part of dx in place too.
 Numerics  see _low_rank.py
-Traffic   beside the base products, per adapter: forward 1 read of x, 1 read and 1 write of y; backward 2 reads of dy,
+Traffic   besides the base products, per adapter: forward 1 read of x, 1 read and 1 write of y; backward 2 reads of dy,
           1 read of x, 1 read and 1 write of dx
 Source    Hu et al. 2021, arXiv:2106.09685
 """

@@ -8,7 +8,7 @@ Method    Each of gate, up and down is the layer of lora_linear.py. The forward 
           and up(x) are not saved either: the backward makes them again from x, with the same dropout masks, in two
           products more.
 Numerics  as lora_linear and gated_linear: h in the product's dtype, from fp32, rounded once
-Traffic   beside the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
+Traffic   besides the products: forward 2 reads and 1 write of N I elements, backward 3 reads and 3 writes
 Source    Hu et al. 2021, arXiv:2106.09685; Shazeer 2020, arXiv:2002.05202; Chen et al. 2016, arXiv:1604.06174
 """
 

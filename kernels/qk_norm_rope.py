@@ -398,11 +398,11 @@ def qk_norm_rope(
         eps: added to the mean square, before the root.
         offset: added to the weights. 1 for Gemma, whose weights are stored as w - 1.
         cast_before_weight: round the normalized values to their dtype before they meet the weight (Qwen 3). The
-            result's dtype is then what that product promotes to, else that of q or k.
+            result's dtype is then what that product promotes to, else the dtype of q or k.
         norm_over_heads: one norm over all heads of a token (OLMo 2), instead of one for each head.
 
     Returns:
-        q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and that of the inputs'
+        q (B, Hq, S, D) and k (B, Hk, S, D), the shapes that attention takes. Their memory, and the inputs'
         gradients, is ordered like the inputs'.
 
     Raises:

@@ -276,10 +276,10 @@ def rope(
 
     Args:
         q: (B, Hq, S, D), fp32, fp16 or bf16 (fp64: torch). Any strides; copied if its columns are not consecutive.
-        k: (B, Hk, S, D), like q. No heads (Hk = 0) where q is rotated alone.
+        k: (B, Hk, S, D), like q. No heads (Hk = 0) where only q is rotated.
         cos: cosines, constants, (B or 1, S, R) with R <= D even: the first R columns rotate, the others pass through.
             It holds each pair's cosine twice, as in transformers: the R/2 values, then the same again (Llama), or each
-            beside its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).
+            next to its copy if interleaved (Cohere). With mrope_section (3, B or 1, S, R).
         sin: sines, like cos.
         interleaved: pairs are columns 2j and 2j + 1, instead of j and j + R/2.
         mrope_section: how many pairs take the angle of the first, the second and the third position (Qwen2-VL's
