@@ -44,6 +44,7 @@ from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..secrets import names_a_secret, redacted, remember_settings
+from .host import TrainerHost
 
 ENCODER = "prompt_encoder.safetensors"
 
@@ -56,7 +57,7 @@ class CheckpointGuard:
         is_staging: whether what Trainer writes goes to the folder of checkpoints that are not whole yet.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self.files: dict[str, str] = {}
         self.is_staging = False

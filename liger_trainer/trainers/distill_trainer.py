@@ -27,6 +27,7 @@ from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
 from .config import LigerDistillConfig
 from .from_trl_args import from_trl
+from .host import DistillHost
 from .images import check_settings
 from .loss_schedule import LossState
 from .metrics import per_token_values
@@ -396,7 +397,7 @@ class LigerDistillTrainer(LigerTrainer):
         return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
 
 
-def save_and_hint(trainer: Any) -> str:
+def save_and_hint(trainer: DistillHost) -> str:
     """Save a checkpoint after the last whole step, unless there is one, and return how to go on from it.
 
     With several processes nothing is saved: the others are in the middle of a step and know nothing of it.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ..common.replacements import Replacements
+from .host import TrainerHost
 from .metrics import TokenMetrics
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
@@ -164,7 +165,7 @@ class EvaluationRows:
         items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self.rows, self.sampled = 1, 0
         self.items: Tensor | float | None = None

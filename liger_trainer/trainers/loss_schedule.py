@@ -23,6 +23,7 @@ from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..patching.patcher import base_of
 from .finite_guard import drops_on_device
+from .host import DistillHost
 from .options import updating_in_backward
 
 # in a checkpoint
@@ -74,7 +75,7 @@ class LossState(LossSchedule, TrainerCallback):
             a loss that changes under torch.compile.
     """
 
-    def __init__(self, trainer: Any, plan: LossPlan):
+    def __init__(self, trainer: DistillHost, plan: LossPlan):
         super().__init__(plan)
         self._trainer = trainer
         self.hidden: HiddenLosses | None = None
@@ -215,7 +216,7 @@ class LossState(LossSchedule, TrainerCallback):
         return losses
 
 
-def check_hidden(trainer: Any) -> None:
+def check_hidden(trainer: DistillHost) -> None:
     """Raise ConfigError where hidden states are in parts, or out of reach."""
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
@@ -251,7 +252,7 @@ class ProjectorOptimizer:
             the student's alone would take out of its gradients.
     """
 
-    def __init__(self, trainer: Any, parameters: list[nn.Parameter]):
+    def __init__(self, trainer: DistillHost, parameters: list[nn.Parameter]):
         args = trainer.args
         engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
         about = f"Hidden-state losses that learn projectors beside a student that {engine} shards: "

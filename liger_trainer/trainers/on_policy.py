@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
+from .host import DistillHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
@@ -65,7 +66,7 @@ def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> lis
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
-def check_sampling(trainer: Any) -> None:
+def check_sampling(trainer: DistillHost) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, zero = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
@@ -120,7 +121,7 @@ class OnPolicy:
             not installed.
     """
 
-    def __init__(self, trainer: Any, collator: Any):
+    def __init__(self, trainer: DistillHost, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
         self._trainer, self._collate = trainer, trainer.teaching.sampled_collator(collator)

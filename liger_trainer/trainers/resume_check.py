@@ -30,6 +30,7 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
+from .host import TrainerHost
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # beside num_tokens in trainer_state.json
@@ -63,7 +64,7 @@ class ResumeCheck:
     Make it before anything trains. The first process alone compares; all processes go on, or none.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self._student = student_fingerprints(trainer.model)
         self._known: dict[str, Any] | None = None

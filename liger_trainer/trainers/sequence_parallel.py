@@ -18,9 +18,10 @@ from ..patching.packed_attention import OF_SLICES
 from ..patching.patcher import base_of
 from ..patching.ulysses import implementations_of, obstacle_to_slices
 from ..teachers.model import ModelTeacher
+from .host import DistillHost, TrainerHost
 
 
-def check_slices(trainer: Any) -> None:
+def check_slices(trainer: TrainerHost) -> None:
     """Raise ConfigError where ranks that share rows would not compute what one process does of whole rows."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.cp_enabled:
@@ -34,7 +35,7 @@ def check_slices(trainer: Any) -> None:
             raise ConfigError(f"Sequence parallelism (sp_size > 1): {reason}.")
 
 
-def _why_engine(trainer: Any) -> str | None:
+def _why_engine(trainer: TrainerHost) -> str | None:
     if not trainer.is_deepspeed_enabled:
         return "only DeepSpeed cuts rows into slices. Set deepspeed, or launch with a file of accelerate for it"
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
@@ -48,7 +49,7 @@ def _why_engine(trainer: Any) -> str | None:
     return _why_zero3(trainer) if is_deepspeed_zero3_enabled() else None
 
 
-def _why_zero3(trainer: Any) -> str | None:
+def _why_zero3(trainer: TrainerHost) -> str | None:
     from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
         DeepSpeedZeroOptimizer_Stage3,
     )
@@ -65,7 +66,7 @@ def _why_zero3(trainer: Any) -> str | None:
     return None
 
 
-def ranks_summed(trainer: Any) -> int:
+def ranks_summed(trainer: TrainerHost) -> int:
     """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
 
     They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
@@ -74,7 +75,7 @@ def ranks_summed(trainer: Any) -> int:
     return 1 if is_deepspeed_zero3_enabled() else trainer.get_sp_size()
 
 
-def _why_rows(trainer: Any) -> str | None:
+def _why_rows(trainer: TrainerHost) -> str | None:
     ranks = trainer.get_sp_size()
     if type(trainer.data_collator) is not DataCollatorForLanguageModeling:
         return "rows are text, padded on the right by TRL's own collator, since attention gets no mask"
@@ -90,7 +91,7 @@ def _why_rows(trainer: Any) -> str | None:
     return None
 
 
-def slice_documents(trainer: Any) -> None:
+def slice_documents(trainer: TrainerHost) -> None:
     """Have rows in which several documents stand cut into slices.
 
     Raises:
@@ -122,7 +123,7 @@ class DocumentsByPositions:
         return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
 
 
-def check_teacher_of_slices(trainer: Any, samples: bool) -> None:
+def check_teacher_of_slices(trainer: DistillHost, samples: bool) -> None:
     """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
     if not trainer.shards_sequences():
         return

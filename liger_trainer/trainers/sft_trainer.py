@@ -136,7 +136,9 @@ class LigerTrainer(SFTTrainer):
             freeze_tower(self.model)
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.
-        self.data_collator = with_image_collator(self, getattr(config, "learn_image_tokens", True))
+        self.data_collator = with_image_collator(
+            self.data_collator, base_of(self.model), getattr(config, "learn_image_tokens", True)
+        )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
         check_slices(self)  # looks at the collator's type, so before the next one is around it

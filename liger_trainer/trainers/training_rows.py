@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
+from .host import TrainerHost
+
 
 class GroupedByLength(LengthGroupedSampler):
     """Rows of about the same length together, in an order that seed and epoch decide."""
@@ -55,7 +57,7 @@ class EndlessStream(IterableDataset):
                 return
 
 
-def warn_of_epochs(trainer: Any) -> None:
+def warn_of_epochs(trainer: TrainerHost) -> None:
     """Warn, in `trainer.train`, of what is asked for at the end of each epoch of a stream, which has no end."""
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         kinds = [name for name in ("eval", "save", "logging") if getattr(trainer.args, f"{name}_strategy") == "epoch"]
