@@ -65,6 +65,7 @@ class TrainerHost(RowsHost, Protocol):
     _total_loss_scalar: float
     _globalstep_last_logged: int
     _signature_columns: Any
+    _tokenizer: Any
 
     def _get_output_dir(self, trial: Any) -> str: ...
     def _save_checkpoint(self, model: Any, trial: Any) -> None: ...

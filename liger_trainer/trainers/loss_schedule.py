@@ -109,7 +109,9 @@ class LossState(LossSchedule, TrainerCallback):
         if args.max_grad_norm > 0 and self.parameters():
             nn.utils.clip_grad_norm_(self.parameters(), args.max_grad_norm)
         if self._own is not None:
-            self._own.step(self._trainer.finite.poisoned)
+            poisoned = self._trainer.finite.poisoned
+            assert poisoned is not None  # the guard is an earlier callback, and has judged this step
+            self._own.step(poisoned)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.share is not None:

@@ -148,6 +148,7 @@ class LigerTrainer(SFTTrainer):
         self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
+        self._eval_prefix = "eval"  # of the metrics that are logged now, if they are an evaluation's
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
             self.accelerator.dataloader_config.non_blocking = True
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
