@@ -93,6 +93,7 @@ class CheckpointGuard:
             choice = newest_whole(run_dir)
             if choice is None:
                 raise ConfigError(f"resume_from_checkpoint: no checkpoint in {run_dir}.")
+            # stacklevel 7 is who called train(): this, two functions that the first process runs, choose, train
             for name, reason in choice.passed_over.items():
                 warnings.warn(f"{name} is passed over: {reason}. Going on from {choice.checkpoint}.", stacklevel=7)
             checkpoint = choice.checkpoint
@@ -251,7 +252,7 @@ class CheckpointGuard:
 
         self._trainer.accelerator.wait_for_everyone()
         self._on_first_rank(finish)
-        if self._trainer.is_local_process_zero() and staged.is_dir():  # on a disk of its own: another node's part
+        if self._trainer.is_local_process_zero() and staged.is_dir():  # on its own disk: another node's part
             finish()
         self._trainer.accelerator.wait_for_everyone()
 

@@ -45,7 +45,7 @@ class LossSchedule:
         self.restart()
 
     def restart(self) -> None:
-        """Start TAID's share anew, for a training that starts at step 0."""
+        """Start TAID's share again, for a training that starts at step 0."""
         self.share = None if self.plan.taid is None else TaidShare(self.plan.taid)
 
     def changes(self, state: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class LossState(LossSchedule, TrainerCallback):
         if self.share is not None:
             self.share.close()
         if self.hidden is not None:
-            self.hidden.zero_grad()  # the trainer clears the gradients of its model alone
+            self.hidden.zero_grad()  # the trainer clears only its model's gradients
         self._set_lmbda(state)
 
     def _set_lmbda(self, state) -> None:
@@ -134,7 +134,7 @@ class LossState(LossSchedule, TrainerCallback):
         return [] if self.hidden is None else list(self.hidden.parameters())
 
     def join(self, optimizer: Any) -> None:
-        """Have the projectors without an optimizer of their own trained by the student's, with its weight decay."""
+        """Have projectors without their own optimizer trained by the student's, with its weight decay."""
         if self._own is not None:
             return
         there = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -186,7 +186,7 @@ class LossState(LossSchedule, TrainerCallback):
             )
 
     def load_best(self, folder: str) -> None:
-        """Load the projectors of the best checkpoint. One that has weights alone leaves them as they are."""
+        """Load the projectors of the best checkpoint. One that has only weights leaves them as they are."""
         path = Path(folder, PROJECTORS)
         if self.parameters() and path.is_file():
             self._load_projectors(path)

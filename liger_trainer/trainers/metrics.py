@@ -135,7 +135,7 @@ def widen_notebook_table(trainer: TrainerHost) -> None:
 
 
 def _with_more_columns(usual: type[Any]) -> type[Any]:
-    """Return a subclass of transformers' callback, whose module needs IPython and is imported in notebooks alone."""
+    """Return a subclass of transformers' callback, whose module needs IPython and is imported only in notebooks."""
 
     class NotebookTable(usual):
         def on_log(self, args, state, control, logs=None, **kwargs):

@@ -29,7 +29,7 @@ STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
 
 
 def prompts_of(batch: Batch) -> list[Tokens]:
-    """Return each row's generation prompt. Where it has none, as rows of tokens or of prompts alone, return its tokens
+    """Return each row's generation prompt. Where it has none, as rows of tokens or of only prompts, return its tokens
     before the first supervised one, or all of them.
 
     Args:
@@ -59,7 +59,7 @@ def rows_of(prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> list[di
 def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> list[str]:
     """Draw whose completions each micro-batch of an optimizer step has.
 
-    The draw depends on seed and step alone, so it is the same on all ranks, and after a resume.
+    The draw depends only on seed and step, so it is the same on all ranks, and after a resume.
     """
     other = TEACHER if seq_kd else DATASET
     draws = np.random.default_rng((seed, step)).random(count)
@@ -117,7 +117,7 @@ class OnPolicy:
         mixes: whether some micro-batches are the student's and some are not.
 
     Raises:
-        ConfigError: sharded models, packed rows, a collator of one's own, a teacher that cannot answer, vllm that is
+        ConfigError: sharded models, packed rows, another collator, a teacher that cannot answer, vllm that is
             not installed.
     """
 
@@ -168,8 +168,8 @@ class OnPolicy:
         return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
 
     def replace_in_eval(self, batch: Batch, index: int) -> Batch:
-        """Have the student complete an evaluation's batch of prompts alone, the `index`th of this process, from 1."""
-        # The seed is that of the batch's place among all processes, so that one process would draw the same.
+        """Have the student complete an evaluation's batch of only prompts, the `index`th of this process, from 1."""
+        # The seed is made of the batch's place among all processes, so that one process would draw the same.
         accelerator = self._trainer.accelerator
         place = (index - 1) * accelerator.num_processes + accelerator.process_index
         (sampled,) = self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)

@@ -1,6 +1,6 @@
 """The optimizer of a training whose weights are whole on each GPU: AdamW in one launch, which clips gradients too.
 
-Trainer clips by writing each gradient anew, and torch's fused AdamW reads it again. Here the step gets the coefficient
+Trainer clips by writing each gradient again, and torch's fused AdamW reads it again. Here the step gets the coefficient
 of clipping, a number on the device, and multiplies by it on the way.
 """
 

@@ -60,6 +60,8 @@ def _why_zero3(trainer: TrainerHost) -> str | None:
             "without reduce_scatter, ZeRO-3 averages large gradients over the ranks and adds small ones up. Leave "
             "reduce_scatter at true"
         )
+    # DeepSpeed 0.19.8 averages here over all ranks, which `ranks_summed` counts on. A release that divides by the size
+    # of sequence parallelism, or has moved it, would train with other gradients.
     reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
     if reduce is None or "sequence_parallel_size" in inspect.unwrap(reduce).__code__.co_names:
         return "this DeepSpeed's ZeRO-3 sums gradients in a way that no test has seen. Use ZeRO-2, or DeepSpeed 0.19.8"
@@ -67,9 +69,9 @@ def _why_zero3(trainer: TrainerHost) -> str | None:
 
 
 def ranks_summed(trainer: TrainerHost) -> int:
-    """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
+    """Return the number of ranks whose gradients DeepSpeed sums; it averages over the rest.
 
-    They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
+    They are the ranks with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
     0.19 knows no slices.
     """
     return 1 if is_deepspeed_zero3_enabled() else trainer.get_sp_size()

@@ -279,7 +279,7 @@ class LigerTrainer(SFTTrainer):
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not return_outputs:
             return loss
-        with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
+        with torch.no_grad():  # for compute_metrics: the logits, in another pass, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def _averaged_ranks(self) -> int:

@@ -198,7 +198,7 @@ def check_no_prefix(student: Any) -> None:
 
 
 def check_prompt_learning(student: Any) -> None:
-    """Raise ConfigError where adapters put positions of their own in front of a row."""
+    """Raise ConfigError where adapters put their own positions in front of a row."""
     config: Any
     for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
         # Prefixes are keys and values, so they add no positions.

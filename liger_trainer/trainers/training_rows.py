@@ -2,7 +2,7 @@
 
 transformers groups rows by length in an order that no seed decides, so a resumed epoch has another one. And it takes
 `max_steps` for the length of a stream: where the stream is shorter, micro-batches that are left over at its end are
-added to the next step with a divisor of their own, and a resumed training begins it again at another row.
+added to the next step with another divisor, and a resumed training begins it again at another row.
 """
 
 import itertools

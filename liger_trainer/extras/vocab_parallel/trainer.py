@@ -1,7 +1,7 @@
 """`vocab_parallel`: an output head whose rows stay on their ranks while the loss is computed, under accelerate's FSDP2.
 
 accelerate puts the head into one unit with the final norm, or into the root's, either of which gathers it. So the head
-gets a unit of its own while accelerate prepares the model.
+gets its own unit while accelerate prepares the model.
 """
 
 import functools
@@ -90,7 +90,7 @@ def _costs_more(trainer: TrainerHost, model: nn.Module) -> str | None:
 
 
 def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
-    """Have accelerate give the head a unit of its own whenever it prepares the model."""
+    """Have accelerate give the head its own unit whenever it prepares the model."""
     if not hasattr(fsdp_utils, "fsdp2_prepare_auto_wrap_policy"):
         raise ConfigError(
             "vocab_parallel: this release of accelerate does not say which modules become FSDP2 units. "
