@@ -23,6 +23,7 @@ from ..losses.spec import LossOptions
 from ..losses.token_output import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
+from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
 from .config import LigerDistillConfig
@@ -43,7 +44,6 @@ from .rows import (
     prompt_ids,
     with_generation_prompts,
 )
-from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
@@ -414,3 +414,16 @@ def save_and_hint(trainer: DistillHost) -> str:
     by_command = (folder / CONFIG).is_file()
     how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
     return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"
+
+
+def check_teacher_of_slices(trainer: DistillHost, samples: bool) -> None:
+    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
+    if not trainer.shards_sequences():
+        return
+    if type(trainer.teaching) is not ModelTeacher:
+        raise ConfigError(
+            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
+            "look their answers up by whole rows."
+        )
+    if samples:
+        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")

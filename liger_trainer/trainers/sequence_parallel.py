@@ -17,8 +17,7 @@ from ..errors import ConfigError
 from ..patching.packed_attention import OF_SLICES
 from ..patching.patcher import base_of
 from ..patching.ulysses import implementations_of, obstacle_to_slices
-from ..teachers.model import ModelTeacher
-from .host import DistillHost, TrainerHost
+from .host import TrainerHost
 
 
 def check_slices(trainer: TrainerHost) -> None:
@@ -123,16 +122,3 @@ class DocumentsByPositions:
         batch = self.collator(rows)
         shape = batch["input_ids"].shape
         return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
-
-
-def check_teacher_of_slices(trainer: DistillHost, samples: bool) -> None:
-    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
-    if not trainer.shards_sequences():
-        return
-    if type(trainer.teaching) is not ModelTeacher:
-        raise ConfigError(
-            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
-            "look their answers up by whole rows."
-        )
-    if samples:
-        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")
