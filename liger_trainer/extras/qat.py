@@ -19,6 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..errors import ConfigError
 from ..patching.patcher import base_of
 from ..plugins import QUANTISED, TrainerPlugin
+from ..trainers.host import TrainerHost
 from ..trainers.options import INT4, INT8, NVFP4, updating_in_backward
 
 NVFP4_GROUP = 16
@@ -54,7 +55,7 @@ class QatPlugin(TrainerPlugin):
             weights.release()
             delattr(base_of(model), QUANTISED)
 
-    def after_init(self, trainer: Any) -> None:
+    def after_init(self, trainer: TrainerHost) -> None:
         """Quantise a trainer's model as its configuration has it."""
         qat: str | None = getattr(trainer.args, "qat", None)
         if qat is not None:
@@ -62,7 +63,7 @@ class QatPlugin(TrainerPlugin):
             trainer.add_callback(weights)
             setattr(base_of(trainer.model), QUANTISED, weights)
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: TrainerHost) -> None:
         """Refuse a model that a trainer made later has given other weights than this one's."""
         callbacks = trainer.callback_handler.callbacks
         ours = next((callback for callback in callbacks if isinstance(callback, QuantisedWeights)), None)
@@ -74,7 +75,7 @@ class QatPlugin(TrainerPlugin):
                 "when this one is done, or give it a copy of the model."
             )
 
-    def files_hold(self, trainer: Any) -> contextlib.AbstractContextManager[None]:
+    def files_hold(self, trainer: TrainerHost) -> contextlib.AbstractContextManager[None]:
         weights = quantised_weights(trainer.model)
         return contextlib.nullcontext() if weights is None else weights.lifted()
 
@@ -95,7 +96,7 @@ class QuantisedWeights(TrainerCallback):
             not have; a training of a model that `model_init` has made, or after `release`.
     """
 
-    def __init__(self, trainer: Any, qat: str, group_size: int):
+    def __init__(self, trainer: TrainerHost, qat: str, group_size: int):
         _check(trainer)
         self._format = torchao_config(qat, group_size)
         layers = linear_layers(trainer.model)
@@ -178,7 +179,7 @@ def quantised(weight: Tensor, config: Any) -> Tensor:
     return packed.dequantize()
 
 
-def _check(trainer: Any) -> None:
+def _check(trainer: TrainerHost) -> None:
     optim = updating_in_backward(trainer.args)
     reasons = {
         "adapters, since their base stays as it is: train them on packed weights with load_in_4bit": hasattr(

@@ -1,6 +1,6 @@
 """Capture a teacher cache: the teacher reads the rows that training will see, and its records of each token are saved.
 
-Rows are taken in the order of their keys and cut into shards of about one size. A shard depends on its rows alone, so
+Rows are taken in the order of their keys and cut into shards of about one size. A shard depends only on its rows, so
 a capture that was killed goes on with the first shard that is not in the index, and ends with the same files. What it
 has read of a shard is written down each minute and when the capture is interrupted, and is not read again.
 

@@ -2,7 +2,7 @@
 
 ShareGPT's `conversations` become `messages`, with the roles user and assistant for its human and gpt: every token is
 learned, as TRL learns messages, unless `assistant_only_loss` is set. Alpaca's `instruction` and `input` become
-`prompt`, its `output` becomes `completion`: the completion alone is learned, unless `completion_only_loss` is false.
+`prompt`, its `output` becomes `completion`: only the completion is learned, unless `completion_only_loss` is false.
 Stanford Alpaca's prompt may be written around instruction and input (`RowsConfig.alpaca_prompt`).
 """
 

@@ -44,6 +44,7 @@ from ..common.replacements import Replacements
 from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..secrets import names_a_secret, redacted, remember_settings
+from .host import TrainerHost
 
 ENCODER = "prompt_encoder.safetensors"
 
@@ -56,7 +57,7 @@ class CheckpointGuard:
         is_staging: whether what Trainer writes goes to the folder of checkpoints that are not whole yet.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self.files: dict[str, str] = {}
         self.is_staging = False
@@ -92,6 +93,7 @@ class CheckpointGuard:
             choice = newest_whole(run_dir)
             if choice is None:
                 raise ConfigError(f"resume_from_checkpoint: no checkpoint in {run_dir}.")
+            # stacklevel 7 is who called train(): this, two functions that the first process runs, choose, train
             for name, reason in choice.passed_over.items():
                 warnings.warn(f"{name} is passed over: {reason}. Going on from {choice.checkpoint}.", stacklevel=7)
             checkpoint = choice.checkpoint
@@ -250,7 +252,7 @@ class CheckpointGuard:
 
         self._trainer.accelerator.wait_for_everyone()
         self._on_first_rank(finish)
-        if self._trainer.is_local_process_zero() and staged.is_dir():  # on a disk of its own: another node's part
+        if self._trainer.is_local_process_zero() and staged.is_dir():  # on its own disk: another node's part
             finish()
         self._trainer.accelerator.wait_for_everyone()
 

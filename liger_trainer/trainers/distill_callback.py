@@ -50,7 +50,7 @@ class DistillationCallback(TrainerCallback):
         losses, beta, skew_alpha, temperature, schedules, taid, scale_loss_by_temperature_squared: as in
             `LigerDistillConfig`, but no adaptive `taid`, and no hidden-state losses that learn projectors.
         teacher_model_init_kwargs: keywords for the `from_pretrained` of a teacher that is loaded, such as dtype
-            (default: that of the run) and revision.
+            (default: the run's) and revision.
         on_non_finite: as in `LigerDistillConfig`.
 
     Attributes:
@@ -114,7 +114,7 @@ class DistillationCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model: Any = None, processing_class: Any = None, **kwargs) -> None:
         correct_guess(args)  # where the callback was added to a trainer that was there
-        self.undo()  # after a training that was interrupted, or begun anew with a smaller batch
+        self.undo()  # after a training that was interrupted, or begun again with a smaller batch
         self._accelerator = Accelerator()  # shares the state of the trainer's
         refuse(args, self._accelerator)
         finite = FiniteGuard(self._accelerator, self._on_non_finite)
@@ -304,7 +304,7 @@ def refuse(args: TrainingArguments, accelerator: Accelerator) -> None:
     """Raise ConfigError for training arguments with which a callback would distil wrongly, or not at all."""
     distributed = accelerator.distributed_type
     use = "Use LigerDistillTrainer"
-    # a launcher tells the accelerator alone
+    # a launcher tells only the accelerator
     parallel = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
     reasons = {
         "loss_type": (

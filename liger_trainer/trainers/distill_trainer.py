@@ -23,10 +23,12 @@ from ..losses.spec import LossOptions
 from ..losses.teacher_answer import TokenLossOutput
 from ..patching.patcher import Patched, base_of
 from ..teachers.factory import GivenTeacher, make_teacher
+from ..teachers.model import ModelTeacher
 from ..teachers.own_images import take_processor
 from .best_metric import correct_guess
 from .config import LigerDistillConfig
 from .from_trl_args import from_trl
+from .host import DistillHost
 from .images import check_settings
 from .loss_schedule import LossState
 from .metrics import per_token_values
@@ -42,7 +44,6 @@ from .rows import (
     prompt_ids,
     with_generation_prompts,
 )
-from .sequence_parallel import check_teacher_of_slices
 from .sft_trainer import LigerTrainer
 from .student import check_prompt_learning, disable_dropout
 from .token_ids import check_ids
@@ -63,15 +64,15 @@ class LigerDistillTrainer(LigerTrainer):
             `args.teacher="cache"` it is not loaded, only compared with the one that the cache was captured from; with
             "self" and "server" there is none to give. Several: a dictionary of them by name, see `args.teachers`.
         teacher_processor: for rows with images, the processor of one teacher that is a model. Where it draws them
-            otherwise than the student's, the teacher reads rows of its own (docs/vision.md). Default: the one beside
-            the teacher, or beside `args.teacher_tokenizer_name_or_path`; without one, it reads the student's rows.
+            otherwise than the student's, the teacher reads its own rows (docs/vision.md). Default: the one next to the
+            teacher, or next to `args.teacher_tokenizer_name_or_path`; without one, it reads the student's rows.
         args: `LigerDistillConfig`, or the `DistillationConfig` or `GKDConfig` of TRL, whose run is then this one's
             (docs/on-policy.md).
         **kwargs: as for `trl.SFTTrainer`.
 
     Attributes, besides LigerTrainer's:
         teaching: the teacher as the trainer asks it; each `args.teacher` has a class.
-        teacher: the teacher's model; None where there is none of its own, and where there are several, which are in
+        teacher: the teacher's model; None where it has none, and where there are several, which are in
             `teaching.models`. `teacher_model` is the same, as in TRL's trainers.
         teacher_patched: the record of replacements in the teacher; None without a model, or with nothing to replace.
         distillation: the loss; `distil` changes it.
@@ -80,7 +81,7 @@ class LigerDistillTrainer(LigerTrainer):
 
     Logs, besides LigerTrainer's: kd_loss (the weighted divergences at the loss's temperature), ce_loss, forward_kl and
     reverse_kl (nats per token, at temperature 1), agreement_at_1, student_perplexity (LigerTrainer's perplexity, by the
-    name that stands beside teacher_perplexity), teacher_perplexity, teacher_entropy. With completions that are sampled
+    name that goes with teacher_perplexity), teacher_perplexity, teacher_entropy. With completions that are sampled
     in training: on_policy_share, completion_length, sampled_tokens_per_second, and where some are and some are not,
     each metric of the teacher also as on_policy/... and off_policy/.... From a cache of tokens there is no
     reverse_kl, and forward_kl only at temperature 1 (docs/cache.md).
@@ -232,7 +233,7 @@ class LigerDistillTrainer(LigerTrainer):
         return prepared
 
     def _routed_prompts(self, prompts: Any, column: str, dataset_name: str, tokenizer: Any) -> Any:
-        """Have the teachers look at the column of prompts alone, and return the rows without it."""
+        """Have the teachers look at the column of rows that are only prompts, and return the rows without it."""
         if isinstance(prompts, Dataset):
             self.teaching.read_rows(prompts, dataset_name, lambda tokens: tokens)
         self.teaching.check(prompts, dataset_name, tokenizer)
@@ -253,7 +254,7 @@ class LigerDistillTrainer(LigerTrainer):
         return super().get_batch_samples(iter(batches), num_batches, device)
 
     def _sampling(self) -> OnPolicy:
-        if self._on_policy is None:  # lmbda has risen since, or prompts alone were given to an evaluation
+        if self._on_policy is None:  # lmbda has risen since, or an evaluation was given only prompts
             self._on_policy = OnPolicy(self, self._rows_collator)
         return self._on_policy
 
@@ -396,7 +397,7 @@ class LigerDistillTrainer(LigerTrainer):
         return {name: model for name, model in frozen.items() if not any(p.requires_grad for p in model.parameters())}
 
 
-def save_and_hint(trainer: Any) -> str:
+def save_and_hint(trainer: DistillHost) -> str:
     """Save a checkpoint after the last whole step, unless there is one, and return how to go on from it.
 
     With several processes nothing is saved: the others are in the middle of a step and know nothing of it.
@@ -413,3 +414,16 @@ def save_and_hint(trainer: Any) -> str:
     by_command = (folder / CONFIG).is_file()
     how = shlex.join(["liger-trainer", "resume", str(folder)]) if by_command else "train(resume_from_checkpoint=True)"
     return f"Training stopped after step {step}; {saved[-1]} is saved. When the server is back, go on: {how}"
+
+
+def check_teacher_of_slices(trainer: DistillHost, samples: bool) -> None:
+    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
+    if not trainer.shards_sequences():
+        return
+    if type(trainer.teaching) is not ModelTeacher:
+        raise ConfigError(
+            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
+            "look their answers up by whole rows."
+        )
+    if samples:
+        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")

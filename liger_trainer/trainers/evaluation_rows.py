@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ..common.replacements import Replacements
+from .host import TrainerHost
 from .metrics import TokenMetrics
 
 REPEATED = "rows_are_repeated"  # the key that marks a batch in which nothing counts
@@ -109,7 +110,7 @@ class RealRowsCollator:
 def real_rows(rows: int) -> int:
     """Return how many of this process's batch of `rows` are not repeated, for a loader that accelerate fills.
 
-    It fills the last batch alone, behind the rows of all processes.
+    It fills only the last batch, behind the rows of all processes.
     """
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
@@ -122,13 +123,15 @@ def real_rows(rows: int) -> int:
 def real_tokens(mask: Tensor) -> Tensor:
     """Return the `mask` (batch, length) of tokens without the rows with which accelerate fills a batch.
 
-    This is for trainers with loaders of their own, under a callback. Warns where nothing says which rows these are.
+    This is for trainers with their own loaders, under a callback. Warns where nothing says which rows these are.
     """
     state = GradientState()
     loader: Any = state.active_dataloader
     if PartialState().num_processes == 1 or not state.end_of_dataloader or loader._drop_last:
         return mask
     shard = getattr(loader, "batch_sampler", None)
+    # A row for each of the loader's means that rows are padded. With another number they lie end to end in one row, and
+    # of which rows a process's batch consists is known only where accelerate cuts batches among processes by sampler.
     if isinstance(shard, BatchSamplerShard) and len(mask) != loader.total_batch_size // shard.num_processes:
         count = _tokens_behind_one_another(loader, shard)
         if count is not None:
@@ -164,7 +167,7 @@ class EvaluationRows:
         items: how many tokens the loss of the batch at hand is a mean over; None where nobody counted them.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self.rows, self.sampled = 1, 0
         self.items: Tensor | float | None = None

@@ -42,12 +42,12 @@ ORIGINS: dict[str, Origin] = {
             "shuffle_dataset": lambda shuffle: {} if shuffle else {"train_sampling_strategy": "sequential"},
         },
     ),
-    # The temperature is that of sampling alone; rows that are too long lose their beginning.
+    # The temperature is only sampling's; rows that are too long lose their beginning.
     "GKDConfig": Origin(
         names={"max_new_tokens": "max_completion_length"},
         settings={"kd_temperature": 1.0, "truncation_mode": "keep_end"},
         values={"dataset_kwargs": lambda _: {}},  # GKDTrainer itself writes into them that it prepares the rows
-        rows=split_last,  # GKD's collator learns the last message of a chat alone
+        rows=split_last,  # GKD's collator learns only the last message of a chat
     ),
 }
 

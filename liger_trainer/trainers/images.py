@@ -125,13 +125,12 @@ def _images_of(row: dict[str, Any]) -> list[Any]:
     return list(images or [])
 
 
-def with_image_collator(trainer: Any, learned: bool) -> Any:
-    """Return a trainer's collator, with ours around it if it is TRL's for images.
+def with_image_collator(collator: Any, model: Any, learned: bool) -> Any:
+    """Return a trainer's collator for a model, with ours around it if it is TRL's for images.
 
     Raises:
         ConfigError: the model takes no images, or the processor writes placeholders that are not this model's.
     """
-    collator, model = trainer.data_collator, base_of(trainer.model)
     if type(collator) is not DataCollatorForVisionLanguageModeling:
         return collator
     if not reads_images(model):

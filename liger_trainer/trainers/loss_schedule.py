@@ -23,6 +23,7 @@ from ..losses.schedules import Taid
 from ..losses.spec import LossOptions, final_fields, moved_fields
 from ..patching.patcher import base_of
 from .finite_guard import drops_on_device
+from .host import DistillHost
 from .options import updating_in_backward
 
 # in a checkpoint
@@ -44,7 +45,7 @@ class LossSchedule:
         self.restart()
 
     def restart(self) -> None:
-        """Start TAID's share anew, for a training that starts at step 0."""
+        """Start TAID's share again, for a training that starts at step 0."""
         self.share = None if self.plan.taid is None else TaidShare(self.plan.taid)
 
     def changes(self, state: Any) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class LossState(LossSchedule, TrainerCallback):
             a loss that changes under torch.compile.
     """
 
-    def __init__(self, trainer: Any, plan: LossPlan):
+    def __init__(self, trainer: DistillHost, plan: LossPlan):
         super().__init__(plan)
         self._trainer = trainer
         self.hidden: HiddenLosses | None = None
@@ -108,13 +109,15 @@ class LossState(LossSchedule, TrainerCallback):
         if args.max_grad_norm > 0 and self.parameters():
             nn.utils.clip_grad_norm_(self.parameters(), args.max_grad_norm)
         if self._own is not None:
-            self._own.step(self._trainer.finite.poisoned)
+            poisoned = self._trainer.finite.poisoned
+            assert poisoned is not None  # the guard is an earlier callback, and has judged this step
+            self._own.step(poisoned)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.share is not None:
             self.share.close()
         if self.hidden is not None:
-            self.hidden.zero_grad()  # the trainer clears the gradients of its model alone
+            self.hidden.zero_grad()  # the trainer clears only its model's gradients
         self._set_lmbda(state)
 
     def _set_lmbda(self, state) -> None:
@@ -131,7 +134,7 @@ class LossState(LossSchedule, TrainerCallback):
         return [] if self.hidden is None else list(self.hidden.parameters())
 
     def join(self, optimizer: Any) -> None:
-        """Have the projectors without an optimizer of their own trained by the student's, with its weight decay."""
+        """Have projectors without their own optimizer trained by the student's, with its weight decay."""
         if self._own is not None:
             return
         there = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -183,7 +186,7 @@ class LossState(LossSchedule, TrainerCallback):
             )
 
     def load_best(self, folder: str) -> None:
-        """Load the projectors of the best checkpoint. One that has weights alone leaves them as they are."""
+        """Load the projectors of the best checkpoint. One that has only weights leaves them as they are."""
         path = Path(folder, PROJECTORS)
         if self.parameters() and path.is_file():
             self._load_projectors(path)
@@ -215,7 +218,7 @@ class LossState(LossSchedule, TrainerCallback):
         return losses
 
 
-def check_hidden(trainer: Any) -> None:
+def check_hidden(trainer: DistillHost) -> None:
     """Raise ConfigError where hidden states are in parts, or out of reach."""
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     data_parallel = parallel is None or parallel.total_size == parallel.dp_replicate_size * parallel.dp_shard_size
@@ -251,7 +254,7 @@ class ProjectorOptimizer:
             the student's alone would take out of its gradients.
     """
 
-    def __init__(self, trainer: Any, parameters: list[nn.Parameter]):
+    def __init__(self, trainer: DistillHost, parameters: list[nn.Parameter]):
         args = trainer.args
         engine = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
         about = f"Hidden-state losses that learn projectors beside a student that {engine} shards: "

@@ -69,7 +69,7 @@ _TEMPLATE = """\
 OTHERS{{- liger_whole[liger.written:] -}}END
 """
 
-# Of a template with marks of its own. It writes what it marks between two characters that no text has; which message
+# Of a template with its own marks. It writes what it marks between two characters that no text has; which message
 # a mark belongs to shows in how many there are up to it.
 _WITH_OWN_MARKS = """\
 {%- macro liger_chat(messages, add_generation_prompt) +%}THEIRS{%+ endmacro -%}
@@ -102,8 +102,8 @@ def marked_template(template: str, part: str | None, answers_only: bool) -> str:
 
     Args:
         part: "message", all of a message with its header, or "content", from the content to the end of the turn. None:
-            every token, or, of answers alone, what `template` marks itself.
-        answers_only: mark the messages of the model alone.
+            every token, or, of answers, what `template` marks itself.
+        answers_only: mark only the model's messages.
     """
     template = template.removesuffix("\n")
     if part is None and answers_only:

@@ -158,11 +158,11 @@ def message_problem(message: Any, images: bool, content: str = "content") -> str
 
 
 def no_answer(messages: list[dict[str, Any]], others: tuple[str, ...], last: bool = False) -> str | None:
-    """Return why no message of a chat can be learned where answers alone are, or None.
+    """Return why no message of a chat can be learned where only answers are, or None.
 
     Args:
         others: the roles that answer nothing.
-        last: whether the last answer alone is learned, which needs a message before it.
+        last: whether only the last answer is learned, which needs a message before it.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] not in others]
     if last and answers and answers[-1] == 0:

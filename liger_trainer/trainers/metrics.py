@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common.checkpoints import TRAINER_STATE
 from ..losses.teacher_answer import TokenLossOutput
+from .host import TrainerHost
 
 
 class TokenMetrics:
@@ -76,7 +77,7 @@ def remember_tokens(state: TrainerState, tokens: int) -> None:
 class TokenCount(TrainerCallback):
     """Starts a trainer's `num_tokens` at 0, or at the checkpoint's count. TRL's starts at 0 in each process."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -125,7 +126,7 @@ COLUMNS = {
 TERM = "loss/"
 
 
-def widen_notebook_table(trainer: Trainer) -> None:
+def widen_notebook_table(trainer: TrainerHost) -> None:
     """Replace transformers' callback of notebooks, if the trainer has it, by one with more columns."""
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
@@ -134,7 +135,7 @@ def widen_notebook_table(trainer: Trainer) -> None:
 
 
 def _with_more_columns(usual: type[Any]) -> type[Any]:
-    """Return a subclass of transformers' callback, whose module needs IPython and is imported in notebooks alone."""
+    """Return a subclass of transformers' callback, whose module needs IPython and is imported only in notebooks."""
 
     class NotebookTable(usual):
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -178,7 +179,7 @@ class RunLoss:
 class StepMetrics:
     """What a trainer logs of its micro-batches, and how TRL's and transformers' own sums are kept right meanwhile."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self._over_tokens = {"train": TokenMetrics(), "eval": TokenMetrics()}
 

@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..errors import ConfigError, DataError
 from ..teachers.adapters_off import SelfTeacher
 from .config import LigerDistillConfig
+from .host import DistillHost
 from .metrics import TokenMetrics
 from .rows import GENERATION_PROMPT, NO_PROMPT
 from .samplers import ModelSampler, Tokens, VLLMSampler
@@ -28,7 +29,7 @@ STUDENT, TEACHER, DATASET = "student", "teacher", "dataset"
 
 
 def prompts_of(batch: Batch) -> list[Tokens]:
-    """Return each row's generation prompt. Where it has none, as rows of tokens or of prompts alone, return its tokens
+    """Return each row's generation prompt. Where it has none, as rows of tokens or of only prompts, return its tokens
     before the first supervised one, or all of them.
 
     Args:
@@ -58,14 +59,14 @@ def rows_of(prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> list[di
 def sources(lmbda: float, seq_kd: bool, seed: int, step: int, count: int) -> list[str]:
     """Draw whose completions each micro-batch of an optimizer step has.
 
-    The draw depends on seed and step alone, so it is the same on all ranks, and after a resume.
+    The draw depends only on seed and step, so it is the same on all ranks, and after a resume.
     """
     other = TEACHER if seq_kd else DATASET
     draws = np.random.default_rng((seed, step)).random(count)
     return [STUDENT if draw < lmbda else other for draw in draws]
 
 
-def check_sampling(trainer: Any) -> None:
+def check_sampling(trainer: DistillHost) -> None:
     """Raise ConfigError where completions cannot be sampled, or the teacher knows nothing about them."""
     args, zero = cast(LigerDistillConfig, trainer.args), trainer.accelerator.state.deepspeed_plugin
     fsdp2 = trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
@@ -116,11 +117,11 @@ class OnPolicy:
         mixes: whether some micro-batches are the student's and some are not.
 
     Raises:
-        ConfigError: sharded models, packed rows, a collator of one's own, a teacher that cannot answer, vllm that is
+        ConfigError: sharded models, packed rows, another collator, a teacher that cannot answer, vllm that is
             not installed.
     """
 
-    def __init__(self, trainer: Any, collator: Any):
+    def __init__(self, trainer: DistillHost, collator: Any):
         if not isinstance(collator, DataCollatorForLanguageModeling):
             raise ConfigError("data_collator: rows with sampled completions are batched by TRL's own. Leave it out.")
         self._trainer, self._collate = trainer, trainer.teaching.sampled_collator(collator)
@@ -167,8 +168,8 @@ class OnPolicy:
         return scheduled or 0 < self._trainer.lmbda < 1 or len(self._seen) == 2
 
     def replace_in_eval(self, batch: Batch, index: int) -> Batch:
-        """Have the student complete an evaluation's batch of prompts alone, the `index`th of this process, from 1."""
-        # The seed is that of the batch's place among all processes, so that one process would draw the same.
+        """Have the student complete an evaluation's batch of only prompts, the `index`th of this process, from 1."""
+        # The seed is made of the batch's place among all processes, so that one process would draw the same.
         accelerator = self._trainer.accelerator
         place = (index - 1) * accelerator.num_processes + accelerator.process_index
         (sampled,) = self._sampled([batch], STUDENT, self._trainer.state.global_step, 2 + place)

@@ -1,6 +1,6 @@
 """The optimizer of a training whose weights are whole on each GPU: AdamW in one launch, which clips gradients too.
 
-Trainer clips by writing each gradient anew, and torch's fused AdamW reads it again. Here the step gets the coefficient
+Trainer clips by writing each gradient again, and torch's fused AdamW reads it again. Here the step gets the coefficient
 of clipping, a number on the device, and multiplies by it on the way.
 """
 
@@ -17,6 +17,7 @@ from ..kernels.adamw import adamw_
 from ..kernels.gradient_norm import gradient_norm
 from ..kernels.runtime import use_triton
 from .finite_guard import innermost
+from .host import TrainerHost
 
 EPSILON = 1e-6  # torch's clip_grad_norm_ divides by norm + this
 CLIPPING = {"_clip_grad_norm", "_get_grad_norm"}  # methods of Trainer
@@ -85,7 +86,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 class OneLaunchStep:
     """Has a trainer's torch AdamW, where it can, update all weights in one launch and clip their gradients there."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
 
     def of(self, optimizer: Any) -> Any:
@@ -131,7 +132,7 @@ def _are_plain(params: list[nn.Parameter]) -> bool:
     return one_gpu and all(type(p) is nn.Parameter and use_triton(p) for p in params)
 
 
-def _is_watched(trainer: Any, optimizer: OneLaunchAdamW) -> bool:
+def _is_watched(trainer: TrainerHost, optimizer: OneLaunchAdamW) -> bool:
     """Return whether somebody else clips, or has a method, callback, hook or optimizer that may look at gradients."""
     outer = trainer.optimizer
     while isinstance(outer, AcceleratedOptimizer):

@@ -12,7 +12,7 @@ ALPACA_PROMPTS = ("instruction", "stanford", "stanford_text")
 
 @dataclass
 class RowsConfig:
-    """What is learned of rows, beside TRL's `assistant_only_loss` and `completion_only_loss`.
+    """What is learned of rows, besides TRL's `assistant_only_loss` and `completion_only_loss`.
 
     Args:
         supervised_part: what is learned of each message, or of each answer with `assistant_only_loss`: "message", all

@@ -30,9 +30,10 @@ from ..teachers.fingerprints import (
     sampled_fingerprint,
     shortened,
 )
+from .host import TrainerHost
 
 BEFORE = "weights before training"
-KEY = "fingerprints"  # beside num_tokens in trainer_state.json
+KEY = "fingerprints"  # next to num_tokens in trainer_state.json
 _AT_FIRST: WeakKeyDictionary[nn.Module, str | None] = (
     WeakKeyDictionary()
 )  # the weights of models that have trained since
@@ -60,10 +61,10 @@ def student_fingerprints(model: Any) -> dict[str, Any]:
 class ResumeCheck:
     """Puts fingerprints of a trainer's data, tokenizer, student and teacher into its checkpoints, and compares them.
 
-    Make it before anything trains. The first process alone compares; all processes go on, or none.
+    Make it before anything trains. Only the first process compares; all processes go on, or none.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerHost):
         self._trainer = trainer
         self._student = student_fingerprints(trainer.model)
         self._known: dict[str, Any] | None = None

@@ -22,6 +22,7 @@ from ..losses.model_parts import embedding_rows, head_rows, output_module
 from .chat_checks import check_chats, check_part, fit_arguments
 from .chat_rows import datasets_in_messages
 from .config import LigerDistillConfig
+from .host import RowsHost
 from .message_marks import has_masked_messages, marked_template, template_for_training
 from .rows import RowFacts, count_rows, has_only_prompts
 from .token_ids import LargestIds, check_ids
@@ -40,7 +41,7 @@ class RowPreparation:
         largest_ids: the largest token id and label of each row, by dataset.
     """
 
-    def __init__(self, trainer: Any, call: inspect.BoundArguments):
+    def __init__(self, trainer: RowsHost, call: inspect.BoundArguments):
         end_workers_with_this_process()
         self._trainer = trainer
         self.facts: dict[str, RowFacts] = {}

@@ -1,4 +1,4 @@
-"""Rows of a dataset: what tokenizing, `max_length` and masks leave of them, and rows of prompts alone."""
+"""Rows of a dataset: what tokenizing, `max_length` and masks leave of them, and rows that are only prompts."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +137,7 @@ def check_positions(
     Args:
         datasets: prepared rows by name; of a stream, max_length is the length that is known.
         args: supplies max_length, pad_to_multiple_of, and max_completion_length where completions are sampled.
-        read: the length of the longest row that the model reads, by that of the student's.
+        read: the length of the longest row that the model reads, by the length of the student's.
     """
     positions = known_positions(model)
     if positions is None:
@@ -223,7 +223,7 @@ def _ids(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> list
 def with_generation_prompts(dataset: Any, tokenizer: Any, args: Any, chat_template: str | None) -> Any:
     """Return prepared rows with the column GENERATION_PROMPT: the token ids behind which a model is asked to go on.
 
-    That is what the chat template ends with for a prompt alone, and need not be how the row itself begins: many
+    That is what the chat template ends with for only a prompt, and need not be how the row itself begins: many
     templates open a turn by `<think>` and leave it out of turns that are written.
 
     Args:
@@ -241,7 +241,7 @@ def with_generation_prompts(dataset: Any, tokenizer: Any, args: Any, chat_templa
 
 
 def asked(row: dict[str, Any], tokenizer: Any, chat_template: str | None) -> dict[str, Any]:
-    """Return a prepared row as one with a prompt; of a chat, that of its first answer that is learned."""
+    """Return a prepared row as one with a prompt; of a chat, the one before its first answer that is learned."""
     if "prompt" in row:
         return row
     messages = row["messages"]

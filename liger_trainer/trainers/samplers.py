@@ -100,7 +100,7 @@ class ModelSampler:
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and gradient checkpointing, which transformers' layers do in training mode alone."""
+    """Switch dropout off, and gradient checkpointing, which transformers' layers do only in training mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -128,7 +128,7 @@ def nothing_by_default(model: nn.Module) -> Iterator[None]:
 def _gathered(model: Any, reshards: bool) -> Iterator[None]:
     """Have FSDP2 gather a model's weights in the first forward pass, or ZeRO-3 before it, and keep them for all tokens.
 
-    Each token would gather them anew otherwise, and ranks whose completions end earlier would leave the others waiting.
+    Else each token would gather them again, and ranks whose completions end earlier would leave the others waiting.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

@@ -17,10 +17,10 @@ from ..errors import ConfigError
 from ..patching.packing.packed_attention import OF_SLICES
 from ..patching.packing.ulysses import implementations_of, obstacle_to_slices
 from ..patching.patcher import base_of
-from ..teachers.model import ModelTeacher
+from .host import TrainerHost
 
 
-def check_slices(trainer: Any) -> None:
+def check_slices(trainer: TrainerHost) -> None:
     """Raise ConfigError where ranks that share rows would not compute what one process does of whole rows."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.cp_enabled:
@@ -34,7 +34,7 @@ def check_slices(trainer: Any) -> None:
             raise ConfigError(f"Sequence parallelism (sp_size > 1): {reason}.")
 
 
-def _why_engine(trainer: Any) -> str | None:
+def _why_engine(trainer: TrainerHost) -> str | None:
     if not trainer.is_deepspeed_enabled:
         return "only DeepSpeed cuts rows into slices. Set deepspeed, or launch with a file of accelerate for it"
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # pyright: ignore[reportMissingImports]
@@ -48,7 +48,7 @@ def _why_engine(trainer: Any) -> str | None:
     return _why_zero3(trainer) if is_deepspeed_zero3_enabled() else None
 
 
-def _why_zero3(trainer: Any) -> str | None:
+def _why_zero3(trainer: TrainerHost) -> str | None:
     from deepspeed.runtime.zero.stage3 import (  # pyright: ignore[reportMissingImports]
         DeepSpeedZeroOptimizer_Stage3,
     )
@@ -59,22 +59,24 @@ def _why_zero3(trainer: Any) -> str | None:
             "without reduce_scatter, ZeRO-3 averages large gradients over the ranks and adds small ones up. Leave "
             "reduce_scatter at true"
         )
+    # DeepSpeed 0.19.8 averages here over all ranks, which `ranks_summed` counts on. A release that divides by the size
+    # of sequence parallelism, or has moved it, would train with other gradients.
     reduce = getattr(DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", None)
     if reduce is None or "sequence_parallel_size" in inspect.unwrap(reduce).__code__.co_names:
         return "this DeepSpeed's ZeRO-3 sums gradients in a way that no test has seen. Use ZeRO-2, or DeepSpeed 0.19.8"
     return None
 
 
-def ranks_summed(trainer: Any) -> int:
-    """Return of how many ranks the engine adds the gradients up, where it averages those of all others.
+def ranks_summed(trainer: TrainerHost) -> int:
+    """Return the number of ranks whose gradients DeepSpeed sums; it averages over the rest.
 
-    They are those with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
+    They are the ranks with slices of a row. ZeRO-3 averages over these too, as `reduce_scatter_coalesced` of DeepSpeed
     0.19 knows no slices.
     """
     return 1 if is_deepspeed_zero3_enabled() else trainer.get_sp_size()
 
 
-def _why_rows(trainer: Any) -> str | None:
+def _why_rows(trainer: TrainerHost) -> str | None:
     ranks = trainer.get_sp_size()
     if type(trainer.data_collator) is not DataCollatorForLanguageModeling:
         return "rows are text, padded on the right by TRL's own collator, since attention gets no mask"
@@ -90,7 +92,7 @@ def _why_rows(trainer: Any) -> str | None:
     return None
 
 
-def slice_documents(trainer: Any) -> None:
+def slice_documents(trainer: TrainerHost) -> None:
     """Have rows in which several documents stand cut into slices.
 
     Raises:
@@ -120,16 +122,3 @@ class DocumentsByPositions:
         batch = self.collator(rows)
         shape = batch["input_ids"].shape
         return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
-
-
-def check_teacher_of_slices(trainer: Any, samples: bool) -> None:
-    """Raise ConfigError where a teacher would not know whole rows, or completions are sampled from slices."""
-    if not trainer.shards_sequences():
-        return
-    if type(trainer.teaching) is not ModelTeacher:
-        raise ConfigError(
-            "Sequence parallelism (sp_size > 1) knows one teacher: a model that reads the student's tokens. Others "
-            "look their answers up by whole rows."
-        )
-    if samples:
-        raise ConfigError("Sequence parallelism (sp_size > 1) samples no completions: of a prompt, a rank has a slice.")

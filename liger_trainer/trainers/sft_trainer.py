@@ -137,7 +137,9 @@ class LigerTrainer(SFTTrainer):
             freeze_tower(self.model)
         # Collators from the inside out. This one is around TRL's own. TRL's own configuration knows no such field, and
         # its labels stay as they are.
-        self.data_collator = with_image_collator(self, getattr(config, "learn_image_tokens", True))
+        self.data_collator = with_image_collator(
+            self.data_collator, base_of(self.model), getattr(config, "learn_image_tokens", True)
+        )
         self.check_rows()
         check_positions(self.row_preparation.named_datasets(), self.args, base_of(self.model), "the model")
         check_slices(self)  # looks at the collator's type, so before the next one is around it
@@ -147,6 +149,7 @@ class LigerTrainer(SFTTrainer):
         self._resume_check = ResumeCheck(self)  # the weights before training tell trainings apart: nothing is patched
         self.graph_reports: dict[str, str] = {}
         self._flos_per_token: float | None = None
+        self._eval_prefix = "eval"  # of the metrics that are logged now, if they are an evaluation's
         if self.args.dataloader_pin_memory:  # else each batch would wait until the GPU has done the step before
             self.accelerator.dataloader_config.non_blocking = True
         # transformers would log the mean of the losses before in place of one that is NaN, and wait for each to look
@@ -277,7 +280,7 @@ class LigerTrainer(SFTTrainer):
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not return_outputs:
             return loss
-        with torch.no_grad():  # for compute_metrics: the logits, in a pass of their own, as TRL does
+        with torch.no_grad():  # for compute_metrics: the logits, in another pass, as TRL does
             return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def _averaged_ranks(self) -> int:

@@ -18,6 +18,7 @@ from ..losses.spec import IGNORE_INDEX
 from ..patching.graphs.cuda_graphs import GraphedLayers
 from ..patching.graphs.layer_graphs import NotCapturable
 from ..patching.patcher import base_of
+from .host import TrainerHost
 from .options import ALWAYS, AUTO, NEVER
 
 PADDING = "padding_tokens"  # in a batch: how many tokens at its end are padding
@@ -29,7 +30,7 @@ _TOKENS = {"input_ids", "labels", "position_ids", "seq_idx"}
 
 
 @contextlib.contextmanager
-def reduce_host_work(trainer: Any) -> Iterator[None]:
+def reduce_host_work(trainer: TrainerHost) -> Iterator[None]:
     """Within the context, which is one training, the host does less for each step.
 
     Sets `trainer.graph_reports`: for each model what was done about CUDA graphs, in a line.
@@ -52,7 +53,7 @@ def reduce_host_work(trainer: Any) -> Iterator[None]:
         replacements.undo()
 
 
-def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
+def _graphed(trainer: TrainerHost, wanted: str) -> dict[str, GraphedLayers]:
     """Return, by the models' names, their layers in graphs."""
     trainer.graph_reports = {}
     if wanted == NEVER or trainer.args.device.type != "cuda" and wanted == AUTO:
@@ -74,7 +75,7 @@ def _graphed(trainer: Any, wanted: str) -> dict[str, GraphedLayers]:
     return graphed
 
 
-def _why_no_graphs(trainer: Any, wanted: str) -> str | None:
+def _why_no_graphs(trainer: TrainerHost, wanted: str) -> str | None:
     """Return why a training cannot have its layers in graphs, None if nothing is known against it."""
     args = trainer.args
     reasons = {
@@ -92,7 +93,7 @@ def _why_no_graphs(trainer: Any, wanted: str) -> str | None:
 # A graph is recorded for a shape, so batches get few shapes: packed rows one, padded rows sixteen.
 
 
-def pad_to_few_shapes(trainer: Any, replacements: Replacements) -> None:
+def pad_to_few_shapes(trainer: TrainerHost, replacements: Replacements) -> None:
     """Have TRL's collator make batches of few shapes, where rows have a greatest length that can be divided.
 
     No row becomes longer than that: a model may know no more positions. The collator is changed where it is called,

@@ -20,6 +20,7 @@ from ..common.weights import load_whole
 from ..errors import ConfigError
 from ..losses.spec import LossOptions
 from ..patching.patcher import Patched, PatchOptions, patched_record
+from .host import TrainerHost
 from .options import FAST, MEMORY
 
 
@@ -153,7 +154,7 @@ def check_savable(model: Any, processing_class: Any) -> None:
         ) from error
 
 
-def undo_evaluation(trainer: Any) -> None:
+def undo_evaluation(trainer: TrainerHost) -> None:
     """Undo, before a training, what accelerate did to a model that was evaluated.
 
     accelerate takes a model that was prepared for evaluation for one that is ready to train, and would not wrap it in
@@ -197,7 +198,7 @@ def check_no_prefix(student: Any) -> None:
 
 
 def check_prompt_learning(student: Any) -> None:
-    """Raise ConfigError where adapters put positions of their own in front of a row."""
+    """Raise ConfigError where adapters put their own positions in front of a row."""
     config: Any
     for config in student.peft_config.values() if isinstance(student, PeftModel) else ():
         # Prefixes are keys and values, so they add no positions.

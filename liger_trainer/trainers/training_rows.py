@@ -2,7 +2,7 @@
 
 transformers groups rows by length in an order that no seed decides, so a resumed epoch has another one. And it takes
 `max_steps` for the length of a stream: where the stream is shorter, micro-batches that are left over at its end are
-added to the next step with a divisor of their own, and a resumed training begins it again at another row.
+added to the next step with another divisor, and a resumed training begins it again at another row.
 """
 
 import itertools
@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
+
+from .host import TrainerHost
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -55,7 +57,7 @@ class EndlessStream(IterableDataset):
                 return
 
 
-def warn_of_epochs(trainer: Any) -> None:
+def warn_of_epochs(trainer: TrainerHost) -> None:
     """Warn, in `trainer.train`, of what is asked for at the end of each epoch of a stream, which has no end."""
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         kinds = [name for name in ("eval", "save", "logging") if getattr(trainer.args, f"{name}_strategy") == "epoch"]

@@ -1,7 +1,7 @@
 """`vocab_parallel`: an output head whose rows stay on their ranks while the loss is computed, under accelerate's FSDP2.
 
 accelerate puts the head into one unit with the final norm, or into the root's, either of which gathers it. So the head
-gets a unit of its own while accelerate prepares the model.
+gets its own unit while accelerate prepares the model.
 """
 
 import functools
@@ -17,11 +17,12 @@ from ...losses.model_parts import head_rows, output_module
 from ...patching.patcher import base_of
 from ...plugins import TrainerPlugin
 from ...teachers.model import ModelTeacher
+from ...trainers.host import TrainerHost
 from ...trainers.options import ALWAYS, AUTO, NEVER
 from .heads import is_tensor_parallel, keep_sharded, obstacle
 
 
-def shard_head(trainer: Any, wanted: str) -> None:
+def shard_head(trainer: TrainerHost, wanted: str) -> None:
     """Have the head of a trainer's model stay sharded, if `wanted` says so and it can.
 
     Raises:
@@ -44,7 +45,7 @@ def shard_head(trainer: Any, wanted: str) -> None:
         announce(f"output head: gathered, since {reason}.")
 
 
-def _reason(trainer: Any, model: nn.Module) -> str | None:
+def _reason(trainer: TrainerHost, model: nn.Module) -> str | None:
     """Return why the head must be gathered, None if nothing is in the way."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if not trainer.is_fsdp_enabled or plugin is None or plugin.fsdp_version != 2:
@@ -59,7 +60,7 @@ def _reason(trainer: Any, model: nn.Module) -> str | None:
     return why_whole_head(trainer) or obstacle(model)
 
 
-def why_whole_head(trainer: Any) -> str | None:
+def why_whole_head(trainer: TrainerHost) -> str | None:
     """Return why a trainer's loss needs the output head as a whole, None if its rows may stay on their ranks."""
     teaching = getattr(trainer, "teaching", None)
     if teaching is not None and not isinstance(teaching, ModelTeacher):
@@ -73,7 +74,7 @@ def why_whole_head(trainer: Any) -> str | None:
     return "sequences are sharded over the ranks" if trainer.shards_sequences() else None
 
 
-def _costs_more(trainer: Any, model: nn.Module) -> str | None:
+def _costs_more(trainer: TrainerHost, model: nn.Module) -> str | None:
     """Return why gathering the head moves fewer numbers, None where it moves more.
 
     A head of V rows is all-gathered and its gradient reduce-scattered; without, so are the hidden states of N tokens of
@@ -89,7 +90,7 @@ def _costs_more(trainer: Any, model: nn.Module) -> str | None:
 
 
 def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
-    """Have accelerate give the head a unit of its own whenever it prepares the model."""
+    """Have accelerate give the head its own unit whenever it prepares the model."""
     if not hasattr(fsdp_utils, "fsdp2_prepare_auto_wrap_policy"):
         raise ConfigError(
             "vocab_parallel: this release of accelerate does not say which modules become FSDP2 units. "
@@ -116,7 +117,7 @@ def _prepare_apart(accelerator: Any, head: nn.Module | None) -> None:
 class VocabParallelPlugin(TrainerPlugin):
     """`vocab_parallel` for the trainers. It also takes off the mark of an earlier trainer that had it."""
 
-    def after_init(self, trainer: Any) -> None:
+    def after_init(self, trainer: TrainerHost) -> None:
         shard_head(trainer, getattr(trainer.args, "vocab_parallel", NEVER))
 
 

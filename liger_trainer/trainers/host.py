@@ -1,0 +1,103 @@
+"""What the collaborators of a trainer know of it. Whatever is not named here, they keep themselves.
+
+`LigerTrainer` is a `TrainerHost`, `LigerDistillTrainer` also a `DistillHost`. transformers declares many attributes of
+its Trainer more loosely than they are once it is constructed; these are Any.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..losses.fused_forward import FusedLoss
+from ..losses.spec import Distillation, LossOptions
+from ..patching.packing.document_leaks import PackedRows
+from ..patching.patcher import Patched
+from ..plugins import TrainerPlugin
+from ..teachers.base import Teacher
+from .finite_guard import FiniteGuard
+
+
+class RowsHost(Protocol):
+    """Whose rows are prepared: a trainer, or a `Preparation` without a model to train."""
+
+    args: Any
+    train_dataset: Any
+    eval_dataset: Any
+    chat_template: Any
+    completion_only_loss: Any
+
+    def read_rows(self, tokenized: Any, kept: Any, dataset_name: str, part: slice) -> None: ...
+
+
+class TrainerHost(RowsHost, Protocol):
+    # of transformers and TRL
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+    state: Any
+    control: Any
+    is_in_train: bool
+    callback_handler: Any
+    processing_class: Any
+    data_collator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: Any
+    compute_loss_func: Any
+    gather_function: Any
+    is_fsdp_enabled: Any
+    is_deepspeed_enabled: Any
+    padding_free: Any
+    aux_loss_enabled: Any
+
+    def add_callback(self, callback: Any) -> None: ...
+    def is_world_process_zero(self) -> bool: ...
+    def is_local_process_zero(self) -> bool: ...
+    def get_tp_size(self) -> int: ...
+    def get_sp_size(self) -> int: ...
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]: ...
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    # private names of theirs (compat's table says what for)
+    _metrics: Any
+    _total_train_tokens: Any
+    _tr_loss: Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+    _signature_columns: Any
+    _tokenizer: Any
+
+    def _get_output_dir(self, trial: Any) -> str: ...
+    def _save_checkpoint(self, model: Any, trial: Any) -> None: ...
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
+    def _remove_unused_columns(self, dataset: Any, description: Any = None) -> Any: ...
+    def _set_signature_columns_if_needed(self) -> None: ...
+
+    # ours
+    patched: Patched
+    fused: FusedLoss | None
+    finite: FiniteGuard
+    packed_rows: PackedRows | None
+    row_preparation: Any  # RowPreparation and EvaluationRows, whose files import this one
+    evaluation_rows: Any
+    graph_reports: dict[str, str]
+
+    def plugins(self) -> list[TrainerPlugin]: ...
+    def shards_sequences(self) -> bool: ...
+    def loss_options(self) -> LossOptions: ...
+    def frozen_models(self) -> dict[str, Any]: ...
+    def teacher_fingerprints(self) -> dict[str, Any]: ...
+    def restart_metrics(self, tokens: int) -> None: ...
+
+
+class DistillHost(TrainerHost, Protocol):
+    teaching: Teacher
+    distillation: Distillation
+    lmbda: float
+    prompts_alone: set[str]
+
+    @property
+    def student(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    def distil(self, **changes: Any) -> None: ...
