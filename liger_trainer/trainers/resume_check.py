@@ -31,6 +31,7 @@ from ..teachers.fingerprints import (
     shortened,
 )
 from .host import TrainerHost
+from .rows import GENERATION_PROMPT
 
 BEFORE = "weights before training"
 KEY = "fingerprints"  # next to num_tokens in trainer_state.json
@@ -117,6 +118,8 @@ class ResumeCheck:
         if self._trainer.args.remove_unused_columns:
             self._trainer._set_signature_columns_if_needed()
             columns = [name for name in columns if name in (self._trainer._signature_columns or ())]
+        # Made of the prompts, which are compared. It comes and goes with lmbda, which may change.
+        columns = [name for name in columns if name != GENERATION_PROMPT]
         fingerprint = rows_fingerprint(rows.select_columns(columns))
         return {LABEL: rows.info.dataset_name, "rows": len(rows), "sha256": fingerprint}
 
