@@ -323,8 +323,8 @@ def test_what_another_part_computes_is_passed_over():
     assert report.swapped == {"SwiGLU": 1} and "forward" not in vars(model[0])
 
 
-def experts(implementation="grouped_mm", kind=MixtralExperts, **options):
-    settings = MixtralConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4, **options)
+def experts(implementation="grouped_mm", kind=MixtralExperts, config=MixtralConfig, **options):
+    settings = config(hidden_size=H, intermediate_size=INNER, num_local_experts=4, **options)
     settings._experts_implementation = implementation
     torch.manual_seed(0)
     module = kind(settings)
@@ -377,7 +377,7 @@ EXPERTS = {
     "gelu": (lambda: experts(hidden_act="gelu"), "GEGLU"),
     "tanh": (lambda: experts("batched_mm", hidden_act="gelu_pytorch_tanh"), "GEGLU"),
     "up first": (lambda: experts(kind=changed(MixtralExperts, _apply_gate=up_first)), "SwiGLU"),
-    "gpt-oss": (lambda: gpt_oss(), "SwiGLU"),
+    "gpt-oss": (lambda: experts(kind=GptOssExperts, config=GptOssConfig), "SwiGLU"),
     "clamped": (lambda: limited(_apply_gate=clamped_to_limits), "SwiGLU"),
 }
 
@@ -402,16 +402,6 @@ class LoopExperts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.zeros(4, 2 * INNER, H))
         self.down_proj = nn.Parameter(torch.zeros(4, H, INNER))
-
-
-def gpt_oss():
-    settings = GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4)
-    settings._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    module = GptOssExperts(settings)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module
 
 
 def with_another_gate():
@@ -462,11 +452,7 @@ def test_an_activation_replaced_after_the_patch_takes_effect(family):
 
 
 def test_an_activation_of_experts_replaced_after_the_patch_takes_effect():
-    config = MixtralConfig(
-        hidden_size=H, intermediate_size=INNER, num_local_experts=2, experts_implementation="grouped_mm"
-    )
-    experts: Any = MixtralExperts(config)
-    patch_experts(nn.ModuleList([experts]), PatchOptions(), Replacements(), PatchReport("experts"))
-    assert "_apply_gate" in vars(experts)
-    packed, experts.act_fn = torch.randn(3, 2 * INNER), nn.Tanh()
-    torch.testing.assert_close(experts._apply_gate(packed), type(experts)._apply_gate(experts, packed))
+    ours: Any = swapped(patch_experts, experts())[0]
+    assert "_apply_gate" in vars(ours)
+    packed, ours.act_fn = torch.randn(3, 2 * INNER), nn.Tanh()
+    torch.testing.assert_close(ours._apply_gate(packed), type(ours)._apply_gate(ours, packed))

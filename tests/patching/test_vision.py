@@ -3,10 +3,11 @@
 import functools
 
 import pytest
+import steps
 import torch
 import transformers
 from recorders import RunsAgain
-from tiny import assert_same_gradients, named_gradients, train_args
+from tiny import train_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
@@ -33,30 +34,15 @@ ALONE = dict.fromkeys(vars(liger_trainer.PatchOptions()), False)
 # of two layers in each tower; the text's come first
 SWAPPED = {
     "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2, "tower attention": 2, "placeholders": 1},
-    "qwen3_vl": {
-        "rope": 2,
-        "QK norm + rope": 2,
-        "RMSNorm": 5,
-        "LayerNorm": 7,
-        "SwiGLU": 2,
-        "GELU MLP": 2,
-        "tower attention": 2,
-        "placeholders": 1,
-    },
-    "gemma3": {
-        "QK norm + rope": 2,
-        "RMSNorm": 10,
-        "LayerNorm": 5,
-        "GEGLU": 2,
-        "GELU MLP": 2,
-        "patch embedding": 1,
-        "placeholders": 1,
-    },
+    "qwen3_vl": {"rope": 2, "QK norm + rope": 2, "RMSNorm": 5, "LayerNorm": 7, "SwiGLU": 2, "GELU MLP": 2,
+                 "tower attention": 2, "placeholders": 1},
+    "gemma3": {"QK norm + rope": 2, "RMSNorm": 10, "LayerNorm": 5, "GEGLU": 2, "GELU MLP": 2, "patch embedding": 1,
+               "placeholders": 1},
     "gemma4": {"RMSNorm": 33, "GEGLU": 2},
     "smolvlm": {"rope": 2, "RMSNorm": 5, "LayerNorm": 5, "SwiGLU": 2},
     "llava": {"rope": 2, "RMSNorm": 5, "LayerNorm": 6, "SwiGLU": 2},
     "internvl": {"rope": 2, "RMSNorm": 5 + 4, "LayerNorm": 5, "SwiGLU": 2},
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -66,8 +52,11 @@ def batch_of(family):
 
 
 def step(model, family):
-    loss = model(**batch_of(family), use_cache=False).loss
-    return loss.item(), named_gradients(model, loss)
+    return steps.step(model, {**batch_of(family), "use_cache": False})
+
+
+def assert_same_step(got, want, rtol=1e-5):
+    steps.assert_same_outcome(got, want, loss_rtol=rtol)
 
 
 @families
@@ -86,9 +75,8 @@ def test_a_patched_model_computes_what_it_computed(family):
                 parts.append(step(model, family))
         except ConfigError:
             assert option != "fused_linear_cross_entropy"
-    for loss, grads in parts:
-        assert loss == pytest.approx(want[0], rel=1e-5)
-        assert_same_gradients(grads, want[1])
+    for part in parts:
+        assert_same_step(part, want)
     assert len(parts) > 3
     again = step(model, family)
     assert again[0] == want[0]
@@ -127,8 +115,7 @@ def test_placeholders_are_counted_on_the_host(monkeypatch, family):
         model(input_ids=batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5))
         assert len(masks) == seen
     assert str(ours.value) == str(stock.value)
-    assert got[0] == pytest.approx(want[0], rel=1e-6)
-    assert_same_gradients(got[1], want[1])
+    assert_same_step(got, want, 1e-6)
 
 
 def test_ids_come_to_the_host_once_for_teacher_and_student(monkeypatch):
@@ -271,9 +258,7 @@ def test_decoder_layers_in_graphs(family):
             with torch.no_grad():  # other values in each pass
                 for parameter in model.parameters():
                     parameter.mul_(0.99)
-        want, got = step(plain, family), step(graphed, family)
-        assert got[0] == pytest.approx(want[0], rel=1e-5)
-        assert_same_gradients(got[1], want[1])
+        assert_same_step(step(graphed, family), step(plain, family))
     recorded = family != "gemma4"  # whose layers write keys and values into a dictionary
     assert layers.report.startswith("CUDA graphs: 2 layers") == recorded, layers.report
     assert (RunsAgain.replays > replays) == recorded
@@ -323,7 +308,7 @@ def test_a_convolution_that_checkpointing_has_hooked():
     want = step(model, "gemma3")
     with patch(model, {**ALONE, "towers": True}) as patched:
         assert patched.report.swapped["patch embedding"] == 1
-        assert_same_gradients(step(model, "gemma3")[1], want[1])
+        assert_same_step(step(model, "gemma3"), want)
 
 
 def test_the_configuration_of_a_patched_model_makes_another_model():
