@@ -7,6 +7,7 @@ import re
 
 import pytest
 from commands import call, settings, write_rows
+from commands import metrics as written
 from parts import enter
 from PIL import Image
 from tiny import WORDS, tiny_model, tiny_tokenizer
@@ -68,10 +69,10 @@ def parted(i):
 def test_fine_tuning_on_files_of_images(folder, rows, capsys):
     code, out, err = call(capsys, "run", "run.yaml", fill(folder, rows))
     assert code == 0, err + out
-    metrics = json.loads((folder / "out" / "metrics.json").read_text())
-    assert metrics["data"]["images"] == ("images" if rows is parted else "image")
-    assert all(("[image]" in text["prompt"]) == (rows is not answers) for text in metrics["completions"])
-    assert len(metrics["completions"]) == 2 and metrics["after"]["loss"] < metrics["before"]["loss"]
+    found = written(folder / "out")
+    assert found["data"]["images"] == ("images" if rows is parted else "image")
+    assert all(("[image]" in text["prompt"]) == (rows is not answers) for text in found["completions"])
+    assert len(found["completions"]) == 2 and found["after"]["loss"] < found["before"]["loss"]
     AutoModelForImageTextToText.from_pretrained(folder / "out")
     assert AutoProcessor.from_pretrained(folder / "out").image_processor is not None
 
@@ -82,8 +83,8 @@ def test_distillation_with_a_frozen_tower_and_adapters(folder, capsys):
         "lora_target_modules=all-linear", "freeze_vision_tower=true",
     )  # fmt: skip
     assert code == 0, err + out
-    metrics = json.loads((folder / "out" / "metrics.json").read_text())
-    assert metrics["after"]["kd_loss"] > 0 and metrics["completions"][0]["teacher"] is not None
+    found = written(folder / "out")
+    assert found["after"]["kd_loss"] > 0 and found["completions"][0]["teacher"] is not None
     adapters = json.loads((folder / "out" / "adapter_config.json").read_text())
     assert "vision_tower" in adapters["exclude_modules"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call, save_models, settings, write_rows
+from commands import call, end_of, metrics, save_models, settings, without_report, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,6 @@ from tiny import WORDS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
-from liger_trainer.cli import main
 from liger_trainer.common.checkpoints import checkpoints_in
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.run import recipe, train_loop
@@ -73,10 +72,8 @@ def tuned(models, tmp_path_factory):
     fill(folder, models)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(folder)
-        patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)  # test_report.py has it
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", "run.yaml"])
-    assert not stopped.value.code
+        without_report(patch)
+        assert end_of("run", "run.yaml") == 0
     return folder, " ".join(out.getvalue().split())
 
 
@@ -84,7 +81,7 @@ def tuned(models, tmp_path_factory):
 def run(models, tmp_path, monkeypatch, capsys):
     """Run the command line in such a folder; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)
+    without_report(monkeypatch)
     fill(tmp_path, models)
 
     def run_main(settings: str, *overrides: str) -> tuple[int, str, str]:
@@ -103,13 +100,6 @@ def no_weights(monkeypatch):
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-
-
-def metrics(folder) -> dict:
-    def no_constant(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    return json.loads((folder / "metrics.json").read_text(), parse_constant=no_constant)
 
 
 def test_sft_writes_model_tokenizer_configuration_and_metrics(tuned, models):
@@ -219,9 +209,18 @@ def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
     assert "rows dropped │ 2 │ 0" in out
 
 
-def test_no_supervised_token_at_all(run):
-    code, _, err = run(SETTINGS, "max_length=3")
-    assert code == 4 and "supervised token" in err and "Traceback" not in err
+def refuse(*args, **kwargs):
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [(("max_length=3",), 4, "supervised token"),
+     (("lora_target_modules=[nothing]", "use_peft=true"), 2, "LigerTrainer refuses these settings")],
+)  # fmt: skip
+def test_what_is_seen_with_the_weights_is_a_message_too(run, overrides, code, message):
+    found, _, err = run(SETTINGS, *overrides)
+    assert found == code and message in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -251,9 +250,17 @@ def test_no_supervised_token_at_all(run):
         ('teacher_model_name_or_path=teacher losses=[{"type":"klx"}]', 2, "losses: [0].type: expected one of forward"),
         ("teacher_model_name_or_path=stranger", 2, "different tokenizers: 2 of 64 shared ids differ; "
          "id 3 is 'w3' for the student and 'w5' for the teacher"),
+        ("model_name_or_path=plain", 2, "this tokenizer has no chat template; set chat_template_path"),
+        # on a network's file system the rights of a folder may allow what its server refuses
+        ("output_dir=refused", 2, "is no directory that can be written to (Permission denied)"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, overrides, code, message):
+def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, monkeypatch, overrides, code, message):
+    if "refused" in overrides:
+        monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    elif "plain" in overrides:
+        shutil.copytree(tmp_path / "student", tmp_path / "plain")
+        (tmp_path / "plain" / "chat_template.jinja").unlink()
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -262,17 +269,6 @@ def test_bad_input_is_told_before_weights_are_loaded(run, tmp_path, no_weights, 
     assert found == code, err
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_cannot_be_written_to(run, no_weights, monkeypatch):
-    """On a network's file system the rights of a folder may allow what its server refuses."""
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    code, _, err = run(SETTINGS)
-    assert code == 2 and "is no directory that can be written to (Permission denied)" in err
 
 
 def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
@@ -289,15 +285,6 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     if not find_spec("bitsandbytes"):
         code, _, err = run(SETTINGS, "optim=adamw_8bit", "output_dir=other")
         assert code == 2 and "optim: adamw_8bit: " in err and "bitsandbytes" in err
-
-
-def test_chat_rows_need_a_chat_template(run, tmp_path, no_weights):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tiny_model().save_pretrained(tmp_path / "plain")
-    tokenizer.save_pretrained(tmp_path / "plain")
-    code, _, err = run(SETTINGS, "model_name_or_path=plain")
-    assert code == 2 and "this tokenizer has no chat template; set chat_template_path" in err
 
 
 def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
@@ -428,11 +415,6 @@ def test_a_broken_model_is_one_message(run, tmp_path, harm, message):
     if harm is not larger_tokenizer:  # a teacher may have more tokens than it shares
         code, _, err = run(SETTINGS + TEACHER, "teacher_model_name_or_path=broken")
         assert code == 2 and message in err and "Traceback" not in err, err
-
-
-def test_what_peft_refuses_is_a_message(run):
-    code, _, err = run(SETTINGS, "lora_target_modules=[nothing]", "use_peft=true")
-    assert code == 2 and "LigerTrainer refuses these settings" in err and "Traceback" not in err
 
 
 def test_a_training_that_diverges_ends_with_the_checkpoint_before(run, tmp_path):
