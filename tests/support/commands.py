@@ -38,6 +38,13 @@ def call(capture: Any, *words: object) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
+def done(ended: tuple[int, str, str]) -> tuple[str, str]:
+    """Stdout and stderr of a command that has ended well."""
+    code, out, err = ended
+    assert code == 0, f"{out}{err}"
+    return out, err
+
+
 def without_report(patch: pytest.MonkeyPatch) -> None:
     """Runs write no report: to draw it takes longer than to train. test_report.py has it."""
     patch.setattr("liger_trainer.run.output_dir._report", lambda output_dir: None)

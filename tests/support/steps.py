@@ -1,11 +1,14 @@
 """One step of a patched model and of a plain one: the same loss and gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import assert_same_gradients, masked_batch, named_gradients
 from torch import Tensor
+
+from liger_trainer import PatchOptions
 
 
 def step(model: Any, batch: dict | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -40,3 +43,20 @@ def adapted(model: Any, autocast_adapter_dtype: bool = True, **options: Any) -> 
     """The model with adapters that are the same each time, in train mode."""
     torch.manual_seed(1)
     return get_peft_model(model, lora(**options), autocast_adapter_dtype=autocast_adapter_dtype).train()
+
+
+# What may be switched after patching: what a layer or its experts compute is decided when they are called.
+ADAPTER_STATES: dict[str, Callable[[Any], Any]] = {
+    "the first of two": lambda model: model.set_adapter("default"),
+    "the second of two": lambda model: model.set_adapter("other"),
+    "both at once": lambda model: model.base_model.set_adapter(["default", "other"]),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "merged": lambda model: model.base_model.merge_adapter(),
+    "merged and taken apart": lambda model: (model.base_model.merge_adapter(), model.base_model.unmerge_adapter()),
+    "rescaled": lambda model: [m.scale_layer(0.3) for m in model.modules() if hasattr(m, "scale_layer")],
+}
+
+
+def only(*options: str) -> dict[str, bool]:
+    """Options of `patch` for these parts and no others."""
+    return {option: option in options for option in vars(PatchOptions())}

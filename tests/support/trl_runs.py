@@ -20,11 +20,11 @@ TIMES = ("runtime", "per_second", "step_time", "epoch")
 
 def preferences(n: int = 8) -> Dataset:
     data = completions(n)
-    return data.rename_column("completion", "chosen").add_column("rejected", completions(n, seed=9)["completion"])  # pyright: ignore
+    return data.rename_column("completion", "chosen").add_column("rejected", completions(n, seed=9)["completion"])
 
 
 def judged(n: int = 8) -> Dataset:
-    return completions(n).add_column("label", [i % 2 == 0 for i in range(n)])  # pyright: ignore
+    return completions(n).add_column("label", [i % 2 == 0 for i in range(n)])
 
 
 def prompts(n: int = 8) -> Dataset:
