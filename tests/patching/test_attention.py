@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from families import build
+from steps import only
 from tiny import (
     SIZES,
     assert_same_gradients,
@@ -31,10 +32,6 @@ from liger_trainer.patching.patcher import patch
 from liger_trainer.patching.rotary_alone import is_alone, prove_alone, replacement_alone
 
 ROPE, FUSED = "rope", "QK norm + rope"
-ALONE = dict.fromkeys(
-    ("rms_norm", "layer_norm", "swiglu", "geglu", "relu2", "gelu", "linear", "lora", "fused_linear_cross_entropy"),
-    False,
-)
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
@@ -89,7 +86,7 @@ def model_of(name, **overrides):
 
 
 def patch_rope(model):
-    return patch(model, **ALONE)
+    return patch(model, only("rope"))
 
 
 def outputs(model):
@@ -290,7 +287,7 @@ def test_what_is_left_alone(case, monkeypatch):
         function = of_more if "takes" in case else function_with(halves, scale=1.01)
         monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
         monkeypatch.setattr(patching, "_methods_with_rotary_calls", patching._methods_with_rotary_calls.__wrapped__)
-    report = patch(model, **{**ALONE, "rms_norm": True}).report
+    report = patch(model, only("rope", "rms_norm")).report
     (reason,) = report.left_alone.values()
     assert ROPE not in report.swapped and reason.startswith(case)
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from quick_cases import slow_but
 from steps import adapted
 from tiny import (
     assert_same_gradients,
@@ -40,11 +41,6 @@ pytestmark = [
 ]
 
 
-def slow(*names):
-    """Cases that add a family or an argument to what another one proves; each takes seconds to compile."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 # Its Dynamo is the first that traces how the head is put back, so that forward and loss are one graph.
 whole_graph = pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < "2.13", reason="torch 2.13")
 
@@ -73,7 +69,7 @@ def assert_same(got, want, rtol=1e-5):
 
 
 @whole_graph
-@pytest.mark.parametrize("family", ["qwen3", *slow("llama_tied", "gemma2", "granite", "cohere")])
+@pytest.mark.parametrize("family", slow_but(["qwen3", "llama_tied", "gemma2", "granite", "cohere"], "qwen3"))
 def test_one_graph_with_the_plain_models_gradients(family):
     plain, model, patched = pair(family)
     assert patched.fused is not None and len(patched.report.swapped) >= 3
@@ -99,7 +95,7 @@ CALLS = {
 
 
 @whole_graph
-@pytest.mark.parametrize("call", ["shifted labels", *slow("divisor", "divisor as a number", "without labels")])
+@pytest.mark.parametrize("call", slow_but(CALLS, "shifted labels"))
 def test_arguments(call):
     plain, model, _ = pair(layers=0)
     batch = CALLS[call](masked_batch())

@@ -16,6 +16,7 @@ from liger_trainer.errors import ConfigError
 from liger_trainer.patching.document_leaks import PackedRows, leak, read_packed_rows
 from liger_trainer.patching.options import PatchReport
 from liger_trainer.patching.packed_attention import pack_attention
+from liger_trainer.patching.ulysses import obstacle_to_slices
 
 LENGTHS = (5, 9, 2, 12)  # the windows of these families are of 8 tokens
 TINY = {
@@ -180,3 +181,28 @@ def test_an_attention_of_one_s_own_is_trusted_where_the_user_says_so():
     assert leak(model, by_lengths=False, trusted=True) is None
     Own.__module__ = "transformers.models.own"
     assert "interface" in leak(model, by_lengths=False, trusted=True)
+
+
+# Slices of rows, on several GPUs. The exchange itself: tests/engines
+
+
+@pytest.mark.parametrize("model, words", [
+    (lambda: tiny_model("llama"), None),
+    (lambda: tiny_model("llama", attn_implementation="eager"), "is eager"),
+    (lambda: tiny_model("gemma3"), "windows of its attention (sliding_attention)"),
+    (lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**HYBRIDS["lfm2"][1])), "layers of type conv"),
+])  # fmt: skip
+def test_obstacles(model, words):
+    reason = obstacle_to_slices(model())
+    assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize("window, kinds, refused", [
+    (8, ["sliding_attention"] * 2, False),  # flash attention is told the window beside the mask
+    (None, ["chunked_attention", "full_attention"], True),
+])  # fmt: skip
+def test_windows_by_flash_attention(window, kinds, refused):
+    model = tiny_model("qwen3")
+    model.config.layer_types, model.config.sliding_window = kinds, window
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert (obstacle_to_slices(model) is not None) is refused

@@ -1,9 +1,11 @@
 """patch_lora: which layers run on our ops, when PEFT's forward runs instead, and what the report says."""
 
 import copy
+import gc
 import importlib.util
 import itertools
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -289,8 +291,10 @@ def test_what_waits_for_another_layer_is_of_the_same_tensor(calls, mode):
         assert_own("v_proj", x)
         assert_own("k_proj", y)
         attention(x, (torch.ones(1, 5, 8), torch.ones(1, 5, 8)), None)
-    group = vars(attention.q_proj)[patch_lora.GROUP]
-    assert group._x is None and not group._waiting
+    held = [weakref.ref(each) for each in (x, y)]
+    del x, y
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 def test_the_proof_leaves_the_random_state_alone():

@@ -119,11 +119,9 @@ MLPS = {
     "multipliers of 1": (lambda: FalconH1MLP(config()), "SwiGLU"),
     "dropout of 0": (lambda: seed_oss(0.0), "SwiGLU"),
     "clamped": (lambda: ClampedMLP(), "SwiGLU"),
-    "clamped, packed": (
-        lambda: MiniMaxM3VLDenseMLP(config(swiglu_alpha=1.7, swiglu_limit=0.7, dense_intermediate_size=INNER)),
-        "SwiGLU",
-    ),
-}
+    "clamped, packed": (lambda: MiniMaxM3VLDenseMLP(config(swiglu_alpha=1.7, swiglu_limit=0.7,
+     dense_intermediate_size=INNER)), "SwiGLU"),
+}  # fmt: skip
 OPTIONS = {"SwiGLU": "swiglu", "GEGLU": "geglu", "ReLU2": "relu2", "GELU MLP": "gelu"}
 
 
@@ -234,10 +232,8 @@ def rounding(self, gate, up):
 
 
 REFUSED = {
-    "clamp": (
-        otherwise(lambda self, gate, up: self.act(gate.clamp(max=50)) * up.clamp(-50, 50)),
-        "it is not down(act(gate) * up) with act one of silu, gelu_tanh, gelu",
-    ),
+    "clamp": (otherwise(lambda self, gate, up: self.act(gate.clamp(max=50)) * up.clamp(-50, 50)),
+     "it is not down(act(gate) * up) with act one of silu, gelu_tanh, gelu"),
     "softcap": (otherwise(lambda self, gate, up: 30 * torch.tanh(Base.middle(self, gate, up) / 30)), "it is not"),
     "multiplier": (otherwise(lambda self, gate, up: self.act(gate * 1.01) * up), "it is not"),
     "a multiplier of a real family": (lambda: FalconH1MLP(config(mlp_multipliers=[0.5, 1.0])), "it is not"),
@@ -249,16 +245,14 @@ REFUSED = {
     "dropout of a real family": (lambda: seed_oss(0.1), "it drops out elements in training"),
     "rounding in training": (otherwise(rounding), "it is not"),
     "another gradient": (otherwise(lambda self, gate, up: self.act(gate.detach()) * up), "it is not"),
-    "the weight without its layer": (
-        changed(Base, forward=lambda self, x: F.linear(self.middle(self.gate(x), self.up(x)), self.down.weight)),
-        "it is not",
-    ),
+    "the weight without its layer": (changed(Base, forward=lambda self, x: F.linear(self.middle(self.gate(x),
+     self.up(x)), self.down.weight)), "it is not"),
     "fp32 out of bf16": (changed(Base, forward=lambda self, x: Base.forward(self, x).float()), "it is not"),
     "sub-norm": (lambda: BitNetMLP(config(hidden_act="relu2")), "it has more than its linear layers: ffn_sub_norm"),
     "parameters": (lambda: base_with(scale=nn.Parameter(torch.ones(1))), "it has more than its linear layers: scale"),
     "hooks": (hooked, "its act has hooks or another forward, which would not be called"),
     "replaced": (lambda: base_with(forward=lambda x: x), "its forward has been replaced"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -288,10 +282,9 @@ HOOKS = {  # how a hook is put on a module; it doubles what it is given
     "forward pre": lambda m, seen: m.register_forward_pre_hook(lambda module, x: seen.append(m) or (x[0] * 2,)),
     "backward": lambda m, seen: m.register_full_backward_hook(lambda module, d_x, _: seen.append(m) or (d_x[0] * 2,)),
     "backward pre": lambda m, seen: m.register_full_backward_pre_hook(lambda module, d: seen.append(m) or (d[0] * 2,)),
-    "all modules'": lambda m, seen: nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, out: (seen.append(m) or out * 2) if module is m else None
-    ),
-}
+    "all modules'": lambda m, seen: nn.modules.module.register_module_forward_hook(lambda module, inputs,
+     out: (seen.append(m) or out * 2) if module is m else None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -184,24 +184,16 @@ REFUSED = {
     "eps forgotten": (otherwise(lambda self, x: x.float() * torch.rsqrt(square(x))), "values differ"),
     "one per cent more": (otherwise(lambda self, x: 1.01 * Base.normed(self, x)), "values differ"),
     "groups": (otherwise(lambda self, x: Base.normed(self, x.unflatten(-1, (2, -1))).flatten(-2)), "values differ"),
-    "mean square in bf16": (
-        otherwise(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
-        "values differ.* in torch.bfloat16",
-    ),
+    "mean square in bf16": (otherwise(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
+     "values differ.* in torch.bfloat16"),
     "rstd in bf16": (DeepseekV4UnweightedRMSNorm, "values differ.* in torch.bfloat16"),
-    "rstd without gradient": (
-        otherwise(lambda self, x: x.float() * torch.rsqrt(square(x) + self.eps).detach()), "gradients differ",
-    ),
-    "normed without gradient": (
-        otherwise(lambda self, x: torch.no_grad()(Base.normed)(self, x)), "gradients differ",
-    ),
-    "fp32 out of bf16": (
-        changed(Base, forward=lambda self, x: self.weight * self.normed(x)),
-        "it returns torch.float32 where torch.bfloat16",
-    ),
-    "noise in training": (
-        otherwise(lambda self, x: Base.normed(self, x) * (1 + 0.1 * torch.randn(()) * self.training)), "values differ",
-    ),
+    "rstd without gradient": (otherwise(lambda self, x: x.float() * torch.rsqrt(square(x) + self.eps).detach()),
+     "gradients differ"),
+    "normed without gradient": (otherwise(lambda self, x: torch.no_grad()(Base.normed)(self, x)), "gradients differ"),
+    "fp32 out of bf16": (changed(Base, forward=lambda self, x: self.weight * self.normed(x)),
+     "it returns torch.float32 where torch.bfloat16"),
+    "noise in training": (otherwise(lambda self, x: Base.normed(self,
+     x) * (1 + 0.1 * torch.randn(()) * self.training)), "values differ"),
     "fails": (changed(Base, forward=failing), "RuntimeError: a message of several lines"),
     "gated": (lambda: Qwen3NextRMSNormGated(H), "it takes hidden_states, gate, where a norm has one input"),
     "torch's GroupNorm": (lambda: nn.GroupNorm(4, H), "fails on a miniature|values differ"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import build
 from peft import PeftModel
-from steps import adapted, assert_same_outcome, assert_same_step, lora, step
+from steps import ADAPTER_STATES, adapted, assert_same_outcome, assert_same_step, lora, step
 from tiny import FAMILIES, assert_same_gradients, masked_batch, tiny_model
 
 from liger_trainer.patching.patcher import patch
@@ -69,17 +69,12 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "lm_head, tied": ("llama_tied", {"target_modules": ["q_proj", "lm_head"]}),
     "embeddings": ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
     "embeddings, tied": ("llama_tied", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "embeddings and lm_head, tied": (
-        "llama_tied",
-        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True},
-    ),
+    "embeddings and lm_head, tied": ("llama_tied", {"target_modules": ["q_proj", "embed_tokens", "lm_head"],
+     "ensure_weight_tying": True}),
     "saved lm_head": ("llama", {"modules_to_save": ["lm_head"]}),
     "saved lm_head, tied": ("llama_tied", {"modules_to_save": ["lm_head"]}),
     "saved embeddings and lm_head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
-    "saved embeddings, tied": (
-        "llama_tied",
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ),
+    "saved embeddings, tied": ("llama_tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "saved norms": ("llama", {"target_modules": ["up_proj"], "modules_to_save": ["norm", "post_attention_layernorm"]}),
     "saved projection": ("llama", {"target_modules": ["q_proj", "gate_proj"], "modules_to_save": ["up_proj"]}),
     "trained tokens": ("llama", {"trainable_token_indices": TOKENS}),
@@ -109,20 +104,10 @@ def two_adapters(model: Any) -> Any:
     return model
 
 
-def disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-STATES: dict[str, Callable[[Any], Any]] = {
-    "the first of two": lambda model: model.set_adapter("default"),
-    "the second of two": lambda model: model.set_adapter("other"),
-    "both at once": lambda model: model.base_model.set_adapter(["default", "other"]),
-    "disabled": disabled,
-    "merged": lambda model: model.base_model.merge_adapter(),
-    "merged and disabled": lambda model: (model.base_model.merge_adapter(), disabled(model)),
-    "merged and taken apart": lambda model: (model.base_model.merge_adapter(), model.base_model.unmerge_adapter()),
+STATES = {
+    **ADAPTER_STATES,
+    "merged and disabled": lambda model: (model.base_model.merge_adapter(), model.base_model.disable_adapter_layers()),
     "deleted": lambda model: (model.set_adapter("other"), model.delete_adapter("default")),
-    "rescaled": lambda model: [m.scale_layer(0.3) for m in model.modules() if hasattr(m, "scale_layer")],
 }
 
 

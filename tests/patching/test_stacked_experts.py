@@ -10,7 +10,7 @@ import torch
 from families import build
 from peft.tuners.lora.layer import ParamWrapper
 from quick_cases import slow_but
-from steps import adapted, assert_same_step, lora
+from steps import ADAPTER_STATES, adapted, assert_same_step, lora
 from tiny import completions, masked_batch, tiny_tokenizer, train_args
 from torch import nn
 from torch.nn.utils import parametrize
@@ -67,20 +67,18 @@ FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "aria_text", "g
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [
-        *(
-            pytest.param(family, "grouped_mm", marks=[pytest.mark.slow] * (family not in ("deepseek_v3", "aria_text")))
-            for family in FAMILIES
-        ),
+        *(pytest.param(family, "grouped_mm", marks=[pytest.mark.slow] * (family not in ("deepseek_v3",
+         "aria_text"))) for family in FAMILIES),
         ("qwen3_moe", "eager"),
         ("gpt_oss", "batched_mm"),
     ],
-)
+)  # fmt: skip
 def test_adapters_on_both(family, implementation, merges):
     plain, ours = (wrapped(tiny(family, implementation)) for _ in range(2))
-    if not any(isinstance(m, ParamWrapper) for m in ours.modules()):
+    if not wrappers_of(ours):
         pytest.skip("this transformers has its experts elsewhere")
     report = patch(ours).report
-    assert report.swapped["LoRA experts"] == sum(isinstance(m, ParamWrapper) for m in ours.modules()) // 2 > 0
+    assert report.swapped["LoRA experts"] == len(wrappers_of(ours)) // 2 > 0
     assert not report.left_alone
     loss = ours(**masked_batch()).loss
     loss.backward()
@@ -103,37 +101,38 @@ def test_adapters_on_some(options):
     assert_same(ours, plain)
 
 
-# what is done to a model, and whether PEFT computes its experts then
-STATES: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "the first of two": (lambda model: model.set_adapter("default"), False),
-    "the second of two": (lambda model: model.set_adapter("other"), False),
-    "both": (lambda model: model.base_model.set_adapter(["default", "other"]), False),
-    "disabled": (lambda model: model.base_model.disable_adapter_layers(), False),
-    "merged": (lambda model: model.base_model.merge_adapter(), False),
-    "merged and taken apart": (lambda m: (m.base_model.merge_adapter(), m.base_model.unmerge_adapter()), False),
-    "rescaled": (lambda m: [x.scale_layer(0.3) for x in m.modules() if hasattr(x, "scale_layer")], False),
-    "trained experts": (lambda model: train_weights(model, "down_proj"), True),
-    "hooked experts": (lambda m: [x.register_forward_hook(lambda *_: None) for x in experts_of(m)], True),
-    "hooked adapters": (lambda m: [x.lora_A["default"].register_forward_hook(lambda *_: None) for x in m.modules()
-                                   if isinstance(x, ParamWrapper)], True),
-}  # fmt: skip
+def hook(modules: list[Any]) -> None:
+    for module in modules:
+        module.register_forward_hook(lambda *_: None)
+
+
+def wrappers_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, ParamWrapper)]
+
+
+BY_PEFT: dict[str, Callable[[Any], Any]] = {
+    "trained experts": lambda model: train_weights(model, "down_proj"),
+    "hooked experts": lambda model: hook(experts_of(model)),
+    "hooked adapters": lambda model: hook([each.lora_A["default"] for each in wrappers_of(model)]),
+}
+STATES = {**ADAPTER_STATES, **BY_PEFT}
 
 
 @pytest.mark.parametrize(
-    "state", slow_but(STATES, "both", "disabled", "merged and taken apart", "trained experts", "hooked adapters")
+    "state",
+    slow_but(STATES, "both at once", "disabled", "merged and taken apart", "trained experts", "hooked adapters"),
 )
 def test_states(state, merges):
     """Switched after patching: what experts compute is decided when they are called."""
-    switch, by_peft = STATES[state]
     plain, ours = wrapped(tiny()), wrapped(tiny())
     for model in (plain, ours):
         torch.manual_seed(2)
         model.add_adapter("other", lora(r=2, target_parameters=BOTH, target_modules=["o_proj"]))
     patch(ours)
     for model in (plain, ours):
-        switch(model)
+        STATES[state](model)
     ours(**masked_batch())
-    assert bool(merges) == by_peft
+    assert bool(merges) == (state in BY_PEFT)
     assert_same(ours, plain)
 
 
@@ -149,7 +148,7 @@ def test_undone_and_copied():
     patched = patch(ours)
     clone = copy.deepcopy(ours.get_base_model())
     patched.undo()
-    assert not any("forward" in vars(m) for m in ours.modules() if isinstance(m, ParamWrapper))
+    assert not any("forward" in vars(m) for m in wrappers_of(ours))
     assert_same(ours, plain)
     assert_same(clone, plain.get_base_model())
 
@@ -192,7 +191,7 @@ def test_quantised_experts():
 
 def adapters(model: Any) -> list[nn.Parameter]:
     """A and B of the experts, in one order, whichever wrapper is the outer one."""
-    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper)]
+    wrappers = wrappers_of(model)
     wrappers = [
         wrappers[i] for start in (0, 2) for i in sorted((start, start + 1), key=lambda i: wrappers[i].parameter_name)
     ]
@@ -241,12 +240,10 @@ def train(cls, **options):
 RUNS = {
     "plain": ({}, 1e-5),
     "checkpointing": ({"gradient_checkpointing": True}, 1e-5),
-    "reentrant checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        1e-5,
-    ),
+    "reentrant checkpointing": ({"gradient_checkpointing": True,
+     "gradient_checkpointing_kwargs": {"use_reentrant": True}}, 1e-5),
     "autocast": ({"bf16": True, "gradient_checkpointing": True}, 2e-2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("run", slow_but(RUNS, "plain", "autocast"))

@@ -30,7 +30,6 @@ QUICK = ("qwen3_vl", "gemma3")
 families = pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VISION_FAMILIES]
 )
-ALONE = dict.fromkeys(vars(liger_trainer.PatchOptions()), False)
 # of two layers in each tower; the text's come first
 SWAPPED = {
     "qwen2_5_vl": {"rope": 2 + 2, "RMSNorm": 5 + 5, "SwiGLU": 2 + 2, "tower attention": 2, "placeholders": 1},
@@ -71,7 +70,7 @@ def test_a_patched_model_computes_what_it_computed(family):
     parts = [got]
     for option in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "towers", "fused_linear_cross_entropy"):
         try:
-            with patch(model, {**ALONE, option: True}):
+            with patch(model, steps.only(option)):
                 parts.append(step(model, family))
         except ConfigError:
             assert option != "fused_linear_cross_entropy"
@@ -89,7 +88,7 @@ def test_a_tower_s_rows_are_contiguous():
         layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].is_contiguous()))
     with torch.no_grad():
         model(**batch_of("gemma3"))
-        with patch(model, {**ALONE, "towers": True}):
+        with patch(model, steps.only("towers")):
             model(**batch_of("gemma3"))
     assert seen == [False, False, True, True]
 
@@ -105,7 +104,7 @@ def test_placeholders_are_counted_on_the_host(monkeypatch, family):
     wrong = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == image_token(model), 5)}
     with pytest.raises(ValueError, match="do not match") as stock:
         model(**wrong)
-    with patch(model, {**ALONE, "towers": True}) as patched:
+    with patch(model, steps.only("towers")) as patched:
         assert patched.report.swapped["placeholders"] == 1
         got = step(model, family)
         assert masks and masks[0].shape[:2] == batch["input_ids"].shape
@@ -306,7 +305,7 @@ def test_a_convolution_that_checkpointing_has_hooked():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     want = step(model, "gemma3")
-    with patch(model, {**ALONE, "towers": True}) as patched:
+    with patch(model, steps.only("towers")) as patched:
         assert patched.report.swapped["patch embedding"] == 1
         assert_same_step(step(model, "gemma3"), want)
 
