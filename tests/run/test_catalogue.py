@@ -82,7 +82,8 @@ def test_a_file_opens_with_what_it_is_what_it_needs_and_the_command_and_is_valid
     assert config.recipe == name.partition("/")[2].partition("_")[0]
     assert config["output_dir"] == f"outputs/{name}"
     assert (config["teacher"] == "cache") == cached if config.recipe == "distill" else not cached
-    assert load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args().output_dir == f"outputs/{name}"
+    args = load_run_config(name, ["use_cpu=true"]).on_this_machine().training_args()
+    assert args.output_dir == config["output_dir"] and args.bf16 is False and config.source == f"{name}.yaml"
 
     comment = re.search(r"# ([\d x]+) = ([\d,]+) (tokens|prompts) a step", source_of(name))
     if not name.startswith("smollm2/"):

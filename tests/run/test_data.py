@@ -160,10 +160,8 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (
-            '{"text": "a"}\n{"text": "b\n{"text"\n',
-            "rows.jsonl:2: not valid JSON: .*:3: not valid JSON: .*Wrong rows: 2",
-        ),
+        ('{"text": "a"}\n{"text": "b\n{"text"\n',
+         "rows.jsonl:2: not valid JSON: .*:3: not valid JSON: .*Wrong rows: 2"),
         ('{"text": "a"}\n\n{"text": 3}\n', "rows.jsonl:3: column 'text': expected text, got an integer"),
         ('{"text": "a"}\n{"text": ["b", "c"]}\n', "rows.jsonl:2: column 'text': expected text, got a list"),
         ('{"text": "a", "n": 9223372036854775808}\n' * 2, "rows.jsonl:1: expected numbers of 64 bits"),
@@ -179,7 +177,7 @@ def test_the_demo_keeps_its_own_split(load, monkeypatch):
         ("\n\n", "split 'train' has no rows"),
         ("", "the file is empty"),
     ],
-)
+)  # fmt: skip
 def test_wrong_rows(load, text, complaint):
     with pytest.raises(DataError, match=f"(?s){complaint}"):
         load("rows.jsonl", {"rows.jsonl": text})

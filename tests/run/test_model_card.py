@@ -251,10 +251,8 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
     ("teacher", "told"),
     [
         ("teacher: self\nuse_peft: true", "itself without its adapters"),
-        (
-            "teacher: server\nteacher_server_base_url: http://here/v1\nteacher_server_model: Qwen/Qwen3-8B",
-            "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) on a server",
-        ),
+        ("teacher: server\nteacher_server_base_url: http://here/v1\nteacher_server_model: Qwen/Qwen3-8B",
+         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) on a server"),
         ("teacher: cache\nteacher_cache_dir: cache", "a cache"),
         (
             "use_peft: true\nteachers:\n  - {name: a, teacher_model_name_or_path: /models/math}\n"
@@ -262,7 +260,7 @@ def test_dagshub_needs_mlflow_too(monkeypatch, tmp_path):
             "math, itself without its adapters",
         ),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_teacher_is_told(results, teacher, told):
     text = f"recipe: distill\nmodel_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: some/data\n{teacher}\n"
     card = model_card(check_text(text, "run.yaml"), results, MODEL)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call, end_of, metrics, save_models, settings, without_report, write_rows
+from commands import call, done, end_of, metrics, save_models, settings, without_report, write_rows
 from planted import PLACES, Plant
 from processes import run_on
 from safetensors.torch import load_file, save_file
@@ -139,8 +139,7 @@ def test_the_reported_loss_is_that_of_trl(tuned, monkeypatch):
 
 def test_distillation_of_a_thinned_student_full_and_lora(run, tmp_path):
     """The first measurement and completions are those of the layer-dropped copy, untouched by adapters or training."""
-    code, out, err = run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS + TEACHER, "model_name_or_path=teacher", "keep_every_nth_layer=2", "max_steps=6"))
     assert "forward KL (nats/token)" in out and "agreement@1" in out and "teacher: " in out
     full = metrics(tmp_path / "out")
     assert full["recipe"] == "distill" and 0 < full["after"]["forward_kl"] < 0.95 * full["before"]["forward_kl"]
@@ -203,8 +202,7 @@ def test_rows_without_a_supervised_token_are_counted(run, tmp_path):
         rows[i]["prompt"][0]["content"] = " ".join(WORDS[:40])  # fills max_length: nothing of the answer is left
     write_rows(tmp_path / "train" / "train.jsonl", rows)
     write_rows(tmp_path / "train" / "test.jsonl", map(chat, range(20, 24)))
-    code, out, err = run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS.replace("holdout_fraction: 0.2\n", ""), "dataset_name=train"))
     assert [rows["rows_dropped"] for rows in metrics(tmp_path / "out")["rows"].values()] == [2, 0]
     assert "rows dropped │ 2 │ 0" in out
 
@@ -275,8 +273,7 @@ def test_evaluations_on_the_way_and_the_best_model(run, tuned, tmp_path):
     """The tokens are those of the training, though what is logged last is of an evaluation."""
     often = ["eval_strategy=steps", "save_strategy=steps", "eval_steps=1", "save_steps=1"]
     often += ["load_best_model_at_end=true"]
-    code, _, err = run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity")
-    assert code == 0, err
+    done(run(SETTINGS, *often, "logging_steps=2", "metric_for_best_model=perplexity"))
     training = metrics(tmp_path / "out")["training"]
     assert training["tokens"] == metrics(tuned[0] / "out")["training"]["tokens"] > 0
     assert training["tokens_per_second"] > 0
@@ -292,8 +289,7 @@ def test_a_padded_vocabulary_is_no_other_tokenizer(run, tmp_path):
     wider = tiny_tokenizer()
     wider.add_tokens(["extra"])
     wider.save_pretrained(tmp_path / "padded")
-    code, out, err = run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1")
-    assert code == 0, err
+    out, _ = done(run(SETTINGS, "teacher_model_name_or_path=padded", "max_steps=1"))
     assert "64 tokens, the same in both" in out and "1 token of the teacher's alone" in out
     assert "rows skipped" in out and "skipped for" not in out and "images" not in out
 
@@ -358,8 +354,8 @@ def test_wrong_rows_are_left_out_and_counted(run, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [*wrong, *map(chat, range(17))])
     code, _, err = run(SETTINGS)
     assert code == 4 and "Wrong rows: 3." in err
-    code, out, err = run(SETTINGS, "bad_rows=skip", "max_steps=1")
-    assert code == 0 and "rows skipped 3" in out.replace("│ ", "").replace(" │", ""), err
+    out, _ = done(run(SETTINGS, "bad_rows=skip", "max_steps=1"))
+    assert "rows skipped 3" in out.replace("│ ", "").replace(" │", "")
     data = metrics(tmp_path / "out")["data"]
     assert data["rows_skipped"] == 3 and data["train_rows"] + data["test_rows"] == 17
     ((kind, rows),) = data["rows_skipped_for"].items()
@@ -440,8 +436,7 @@ def test_planted_nan_ends_the_command_and_its_advice_finishes_the_run(run, tmp_p
     saved = checkpoints_in(tmp_path / "out")
     assert [path.name for path in saved] == [f"checkpoint-{step}" for step in (1, 2, 3)] and all(map(is_finite, saved))
     monkeypatch.setattr(LigerTrainer, "train", train)
-    code, _, err = call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split())
-    assert code == 0, err
+    done(call(capsys, *re.search(r"liger-trainer (resume out --checkpoint checkpoint-3)\n", err)[1].split()))
     assert metrics(tmp_path / "out")["training"]["resumed_at"] == 3
 
 
@@ -486,8 +481,8 @@ def test_a_training_that_begins_again_with_smaller_batches_is_measured_once(run,
 
     monkeypatch.setattr(LigerTrainer, "training_step", out_of_memory_once)
     monkeypatch.setattr(recipe, "measure", counted)
-    code, _, err = run(SETTINGS, "auto_find_batch_size=true", "max_steps=2", "learning_rate=1e-2")
-    assert code == 0 and full, err
+    _, err = done(run(SETTINGS, "auto_find_batch_size=true", "max_steps=2", "learning_rate=1e-2"))
+    assert full
     assert "begins again with the weights as they are by then" in err
     before = metrics(tmp_path / "out")["before"]
     assert len(measured) == 2 and before["loss"] == measured[0].metrics["loss"]

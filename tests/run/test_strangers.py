@@ -6,7 +6,7 @@ import re
 import datasets
 import pyarrow
 import pytest
-from commands import call, lines, metrics, save_models, settings, without_report
+from commands import call, done, lines, metrics, save_models, settings, without_report
 from tiny import WORDS
 
 QUESTIONS = [" ".join(WORDS[i : i + 3]) for i in range(30)]
@@ -70,16 +70,14 @@ def seen(question: str, answer: str, kind: str) -> str:
 )  # fmt: skip
 def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
     without_report(monkeypatch)
-    code, out, err = call(capsys, "preview", "my.yaml", f"dataset_name={file}", "--rows", "1")
-    assert code == 0, err
+    out, _ = done(call(capsys, "preview", "my.yaml", f"dataset_name={file}", "--rows", "1"))
     found = re.search(r"── .*?(?:row |:)(\d+): .*\n(.*)", out)
     assert found is not None
     index = int(found[1]) - (not file.endswith((".json", ".csv", ".parquet", ".arrow")))
     assert " ".join(found[2].split()) == seen(*PAIRS[index], kind)
     assert re.search(rf"│ learned +│ {learned} +│", out)
     assert ("What the user says is learned too" in out) == (learned == EACH)
-    code, out, err = call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}")
-    assert code == 0, err
+    out, _ = done(call(capsys, "run", "my.yaml", f"dataset_name={file}", f"output_dir=out-{file}"))
     assert metrics(folder / f"out-{file}")["data"]["learned"] == learned
 
 
@@ -92,8 +90,7 @@ def test_one_line_each(folder, monkeypatch, capsys, file, learned, kind):
     ],
 )
 def test_what_is_learned_follows_the_settings(folder, capsys, changes, learned):
-    code, out, err = call(capsys, "preview", "my.yaml", "dataset_name=openai.jsonl", "--rows", "1", *changes)
-    assert code == 0, err
+    out, _ = done(call(capsys, "preview", "my.yaml", "dataset_name=openai.jsonl", "--rows", "1", *changes))
     assert re.search(rf"│ learned +│ {learned[:40]}", out)
     assert ("What the user says" in out) == ("user" in learned)
     if "answers" in learned:
