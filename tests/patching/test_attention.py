@@ -29,6 +29,7 @@ from transformers.models.nanochat import modeling_nanochat
 from liger_trainer.patching import attention as patching
 from liger_trainer.patching import deferred_norm, rotary
 from liger_trainer.patching.patcher import patch
+from liger_trainer.patching.rebind_globals import rebound
 from liger_trainer.patching.rotary_alone import is_alone, prove_alone, replacement_alone
 
 ROPE, FUSED = "rope", "QK norm + rope"
@@ -193,6 +194,8 @@ def test_layers_and_models_share_one_function():
     forwards = {layer.self_attn.forward.__func__ for x in (model, other) for layer in x.model.layers}
     assert len(forwards) == 1
     assert len([name for name in vars(modeling_llama) if name.startswith("_liger_trainer_")]) == 1
+    with pytest.raises(ValueError, match="does not read rope"):
+        rebound(modeling_llama.LlamaAttention.forward, "rope", print, print)
 
 
 def test_weights_that_come_and_go(calls):
@@ -461,6 +464,7 @@ HALF = "cos, sin = cos[..., :2].repeat(1, 1, 2), sin[..., :2].repeat(1, 1, 2)"
         (f"k = torch.tanh(k)\n        {ALWAYS}", None, FUSED, ROPE),
         (f"q[..., 0] = 3\n        {ALWAYS}", None, FUSED, ROPE),
         (f"view = q.view(q.shape)\n        q.clamp_(max=0.5)\n        q = view\n        {ALWAYS}", None, FUSED, ROPE),
+        (f"q = q.view(2, 4, 40).view(2, 4, 5, 8)\n        {ALWAYS}", None, FUSED, ROPE),  # heads mixed with positions
         (f"k = q\n        {ALWAYS}", None, FUSED, FUSED),
         (f"k = torch.cat([q, k], 1)\n        {ALWAYS}", None, FUSED, ROPE),
         (f"k = torch.stack([q, k])[1]\n        {ALWAYS}", None, FUSED, ROPE),
