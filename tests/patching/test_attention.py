@@ -33,11 +33,6 @@ from liger_trainer.patching.rebind_globals import rebound
 from liger_trainer.patching.rotary_alone import is_alone, prove_alone, replacement_alone
 
 ROPE, FUSED = "rope", "QK norm + rope"
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-}  # fmt: skip
 # name: (configuration class, its options beside SIZES; None: as families.py builds it), what attention should report,
 # modules that are swapped, calls of the op in a forward
 CASES = {
@@ -59,7 +54,7 @@ CASES = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}, ROPE, 2, 1),  # a layer without positions
     "exaone4": ("Exaone4Config", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}, ROPE,
                 2, 1),
-    "deepseek_v3": ("DeepseekV3Config", LATENT, ROPE, 2, 2),  # comes interleaved, leaves as halves
+    "deepseek_v3": (None, {}, ROPE, 2, 2),  # comes interleaved, leaves as halves
     "llama4": ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 4}, ROPE, 2, 2),  # complex frequencies
     "qwen3_next": ("Qwen3NextConfig", {"head_dim": 8, "layer_types": ["full_attention"] * 2, "num_experts": 4,
                                        "num_experts_per_tok": 2}, FUSED, 2, 2),

@@ -181,8 +181,7 @@ def test_the_rotary_function_of_a_tower():
     with pytest.MonkeyPatch.context() as patcher:
         patcher.setattr(rotary, "rotate", counting)
         for inputs in (angles(), [x[None] for x in angles(1)]):  # a batch of tokens, as some towers have it
-            for a, b in zip(ours(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(ours(*inputs), apply_rotary_pos_emb_vision(*inputs))
         assert len(rotated) == 2
         half = [x.bfloat16() if i < 2 else x for i, x in enumerate(angles(2))]
         assert [x.dtype for x in ours(*half)] == [torch.bfloat16] * 2 and len(rotated) == 3
@@ -190,8 +189,7 @@ def test_the_rotary_function_of_a_tower():
         with FakeTensorMode() as mode:  # nothing can be read yet
             other(*(mode.from_tensor(x) for x in angles(3)))
         inputs = angles(4, layout="pairs")
-        for a, b in zip(other(*inputs), apply_rotary_pos_emb_vision(*inputs), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(other(*inputs), apply_rotary_pos_emb_vision(*inputs))
         assert len(rotated) == 3
 
 
@@ -280,8 +278,7 @@ def test_patches_are_embedded_by_a_product(conv, shape):
     ours, theirs = embed_patches(conv, x), conv(x)
     torch.testing.assert_close(ours, theirs)
     d_out = torch.randn_like(theirs)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, d_out) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(y, leaves, d_out) for y in (ours, theirs)))
     assert ours.flatten(2).transpose(1, 2).is_contiguous() == (shape[2] % 4 == 0)
 
 
