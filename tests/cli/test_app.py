@@ -11,6 +11,9 @@ from liger_trainer.cli import app as cli
 from liger_trainer.cli import run
 from liger_trainer.config.catalogue import built_in_configs
 from liger_trainer.errors import DataError, LigerTrainerError
+from liger_trainer.kernels.divergence_kinds import REMOVED as REMOVED_KINDS
+from liger_trainer.kernels.divergence_kinds import divergence_weights
+from liger_trainer.losses.plan import listed_terms
 
 
 @pytest.fixture
@@ -81,6 +84,15 @@ def test_misuse_is_exit_code_2_without_a_stack_trace(capsys, arguments, message)
 def test_a_removed_name_says_what_to_call_instead(name):
     with pytest.raises(AttributeError, match=f"{name} was removed: "):
         getattr(liger_trainer, name)
+
+
+@pytest.mark.parametrize("kind", REMOVED_KINDS)
+@pytest.mark.parametrize(
+    "read", [lambda kind: listed_terms([{"type": kind}]), lambda kind: divergence_weights(kind, 0.5)]
+)
+def test_a_removed_loss_says_what_to_use_instead(kind, read):
+    with pytest.raises(ValueError, match=f"{kind} was removed: {REMOVED_KINDS[kind]}"):
+        read(kind)
 
 
 @pytest.mark.parametrize("word", ["--version", "-V"])

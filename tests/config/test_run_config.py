@@ -9,12 +9,12 @@ from trl import ModelConfig, SFTConfig
 
 from liger_trainer.config import run_config
 from liger_trainer.config.conflicts import GONE
-from liger_trainer.config.overrides import parse_overrides, setting
 from liger_trainer.config.run_config import load_run_config
 from liger_trainer.config.schema import Schema, installed_versions, shipped_schema, shipped_text
 from liger_trainer.config.schema_writer import installed_schema
+from liger_trainer.config.yaml_reader import parse_overrides, setting
 from liger_trainer.errors import ConfigError
-from liger_trainer.trainers.distill_config import LigerDistillConfig
+from liger_trainer.trainers.config import LigerDistillConfig
 
 NEEDED = "model_name_or_path: some/model\ndataset_name: some/data\n"
 
@@ -140,6 +140,8 @@ def test_one_wrong_value(load, line, complaint):
         ("teacher_correction: {max_steps: 2}", "teacher_correction: was removed: fine-tune the teacher by itself fir"),
         ("teacher_model_name_or_path: t\ncache_bits: 8.0",
          "cache_bits: expected one of 8, 16, got 8.0 (a number). Write 8."),
+        ("teacher_model_name_or_path: t\nlosses: [{type: adaptive_kl}]",
+         "losses: [0].type: adaptive_kl was removed: use symmetric_kl"),
     ],
 )  # fmt: skip
 def test_keys_that_are_refused(load, line, reason):

@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from liger_trainer.kernels import linears as op
-from liger_trainer.patching import linears as patching
+from liger_trainer.patching.layers import linears as patching
+from liger_trainer.patching.layers.linears import SharedInput, layers_of_one_input
 from liger_trainer.patching.patcher import patch
-from liger_trainer.patching.shared_input import SharedInput, layers_of_one_input
 
 
 @pytest.fixture
